@@ -60,7 +60,8 @@ def configure_engine(
     Args:
         copy_threads: Threads that copy tensors on the host into the cache, and enqueue the copies from devices.
         flush_threads: Threads that compute checksums and write files.
-        restore_threads: Threads that read files, verify checksums, and copy into tensors.
+        restore_threads: Threads that read files. Half as many more verify checksums and copy into tensors what came
+            from the disk.
         copy_rate: The most bytes per second that saves copy from each device, as a number or a string such as
             ``"8GB"``; at least 64 MiB. It leaves bandwidth to training's own copies, and makes the next step wait
             longer. None: no limit.

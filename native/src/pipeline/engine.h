@@ -70,7 +70,7 @@ class RestoreHandle : public Immovable {
 struct ThreadCounts {
     std::size_t copy = 2;
     std::size_t flush = 4;
-    std::size_t restore = 4;
+    std::size_t restore = 4;  ///< that read; half as many more use what they have read
 };
 
 /// What saves leave to others. Rates are in bytes per second; 0: no limit.

@@ -82,6 +82,10 @@ class RestoreJob {
     };
     /// Reads the bytes of a step into the segment at `memory`; with a file's first, opens it.
     Status read(const RestoreStep& step, std::byte* memory);
+    /// Whether the page cache has had all that was read of the step's file.
+    [[nodiscard]] bool from_page_cache(const RestoreStep& step) const {
+        return files_[step.file]->input.is_cached();
+    }
     /// Verifies the bytes of a step, which are at `memory`, and scatters them.
     Result<Next> use(const RestoreStep& step, std::byte* memory);
 

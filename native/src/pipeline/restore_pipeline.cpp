@@ -28,7 +28,8 @@ RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_p
                                  std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
     : cache_(std::move(cache)),
       devices_(std::move(devices)),
-      thread_count_(threads),
+      reading_threads_(threads),
+      using_threads_((threads + 1) / 2),
       threads_(std::move(ops)) {}
 
 bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
@@ -36,10 +37,7 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     {
         const std::scoped_lock lock(mutex_);
         if (stopping_) return false;
-        for (std::size_t i = threads_.size(); i < thread_count_; ++i) {
-            threads_.start("ds-restore-" + std::to_string(i),
-                           [self = shared_from_this()](Thread& thread) { self->loop(thread); });
-        }
+        start_threads();
         jobs_.add(job);
     }
     queue(until_queued, job->first_steps());
@@ -49,10 +47,13 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
 void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept {
     const RestoreJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    NodeQueue<Task> dropped;  // destroyed after the lock
+    const auto is_of_job = [&](const Task& task) { return task.job.job() == job; };
+    NodeQueue<Task> dropped;  // destroyed after the lock, as is what follows
+    NodeQueue<Task> dropped_segments;
     {
         const std::scoped_lock lock(mutex_);
-        dropped = tasks_.take_if([&](const Task& task) { return task.job.job() == job; });
+        dropped = tasks_.take_if(is_of_job);
+        dropped_segments = read_.take_if(is_of_job);
     }
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
@@ -92,8 +93,20 @@ void RestorePipeline::join() {
     ended_ = true;
 }
 
-void RestorePipeline::loop(Thread& self) {
-    while (const auto task = next_task()) {
+/// With mutex_ held. A call that fails leaves the rest to the next one.
+void RestorePipeline::start_threads() {
+    for (std::size_t i = threads_.size(); i < reading_threads_ + using_threads_; ++i) {
+        const bool reads = i < reading_threads_;
+        const std::string name = reads ? "ds-restore-" + std::to_string(i)
+                                       : "ds-place-" + std::to_string(i - reading_threads_);
+        threads_.start(name, [self = shared_from_this(), reads](Thread& thread) {
+            self->loop(thread, reads ? self->tasks_ : self->read_);
+        });
+    }
+}
+
+void RestorePipeline::loop(Thread& self, NodeQueue<Task>& tasks) {
+    while (auto task = next_task(tasks)) {
         self.works_on(task->job.job());
         try {
             run(*task);
@@ -103,15 +116,19 @@ void RestorePipeline::loop(Thread& self) {
     }
 }
 
-std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
+std::optional<RestorePipeline::Task> RestorePipeline::next_task(NodeQueue<Task>& tasks) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
-    if (tasks_.empty()) return std::nullopt;
-    return tasks_.pop_front();
+    changed_.wait(lock, [&] { return all_failed_ || !tasks.empty(); });
+    if (tasks.empty()) return std::nullopt;
+    return tasks.pop_front();
 }
 
-void RestorePipeline::run(const Task& task) {
+void RestorePipeline::run(Task& task) {
     if (!task.step) return;
+    if (task.memory) {
+        use(task.job, *task.step, std::move(task.memory));
+        return;
+    }
     // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
     auto memory = acquire_segment(*task.job.job());
     if (task.job->failed()) return;
@@ -120,11 +137,26 @@ void RestorePipeline::run(const Task& task) {
         return;
     }
     auto read = task.job->read(*task.step, memory->data());
-    if (read.ok()) {
+    if (!read.ok()) {
+        fail(task.job.job(), std::move(read).fault());
+    } else if (task.step->table || task.job->from_page_cache(*task.step)) {
         use(task.job, *task.step, *std::move(memory));
     } else {
-        fail(task.job.job(), std::move(read).fault());
+        hand_over(task, *std::move(memory));
     }
+}
+
+/// To the threads that use what was read.
+void RestorePipeline::hand_over(const Task& task, Lease memory) {
+    Task read{.job = RestoreJob::Pin(task.job.job()),
+              .step = task.step,
+              .memory = std::move(memory)};  // destroyed after the lock
+    {
+        const std::scoped_lock lock(mutex_);
+        if (task.job->failed()) return;
+        read_.push_back(std::move(read));
+    }
+    changed_.notify_all();
 }
 
 void RestorePipeline::use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory) {
@@ -148,7 +180,7 @@ void RestorePipeline::queue(const RestoreJob::Pin& job, const std::vector<Restor
         if (job->failed()) return;
         // When stopping, too: they keep the job from its end until `shutdown` has failed it.
         for (const RestoreStep& step : steps) {
-            tasks_.push_back({.job = RestoreJob::Pin(job.job()), .step = step});
+            tasks_.push_back({.job = RestoreJob::Pin(job.job()), .step = step, .memory = {}});
         }
     }
     changed_.notify_all();
@@ -199,7 +231,7 @@ void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
     };
     const auto copying = std::make_shared<Copying>();
     copying->last =
-        NodeQueue<Task>::Node({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
+        NodeQueue<Task>::Node({.job = RestoreJob::Pin(job.job()), .step = {}, .memory = {}});
     copying->memory = std::move(memory);
     copying->work = std::move(work);
     devices_->copy(
@@ -221,7 +253,7 @@ void RestorePipeline::let_go(NodeQueue<Task>::Node last) {
         const std::scoped_lock lock(mutex_);
         if (!ended_) tasks_.push_front(std::move(last));
     }
-    changed_.notify_one();
+    changed_.notify_all();  // one kind of threads takes it, and both wait
 }
 
 /// None if the job has failed, or after `deadline`.

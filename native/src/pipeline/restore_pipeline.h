@@ -1,10 +1,15 @@
-// The threads that restore. Each takes a step, gets a segment, reads, verifies, scatters.
+// The threads that restore. Some take a step, get a segment, and read; others verify and scatter
+// what came from the disk, so that the disk always has reads to do. What came from the page cache,
+// and the checksum table, is used by the thread that has read it.
 //
-// Devices copy their part from the segment while the thread goes on with another one.
+// Devices copy their part from the segment while the threads go on with others.
 //
 // The steps of a streamed job are not for these threads. The caller's threads take them, each with
 // a segment to fill, fetch their bytes, and then verify and scatter them as these do. So nothing
 // here waits for a network: a step that is being fetched holds its segment, and it alone.
+//
+// A step that was read holds its segment too, and needs no other one: the threads that use it only
+// wait for such steps. So those that read get their segments.
 
 #pragma once
 
@@ -88,13 +93,16 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     struct Task {
         RestoreJob::Pin job;
         std::optional<RestoreStep> step;  ///< none: let go of the job
+        Lease memory;                     ///< what was read, if the step is to be used
     };
 
     using Thread = Crew<RestoreJob>::Member;
 
-    void loop(Thread& self);
-    std::optional<Task> next_task();
-    void run(const Task& task);
+    void start_threads();
+    void loop(Thread& self, NodeQueue<Task>& tasks);
+    std::optional<Task> next_task(NodeQueue<Task>& tasks);
+    void run(Task& task);
+    void hand_over(const Task& task, Lease memory);
     void queue(const RestoreJob::Pin& job, const std::vector<RestoreStep>& steps);
     void use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory);
     Result<Lease> acquire_segment(const RestoreJob& job,
@@ -104,13 +112,15 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
 
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<Devices> devices_;
-    const std::size_t thread_count_;
+    const std::size_t reading_threads_;
+    const std::size_t using_threads_;
 
     JobsInFlight<RestoreJob> jobs_;
 
     std::mutex mutex_;                 // guards what follows; taken before a job's
-    std::condition_variable changed_;  // tasks_, stopping_
+    std::condition_variable changed_;  // tasks_, read_, stopping_
     NodeQueue<Task> tasks_;            // bounded by what the plans read
+    NodeQueue<Task> read_;             // bounded by the segments
     bool stopping_ = false;            // takes no jobs
     bool all_failed_ = false;          // threads end when no tasks are left
     bool ended_ = false;               // no thread takes tasks any more

@@ -39,7 +39,7 @@ def test_the_numbers_of_threads_are_the_chosen_ones(tmp_path: Path) -> None:
     tasks = Path("/proc/self/task").iterdir()
     names = [(task / "comm").read_text().rstrip().rpartition("-")[0] for task in tasks]
     found = Counter(name for name in names if name.startswith("ds-"))
-    assert found == {"ds-copy": 3, "ds-flush": 1, "ds-restore": 2}
+    assert found == {"ds-copy": 3, "ds-flush": 1, "ds-restore": 2, "ds-place": 1}
 
 
 @pytest.mark.parametrize(
