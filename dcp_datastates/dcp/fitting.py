@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, Final, Literal, TypedDict, get_args
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
@@ -195,7 +196,11 @@ class FittingPlanner(DefaultLoadPlanner):
         Raises :class:`IncompatibleStateError` if two values have one name, or a container contains itself.
         """
         try:
+            self.flatten_sharded_tensors = False  # another walk through the state, seldom needed
             super().set_up_planner(state_dict, metadata, is_coordinator)
+            if any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
+                self.flatten_sharded_tensors = True
+                super().set_up_planner(state_dict, metadata, is_coordinator)
         except ValueError as error:
             raise IncompatibleStateError(
                 f"two values of the state have one name: {error}"
@@ -244,6 +249,13 @@ class FittingPlanner(DefaultLoadPlanner):
     def leaves(self, name: str) -> bool:
         """Whether the value stored under ``name`` is left unread on purpose."""
         return name not in self._chosen
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of a tensor of the state that the item fills."""
+        value = self.state_dict[read_item.dest_index.fqn]
+        if type(value) in _PLAIN and value.shape == read_item.lengths:  # all of it
+            return value
+        return super().resolve_tensor(read_item)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state."""

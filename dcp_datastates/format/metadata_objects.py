@@ -6,6 +6,7 @@ from a file are made when they are looked up. When its mappings are copied, pick
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import compress
@@ -34,6 +35,9 @@ from dcp_datastates.process.garbage import collection_paused
 __all__ = ["catalog_metadata", "metadata_of", "names_with_data", "note_of"]
 
 _NOTE: Final = "dcp_datastates"
+
+_MANY: Final = 200
+"""Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
 """The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
 
 _Further = Mapping[tuple[str, str], Sequence[Any]]
@@ -215,7 +219,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         boxes = zip(
             columns.rows(catalog.offsets, number), columns.rows(catalog.sizes, number), strict=True
         )
-        with collection_paused():
+        with collection_paused() if columns.counts[number] > _MANY else contextlib.nullcontext():
             chunks = [
                 ChunkStorageMetadata(torch.Size(begin), columns.size(size)) for begin, size in boxes
             ]

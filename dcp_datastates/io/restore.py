@@ -37,6 +37,7 @@ from dcp_datastates.io.nearest_copy import NearestCopies
 from dcp_datastates.io.tensor_memory import (
     add_region,
     dense_strides,
+    is_unusual,
     is_wrapper,
     local_tensor,
     without_bytes,
@@ -154,10 +155,8 @@ def _request(item: ReadItem, planner: LoadPlanner, metadata: Metadata, cast: boo
     request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
     _check_loadable(memory, name)
-    if (
-        not is_wrapper(memory)
-        and memory.dtype == dtype
-        and not (memory.is_conj() or memory.is_neg())
+    if memory.dtype == dtype and not (
+        is_unusual(memory) and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
     ):
         request.memory = memory
     return request
@@ -177,9 +176,11 @@ def _place(requests: list[_Request], engine: Engine) -> None:
 
 def _check_loadable(memory: torch.Tensor, name: str) -> None:
     """Raise :class:`IncompatibleStateError` if no value can be written to this (local) tensor of the state."""
-    unfit = None if memory.is_quantized else without_bytes(memory)  # torch quantizes what it casts
-    reason, way_out = unfit or (None, "")
-    if reason is None and not is_wrapper(memory):
+    unusual = is_unusual(memory)
+    reason, way_out = None, ""
+    if unusual and not memory.is_quantized:  # torch quantizes what it casts
+        reason, way_out = without_bytes(memory) or (None, "")
+    if reason is None and not (unusual and is_wrapper(memory)):
         strides = memory.stride()
         if 0 in strides and any(
             stride == 0 and size > 1 for stride, size in zip(strides, memory.shape, strict=True)
