@@ -1,12 +1,10 @@
-"""What it costs four ranks with the same state to load it, with share_reads and without, in turns.
+"""How long four ranks with the same state load it, with share_reads and without, in turns.
 
     python benchmarks/shared_reads.py [--gb 0.5] [--turns 5] [--rate 300]
 
-The store is rclone's S3 server on this machine. All ranks' reads together get --rate MB/s of it (0: no limit). The
-disk is that of the temporary directory, and its cache is dropped before each load. Prints medians of seconds.
+The store is rclone's S3 server on this machine; all ranks together get --rate MB/s from it. The disk is that of the
+working directory, first with its cache dropped before each load, then with all in the cache. Prints medians of seconds.
 """
-
-from __future__ import annotations
 
 import argparse
 import fcntl
@@ -21,58 +19,46 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from support.stores.kinds import new_store
 
 import dcp_datastates as ds
 from dcp_datastates.storage.object_path import locate
 
-WORLD = 4
 
-
-def run(rank: int, directory: str, url: str, gb: float, turns: int, rate: float) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/g", rank=rank, world_size=WORLD
-    )
+def run(rank: int, directory: Path, url: str, given: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/g", rank=rank, world_size=4)
     torch.set_num_threads(1)
-    state = {f"w{n}": torch.randn(int(gb * 1e9) // 64) for n in range(16)}
-    store, turn = locate(url).store, os.open(f"{directory}/turn", os.O_CREAT | os.O_RDWR)
+    state = {f"w{n}": torch.randn(int(given.gb * 1e9) // 64) for n in range(16)}
+    store = locate(url).store
     get_range = store.get_range
 
     def limited(key: str, begin: int, end: int) -> object:
-        with open(f"{directory}/turn") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            time.sleep((end - begin) / rate / 1e6 if rate else 0)
+        with Path(directory, "turn").open("a") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            time.sleep((end - begin) / given.rate / 1e6)
         return get_range(key, begin, end)
 
-    store.get_range = limited
-    os.close(turn)
-    for place in (f"{url}/c", f"{directory}/c"):
-        ds.save(state, place, host_cache_size="256MiB")
+    store.get_range = limited  # type: ignore[method-assign, assignment]
+    for name, place in {"store": url, "disk": directory, "cached": directory}.items():
+        ds.save(state, f"{place}/{name}", host_cache_size="256MiB")
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(2 * turns + 2):
-            for file in Path(directory).rglob("*.safetensors") if rank == 0 else ():
+        for number in range(2 * given.turns + 2):
+            for file in directory.rglob("*.safetensors") if name == "disk" and not rank else ():
                 with file.open("rb") as data:
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             dist.barrier()
             began = time.perf_counter()
-            ds.load(place, state, share_reads=number % 2 == 0)
+            ds.load(f"{place}/{name}", state, share_reads=number % 2 == 0)
             seconds[number % 2 == 0].append(time.perf_counter() - began)
+        on, off = (statistics.median(seconds[shared][1:]) for shared in (True, False))
         if rank == 0:
-            on, off = (statistics.median(seconds[share][1:]) for share in (True, False))
-            print(
-                f"{place.partition(':')[0][:2]:3} shared {on:.2f} s, not shared {off:.2f} s, {off / on:.2f} x"
-            )
-    dist.destroy_process_group()
+            print(f"{name}: shared {on:.2f} s, each for itself {off:.2f} s: {off / on:.2f} x")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=0.5)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=300.0)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=".") as directory:
-        path = os.path.abspath(directory)
-        arguments = (path, new_store("rclone").url, given.gb, given.turns, given.rate)
-        torch.multiprocessing.spawn(run, arguments, nprocs=WORLD)
+    for option, default in (("--gb", 0.5), ("--turns", 5), ("--rate", 300.0)):
+        parser.add_argument(option, type=type(default), default=default)
+    with tempfile.TemporaryDirectory(dir=".") as path:
+        arguments = (Path(path).resolve(), new_store("rclone").url, parser.parse_args())
+        torch.multiprocessing.spawn(run, arguments, nprocs=4)

@@ -127,7 +127,6 @@ class SharedReads:
         self._storage: Final = range_reader(place / name for name in self._blocks.files)
         most = min(_MOST_KEPT_BYTES, memory_limit().nbytes // _MOST_KEPT_SHARE)
         self._units: Final = KeptUnits(self._read_unit, most)
-        self._own_units: Final = sum(1 for _ in share.own_units(share.spans[:, :2]))
         self._peers: Final = Peers(share.addresses)
         self._left: set[str] = set()
         self._lock = ProcessLock()  # guards what follows
@@ -222,9 +221,10 @@ class SharedReads:
     def _read(self, path: str, begin: int, end: int) -> Buffer:
         began = time.monotonic()
         data = self._storage(path, begin, end)
-        with self._lock:
-            self._reads += 1
-            self._seconds += time.monotonic() - began
+        if end - begin >= BLOCK_BYTES:  # not of a checksum table
+            with self._lock:
+                self._reads += 1
+                self._seconds += time.monotonic() - began
         return data
 
     # ---- for the other ranks -------------------------------------------------------------------------
@@ -252,7 +252,8 @@ class SharedReads:
         return unit if own else None
 
     def _linger(self) -> None:
-        while self._units.gone < self._own_units:
+        own = sum(1 for _ in self._share.own_units(self._share.spans[:, :2]))
+        while self._units.gone < own:
             if time.monotonic() - self._last_asked > _IDLE_SECONDS:
                 break
             time.sleep(_LOOK_SECONDS)
