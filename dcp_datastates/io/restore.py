@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,7 +31,7 @@ from dcp_datastates.io import devices, stored_files
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences
 from dcp_datastates.io.download import ReadRange, fetch
 from dcp_datastates.io.nearest_copy import NearestCopies
-from dcp_datastates.io.stored_checkpoint import Sharing, StoredCheckpoint, read_error
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import (
     add_region,
     dense_strides,
@@ -48,6 +48,9 @@ _POLL_SECONDS: Final = 0.1
 
 _DETOUR_BYTES: Final = 256 << 20
 """Host memory for tensors that the engine cannot scatter into directly (they need a cast, or it cannot access them)."""
+
+_SHARED_BYTES: Final = 512 << 20
+"""What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
 
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
@@ -99,12 +102,15 @@ def restore(
     _check_files(requests, source, copies)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
-    for batch in _batches(requests):
-        left = batch
-        while left:
-            left = _read_nearest(left, source, engine, copies)
-        for request in batch:
-            _deliver(request, planner)
+    sharing = source.sharing
+    batches = _batches(requests) if sharing is None else _batches_by_file(requests)
+    with nullcontext() if sharing is None else sharing.reading(plan.items) as shared:
+        for batch in batches:
+            left = batch
+            while left:
+                left = _read_nearest(left, source, engine, copies, shared)
+            for request in batch:
+                _deliver(request, planner)
 
 
 def _storage(request: _Request) -> torch.UntypedStorage | None:
@@ -274,16 +280,41 @@ def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
         yield batch
 
 
+def _batches_by_file(requests: list[_Request]) -> Iterator[list[_Request]]:
+    """Batches in the order of the files, whose bytes all ranks want at about the same time: within a job, the order of
+    files is that in which their tables come. At least a file each, if its detours have room.
+    """
+    batch: list[_Request] = []
+    room, left = _DETOUR_BYTES, _SHARED_BYTES
+    for request in sorted(requests, key=lambda each: (_file_of(each), each.info.offset)):
+        detour = request.nbytes if request.detour else 0
+        if batch and (detour > room or (left <= 0 and _file_of(batch[-1]) != _file_of(request))):
+            yield batch
+            batch, room, left = [], _DETOUR_BYTES, _SHARED_BYTES
+        batch.append(request)
+        room -= detour
+        left -= request.nbytes
+    if batch:
+        yield batch
+
+
 def _read_nearest(
-    requests: list[_Request], source: StoredCheckpoint, engine: Engine, copies: NearestCopies
+    requests: list[_Request],
+    source: StoredCheckpoint,
+    engine: Engine,
+    copies: NearestCopies,
+    shared: ReadRange | None,
 ) -> list[_Request]:
-    """Read each file from its nearest place; returns the requests that are to be read again, from another one."""
+    """Read each file from its nearest place; returns the requests that are to be read again, from another one.
+
+    ``shared`` reads those in the nearest place of all.
+    """
     again: list[_Request] = []
     for place, group in copies.by_place(requests, _file_of):
         files = {*map(_file_of, group)}
         sharing = source.sharing if place is source.places[0] else None
         try:
-            fault = _read(group, source, place, engine, sharing)
+            fault = _read(group, source, place, engine, shared if sharing is not None else None)
         except (StorageError, CheckpointNotFoundError) as error:
             copies.leave(files, error)
             again += group
@@ -306,7 +337,7 @@ def _read(
     source: StoredCheckpoint,
     place: Location,
     engine: Engine,
-    sharing: Sharing | None,
+    read_range: ReadRange | None,
 ) -> Fault | None:
     contents: dict[str, Transfer] = {}
     for request in requests:
@@ -315,8 +346,6 @@ def _read(
             request.memory = torch.empty(request.target.shape, dtype=request.dtype, device="cpu")
         _add(contents.setdefault(request.info.relative_path, Transfer()), request)
     plan = RestorePlan()
-    if sharing is not None:  # all ranks in the same order
-        contents = dict(sorted(contents.items()))
     for relative_path, content in contents.items():
         record = source.note.files.get(relative_path)
         if record is None:
@@ -335,32 +364,22 @@ def _read(
     _say_written(requests)  # before and after: a save may begin, or look, at any moment
     # Kernels that write to the target tensors may still be running.
     after = fences(engine, {each.device for each in requests})
-    with _reading(requests, place, contents, sharing) as read_range:
-        begin = engine.restore if read_range is None else engine.restore_streamed
-        job = begin(plan, requests, after)
-        try:
-            if read_range is not None:
-                fetch(job, read_range)
-            while not job.wait(_POLL_SECONDS):
-                pass
-        except BaseException:
-            job.cancel()
-            while not job.wait(_POLL_SECONDS):
-                pass
-            raise
+    if read_range is None and isinstance(place, ObjectPath):
+        read_range = stored_files.range_reader(place / name for name in contents)
+    begin = engine.restore if read_range is None else engine.restore_streamed
+    job = begin(plan, requests, after)
+    try:
+        if read_range is not None:
+            fetch(job, read_range)
+        while not job.wait(_POLL_SECONDS):
+            pass
+    except BaseException:
+        job.cancel()
+        while not job.wait(_POLL_SECONDS):
+            pass
+        raise
     _say_written(requests)
     return job.fault
-
-
-def _reading(
-    requests: list[_Request], place: Location, files: Iterable[str], sharing: Sharing | None
-) -> AbstractContextManager[ReadRange | None]:
-    """What reads ranges of the files; None if the engine does."""
-    if sharing is not None:
-        return sharing.reading(request.item for request in requests)
-    if isinstance(place, ObjectPath):
-        return nullcontext(stored_files.range_reader(place / name for name in files))
-    return nullcontext()
 
 
 def _say_written(requests: list[_Request]) -> None:

@@ -27,6 +27,9 @@ MOST_READERS: Final = 64
 make several groups, each of which reads once.
 """
 
+LEAST_REPEATED: Final = 0.04
+"""Less than this part of all bytes is not worth sharing: blocks at the edges of FSDP's shards, which two ranks need."""
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -110,12 +113,17 @@ class Share:
 
 
 def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
-    """The shares of the ranks with ``offers``; ranks that share nothing have none."""
+    """The shares of the ranks with ``offers``; ranks that share nothing have none.
+
+    None has one if that would save less than :data:`LEAST_REPEATED` of what they read.
+    """
     ranks = np.array(sorted(offers), np.int64)
     counts = [len(offers[rank].runs) for rank in ranks.tolist()]
     runs = np.concatenate([np.empty((0, 2), np.int64), *(offers[r].runs for r in ranks.tolist())])
     who = np.repeat(ranks, counts)
-    begins, ends, sets = _shared_spans(runs, who)
+    begins, ends, sets, repeated = _shared_spans(runs, who)
+    if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
+        return {}
     parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
     for number, chosen in enumerate(_by_set(sets)):
         begin = begins[chosen[0]]
@@ -129,8 +137,9 @@ def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
     return {rank: _share(rank, of_rank, offers) for rank, of_rank in parts.items()}
 
 
-def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uint64]]:
-    """The spans that two ranks or more need: begins, ends, and a number for the set of their readers.
+def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uint64], int]:
+    """The spans that two ranks or more need: begins, ends, and a number for the set of their readers; and how many
+    blocks are read again if each rank reads all that it needs.
 
     Each rank has a random number; a set has the sum of its ranks' (modulo 2**64), so that equal sums mean equal sets,
     but for a probability of about sets**2 / 2**64.
@@ -142,8 +151,11 @@ def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uin
     for column, add in ((0, np.add), (1, np.subtract)):
         add.at(sums, where[:, column], random[who])
         add.at(readers, where[:, column], 1)
-    shared = np.cumsum(readers)[:-1] > 1
-    return edges[:-1][shared], edges[1:][shared], np.cumsum(sums)[:-1][shared]
+    counts = np.cumsum(readers)[:-1]
+    shared = counts > 1
+    begins, ends = edges[:-1][shared], edges[1:][shared]
+    repeated = int(((counts[shared] - 1) * (ends - begins)).sum())
+    return begins, ends, np.cumsum(sums)[:-1][shared], repeated
 
 
 def _by_set(sets: npt.NDArray[np.uint64]) -> list[Ints]:

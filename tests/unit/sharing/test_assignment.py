@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.work import little_work
 
+from dcp_datastates.sharing import assignment
 from dcp_datastates.sharing.assignment import (
     MOST_READERS,
     UNIT_BLOCKS,
@@ -20,6 +21,11 @@ from dcp_datastates.sharing.assignment import (
 )
 
 BLOCKS = 120
+
+
+@pytest.fixture(autouse=True)
+def _share_however_little(monkeypatch):
+    monkeypatch.setattr(assignment, "LEAST_REPEATED", 0.0)
 
 
 def _offer(rank: int, needed: set[int]) -> Offer:
@@ -115,6 +121,13 @@ def test_many_readers_share_in_groups():
 @pytest.mark.parametrize("needed", [{}, {0: set()}, {0: {1}, 1: {2}}, {4: {1, 2}}])
 def test_ranks_that_need_nothing_in_common_share_nothing(needed):
     assert _shares(needed) == {}
+
+
+@pytest.mark.parametrize(("common", "expected"), [(2, {}), (12, {0, 1})])
+def test_ranks_share_if_that_saves_a_part_of_their_reads(monkeypatch, common, expected):
+    monkeypatch.setattr(assignment, "LEAST_REPEATED", 0.1)
+    needed = {0: set(range(50)), 1: set(range(50 - common, 100 - common))}
+    assert set(_shares(needed)) == set(expected)
 
 
 def test_a_large_job_is_assigned_quickly_and_briefly():
