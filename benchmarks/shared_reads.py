@@ -3,7 +3,7 @@
     python benchmarks/shared_reads.py [--gb 0.5] [--turns 5] [--rate 300]
 
 The store is rclone's S3 server on this machine; all ranks together get --rate MB/s from it. The disk is that of the
-working directory, first with its cache dropped before each load, then with all in the cache. Prints medians of seconds.
+working directory, first with its cache dropped before each load, then with it. Prints medians of seconds.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def run(rank: int, directory: Path, url: str, given: argparse.Namespace) -> None
             seconds[number % 2 == 0].append(time.perf_counter() - began)
         on, off = (statistics.median(seconds[shared][1:]) for shared in (True, False))
         if rank == 0:
-            print(f"{name}: shared {on:.2f} s, each for itself {off:.2f} s: {off / on:.2f} x")
+            print(f"{name}: shared {on:.2f} s, each for itself {off:.2f} s")
 
 
 if __name__ == "__main__":
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     for option, default in (("--gb", 0.5), ("--turns", 5), ("--rate", 300.0)):
         parser.add_argument(option, type=type(default), default=default)
     with tempfile.TemporaryDirectory(dir=".") as path:
-        arguments = (Path(path).resolve(), new_store("rclone").url, parser.parse_args())
-        torch.multiprocessing.spawn(run, arguments, nprocs=4)
+        url = new_store("rclone").url
+        torch.multiprocessing.spawn(run, (Path(path).resolve(), url, parser.parse_args()), nprocs=4)

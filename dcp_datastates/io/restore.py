@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -104,7 +104,10 @@ def restore(
         release({s for request in requests if (s := _storage(request)) is not None})
     sharing = source.sharing
     batches = _batches(requests) if sharing is None else _batches_by_file(requests)
-    with nullcontext() if sharing is None else sharing.reading(plan.items) as shared:
+    reading: AbstractContextManager[ReadRange | None] = (
+        nullcontext() if sharing is None else sharing.reading(plan.items)
+    )
+    with reading as shared:
         for batch in batches:
             left = batch
             while left:

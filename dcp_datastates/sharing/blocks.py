@@ -35,7 +35,7 @@ class Blocks:
     """
 
     def __init__(self, files: Mapping[str, FileRecord]) -> None:
-        self.files: Final = {}
+        self.files: Final[dict[str, FileBlocks]] = {}
         first = 0
         for name in sorted(files):
             nbytes = files[name].table_offset
