@@ -101,6 +101,7 @@ class Line:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._buffer = bytearray()
+        self._seconds = PROGRESS_SECONDS
         self._ends_at = math.inf
         _sockets.add(connection)
 
@@ -112,6 +113,7 @@ class Line:
 
     def end_within(self, seconds: float) -> None:
         """Have all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
+        self._seconds = min(seconds, PROGRESS_SECONDS)
         self._ends_at = time.monotonic() + seconds
 
     def send(self, kind: Kind, *parts: Buffer) -> None:
@@ -126,7 +128,7 @@ class Line:
             views = [memoryview(b"".join([header, *views]))]
         else:
             views.insert(0, memoryview(header))
-        with _explained(PROGRESS_SECONDS):
+        with _explained(self._seconds):
             for view in views:
                 while view.nbytes:  # sendall() has one limit of time for all
                     self._check_time()
@@ -195,7 +197,7 @@ class Line:
     def _exactly(self, nbytes: int, buffer: bytearray | None = None) -> memoryview:
         view = memoryview(bytearray(nbytes) if buffer is None else buffer)[:nbytes]
         rest = view
-        with _explained(PROGRESS_SECONDS):
+        with _explained(self._seconds):
             while rest.nbytes:
                 self._check_time()
                 count = self._socket.recv_into(rest)
