@@ -107,7 +107,7 @@ class _Server(LineServer):
 
 
 class SharedReads:
-    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.restore.Sharing`.
+    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.stored_checkpoint.Sharing`.
 
     Args:
         share: what the coordinator has said.
