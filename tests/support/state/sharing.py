@@ -44,9 +44,9 @@ LAYOUTS = {
 def laid_out(
     full: dict[str, torch.Tensor], shape: tuple[int, ...], placements: list[Placement]
 ) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", shape)
     if placements == [Replicate()]:
         return {name: tensor.clone() for name, tensor in full.items()}
+    mesh = init_device_mesh("cpu", shape)
     return {
         name: distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
         for name, tensor in full.items()
