@@ -21,6 +21,7 @@ from support.state.states import filled
 from support.stores.server import endpoint, use
 from support.tiers import tries
 from support.waiting import await_that
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 import dcp_datastates
@@ -127,7 +128,7 @@ def _finds_damage(root: Path) -> None:
     if dist.get_rank() == 0:
         flip_bit(file, file.stat().st_size // 2)
     dist.barrier()
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(CheckpointException) as caught:
         load(zeros(expected), root / "c", share_reads=True)
     found = causes(caught.value)
     assert len(found) == 4
