@@ -11,7 +11,6 @@ SOAK_SAVES ?= 1000
 SEEDS ?= 100000
 GPU_PYTHON ?= python3
 GPU_TEST_SECONDS ?= 540
-GPU_BENCH_ARGS ?=
 GPU_FIRST_ARGS ?=
 GPU_RESULTS ?= benchmarks/results
 SANITIZER ?=
@@ -62,7 +61,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough integration-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format docs clean \
     dist wheel \
-    gpu-check gpu-install gpu-test gpu-bench gpu-first gpu-measure gpu-smoke
+    gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
 help:
 	@echo "make demo             train, checkpoint every iteration, kill, resume on fewer ranks"
@@ -77,11 +76,10 @@ help:
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
 	@echo "                      thousands of interleavings, races and lives of tiers: an hour"
-	@echo "make bench            saves, loads and training beside every peer that is installed, in one report (BENCH_ARGS=--quick)"
+	@echo "make bench            saves, loads and training beside every peer, in one report (BENCH_ARGS=--quick)"
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
 	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
 	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
-	@echo "make gpu-bench        the GPU benchmark, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint             formatting, static analysis, types"
 	@echo "make format           rewrite the sources in the house format"
 	@echo "make docs             the documents and the API reference as a site: build/docs/index.html"
@@ -134,12 +132,12 @@ soak: $(VENV)/installed
 	    -n $(TEST_WORKERS) -k "whatever_comes_late or one_outcome or nothing_is_lost_whatever" tests/crash/test_interleavings.py \
 	    tests/crash/test_store_interleavings.py tests/crash/test_store_races.py tests/unit/tiers/test_random_archives.py $(PYTEST_ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/peers
 	cd benchmarks && env -u OMP_NUM_THREADS $(abspath $(BIN))/python -m bench $(BENCH_ARGS)
 
 # --- on a machine with a GPU: with the Python and the torch that it has, and without a network -----
 
-gpu-check gpu-install gpu-test gpu-bench gpu-measure: export PATH := $(MACHINE_PATH)
+gpu-check gpu-install gpu-test gpu-measure: export PATH := $(MACHINE_PATH)
 
 gpu-check:
 	@test -x "$(GPU_PYTHON)" || { echo "GPU_PYTHON is no program: say which Python has torch" >&2; exit 1; }
@@ -160,13 +158,7 @@ gpu-test: gpu-install
 	    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true \
 	    $(CURDIR)/tests/device/test_host_or_gpu.py $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
 
-# With as many threads as torch wants.
-gpu-bench: gpu-install
-	env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_training.py \
-	    --json $(GPU_RESULTS)/gpu-training-$$(date +%F).json \
-	    --png $(GPU_RESULTS)/gpu-training-$$(date +%F).png $(GPU_BENCH_ARGS)
-
-# From beside its package, so that dcp_datastates is what is installed.
+# From beside its package, so that dcp_datastates is what is installed; with as many threads as torch wants.
 gpu-measure: gpu-install
 	mkdir -p build
 	cd benchmarks && env -u OMP_NUM_THREADS $(GPU_PYTHON) -m gpu_first \
@@ -244,8 +236,8 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # The pages, and the files that they link to. They are copied in the repository's own tree, so that a link works on the
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md benchmarks/README.md \
-    $(wildcard docs/*.md docs/*/*.md integration/*/README.md) \
-    benchmarks/results/metadata-2026-11-22.json benchmarks/results/metadata-2026-11-23.json dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
+    $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-*) \
+    dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs
@@ -284,6 +276,11 @@ $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
 $(VENV)/integrations: $(VENV)/installed
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl \
 	    megatron-core
+	@touch $@
+
+# What benchmarks compare with. Those that cannot run here have rows with their errors.
+$(VENV)/peers: $(VENV)/installed
+	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS),bench]'
 	@touch $@
 
 # Azure's server for tests, the last release for the Node of Debian 12. Without npm its tests skip themselves.

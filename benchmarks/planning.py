@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from curves import draw, exponent
 from machine import describe
 from planners import Cost, columns, stock
 from planning_jobs import Job
@@ -85,23 +83,6 @@ def run(jobs: list[Job], stock_up_to: int, repeats: int, log: Console) -> list[R
     return rows
 
 
-def exponents(rows: list[Row]) -> list[dict[str, Any]]:
-    """For each planner, save and number of tensors: time grows as the number of ranks to this power."""
-    series: dict[tuple[str, str, int], list[Row]] = {}
-    for row in rows:
-        series.setdefault((row.planner, row.save, row.job.tensors), []).append(row)
-    return [
-        {
-            "planner": planner,
-            "save": save,
-            "tensors": tensors,
-            "coordinator": exponent([(r.job.ranks, r.cost.coordinator) for r in of_series]),
-            "rank": exponent([(r.job.ranks, r.cost.rank) for r in of_series]),
-        }
-        for (planner, save, tensors), of_series in series.items()
-    ]
-
-
 def show(rows: list[Row], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("ranks", "tensors"):
@@ -124,12 +105,6 @@ def show(rows: list[Row], console: Console) -> None:
             *(f"{size:,}" for size in sizes),
         )
     console.print(table)
-    for entry in exponents(rows):
-        if not math.isnan(entry["coordinator"]):
-            console.print(
-                f"{entry['planner']}, {entry['save']}, {entry['tensors']} tensors: coordinator ~ "
-                f"ranks^{entry['coordinator']:.2f}, each rank ~ ranks^{entry['rank']:.2f}"
-            )
 
 
 def main() -> int:
@@ -144,7 +119,7 @@ def main() -> int:
         "--json",
         type=Path,
         default=_HERE / "results" / f"planning-{date.today().isoformat()}.json",
-        help="where the results go; the curves go beside it",
+        help="where the results go",
     )
     arguments = parser.parse_args()
 
@@ -156,17 +131,11 @@ def main() -> int:
         **describe(_HERE),
         "benchmark": "planning",
         "repeats": arguments.repeats,
-        "exponents": exponents(rows),
         "rows": [row.as_json() for row in rows],
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"\nwritten to {arguments.json}")
-    picture = arguments.json.with_suffix(".png")
-    if draw(record, picture):
-        console.print(f"drawn in {picture}")
-    else:
-        console.print("no curves: pip install 'dcp_datastates[bench]' for matplotlib")
     return 0
 
 

@@ -23,7 +23,7 @@ from machine import describe
 
 PEERS = ("safetensors", "torch_checkpointing", "torchsnapshot", "fastsafetensors")
 PEERS += ("orbax-checkpoint", "nvidia-resiliency-ext", "deepspeed")
-MOST_SECONDS = {"tiny": 120, "quick": 240, "full": 1200}
+MOST_SECONDS = {"tiny": 120, "quick": 240, "full": 1800}
 """Of a part."""
 
 

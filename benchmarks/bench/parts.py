@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from bench import loads, saves, training
 from bench.samples import Table, summary
 from bench.savers import start_process_group
@@ -26,6 +28,8 @@ class Sizes:
     scales: dict[str, float]
     """Of the states (1: about 1 GB, or 10,000 tensors)."""
     rounds: int
+    """Of large tensors."""
+    other_rounds: int
     train_scale: float
     train_rounds: int
     sleep: float
@@ -34,23 +38,27 @@ class Sizes:
     """Seconds of the longest iteration that is tried."""
 
 
-FULL = Sizes({"large": 1, "llm": 0.7, "many64k": 1, "many4k": 1}, 5, 0.07, 3, 0.1, 2.0)
-QUICK = Sizes({"large": 0.125, "llm": 0.06, "many64k": 0.1, "many4k": 0.1}, 3, 0.03, 2, 0.02, 0.4)
+FULL = Sizes({"large": 1, "llm": 0.7, "many64k": 1, "many4k": 1}, 5, 3, 0.07, 3, 0.1, 2.0)
+QUICK = Sizes(
+    {"large": 0.125, "llm": 0.06, "many64k": 0.1, "many4k": 0.1}, 3, 2, 0.03, 2, 0.02, 0.4
+)
 TINY = Sizes(
-    {"large": 0.03, "llm": 0.01, "many64k": 0.001, "many4k": 0.001}, 1, 0.002, 1, 0.001, 0.02
+    {"large": 0.03, "llm": 0.01, "many64k": 0.001, "many4k": 0.001}, 1, 1, 0.002, 1, 0.001, 0.02
 )
 SIZES = {"full": FULL, "quick": QUICK, "tiny": TINY}
 
 
 def _saves(sizes: Sizes, directory: Path) -> Iterator[Table]:
     for case, scale in sizes.scales.items():
-        yield saves.measure(case, scale, sizes.rounds, directory)
+        rounds = sizes.rounds if case == "large" else sizes.other_rounds
+        yield saves.measure(case, scale, rounds, directory)
 
 
 def _loads(sizes: Sizes, directory: Path) -> Iterator[Table]:
-    for case in ("large", "many64k"):
-        yield loads.measure(case, sizes.scales[case], sizes.rounds, directory)
-    yield loads.measure("many64k", sizes.scales["many64k"], sizes.rounds, directory, one=True)
+    many = sizes.scales["many64k"]
+    yield loads.measure("large", sizes.scales["large"], sizes.rounds, directory)
+    yield loads.measure("many64k", many, sizes.other_rounds, directory)
+    yield loads.measure("many64k", many, sizes.other_rounds, directory, one=True)
 
 
 def _training(sizes: Sizes, directory: Path) -> Iterator[Table]:
@@ -79,6 +87,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     faulthandler.enable()
+    # By descriptors, stock's stager and torch_checkpointing take one for each tensor.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     start_process_group()
     found = []
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:

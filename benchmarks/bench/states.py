@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ class State:
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: each.detach() for name, each in self.parameters.items()}
 

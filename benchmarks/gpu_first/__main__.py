@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from gpu_first.output import replace_json
 from gpu_first.page import page
 from gpu_first.steps import STEPS, Step
-from gpu_output import replace_json
 
 _HERE = Path(__file__).parents[1]
 _ROOM = 16 << 30  # for the checkpoints of any step

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from dcp_datastates.process.memory_limit import memory_limit
+from gpu_first.output import gpu
 from gpu_first.step import Options, Part, main
-from gpu_output import gpu
 from machine import describe
 
 _LINK = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from gpu_output import table
+from gpu_first.output import table
 
 _WIDTH = 120
 

@@ -8,18 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_datastates import DataStatesReader
+from dcp_datastates._native import Engine
 from dcp_datastates.io.engine import engine
-from gpu_contenders import Contender, Ours, StockPinned
-from gpu_copies import prepare
+from gpu_first.contenders import Contender, Ours, StockPinned
+from gpu_first.job import SMOKE, Job, Shape
 from gpu_first.step import Options, Part, Saves, main, spread
-from gpu_job import SMOKE, Job, Shape
 
 _ITERATIONS = 10
 _LARGE = Shape(layers=4)  # 4 GB of parameters and AdamW
 _LEAST_CACHE = 64 << 20
+_PATIENCE_SECONDS = 120.0
 
 
 def parts(options: Options) -> Iterator[Part]:
@@ -101,6 +103,23 @@ def captured(saves: Saves) -> dict[str, float]:
         seconds.append(time.perf_counter() - began)
         handle.result()
     return spread(seconds[1:])  # the first plans, and pins
+
+
+def prepare(native: Engine, device: str) -> None:
+    """Return when the host cache is pinned, as far as it can be.
+
+    Raises :class:`TimeoutError`.
+    """
+    if device != "cuda":
+        return
+    native.open_device(torch.cuda.current_device())
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not native.devices_prepared:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the engine is not ready after {_PATIENCE_SECONDS:g} s")
+        time.sleep(0.01)
+    if native.pin_fault is not None:
+        print(f"WARNING: {native.pin_fault.message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 import dcp_datastates as ds
-from gpu_output import replace_json
+from gpu_first.output import replace_json
 
 Options = argparse.Namespace
 """``tiny``, ``device`` (``"cuda"`` or, if tiny, ``"cpu"``), ``dir`` (the step's own folder), ``into``, ``variant``."""

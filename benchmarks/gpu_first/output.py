@@ -1,4 +1,4 @@
-"""Results as text, JSON and, where matplotlib is there, a picture: nothing else needs to be installed."""
+"""Results as text and JSON: nothing else needs to be installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["drawable", "gpu", "print_table", "replace_json", "table", "write_json"]
+__all__ = ["gpu", "replace_json", "table"]
 
 
 def gpu() -> dict[str, Any]:
@@ -28,28 +28,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return lines
-
-
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print(f"\n{title}")
-    print(*table(header, rows), sep="\n")
-    print(flush=True)
-
-
-def drawable(path: Path | None) -> Path | None:
-    """``path``, if a picture can be drawn; says so at once if not."""
-    if path is not None:
-        try:
-            import matplotlib.pyplot  # noqa: F401
-        except ImportError as error:
-            print(f"{path} will not be drawn: {error}", flush=True)
-            return None
-    return path
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    replace_json(path, document)
-    print(f"written: {path}", flush=True)
 
 
 def replace_json(path: Path, document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Who saves a job's state in :mod:`gpu_training`: nobody, stock ``async_save`` in two ways, and this package."""
+"""Who saves a job's state: nobody, stock's ``async_save`` with its stager, and this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dcp_datastates
 from dcp_datastates import DataStatesWriter
 
-__all__ = ["Contender", "Ours", "Stock", "StockPinned"]
+__all__ = ["Contender", "Ours", "StockPinned"]
 
 
 class Contender:
@@ -37,13 +37,6 @@ class Contender:
 
     def close(self) -> None:
         pass
-
-
-class Stock(Contender):
-    name = "stock async_save"
-
-    def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
-        return _future(dcp.async_save(state, storage_writer=_stock_writer(path)))
 
 
 class StockPinned(Contender):
