@@ -16,7 +16,8 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.restore import StoredCheckpoint, restore
+from dcp_datastates.io.restore import restore
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
 from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesSource"]

@@ -82,13 +82,15 @@ class FitOptions(TypedDict, total=False):
 
 
 class LoadOptions(FitOptions, total=False):
-    """The options of a restore: :class:`FitOptions` and two more."""
+    """The options of a restore: :class:`FitOptions` and three more."""
 
     only: str | Iterable[str] | None
     """Load only the values under these names: full names, prefixes that end before a dot (``"model"``,
     ``"model.layers.0"``), or either with ``*`` and ``?``. None: all.
     """
     allow_objects: bool
+    """As for :class:`~dcp_datastates.DataStatesReader`."""
+    share_reads: bool | None
     """As for :class:`~dcp_datastates.DataStatesReader`."""
 
 

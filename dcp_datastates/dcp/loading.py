@@ -34,6 +34,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_objects: bool = True,
+    share_reads: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[FitOptions],
 ) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def load(
         process_group: With ``state``: the ranks that load together; default: all.
         no_dist: With ``state``: this process loads alone, even if there are process groups.
         allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
+        share_reads: As for :class:`~dcp_datastates.DataStatesReader`. Without ``state``, it has no effect.
         storage_options: As for :class:`~dcp_datastates.DataStatesReader`.
         options: :class:`FitOptions`: ``exclude``, ``rename``, ``missing``, ``unexpected``, ``cast``. Without ``state``,
             the last three have no effect.
@@ -80,6 +82,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         allow_objects=allow_objects,
+        share_reads=share_reads,
         storage_options=storage_options,
     )
 
@@ -92,10 +95,17 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_objects: bool = True,
+    share_reads: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """:func:`load`, of what ``planner`` chooses."""
-    reader = _Reader(path, planner, allow_objects=allow_objects, storage_options=storage_options)
+    reader = _Reader(
+        path,
+        planner,
+        allow_objects=allow_objects,
+        share_reads=False if state is None or no_dist else share_reads,
+        storage_options=storage_options,
+    )
     if state is None:
         return _load_everything(reader, planner)
     if not isinstance(state, dict):
@@ -130,11 +140,9 @@ class _Reader(DataStatesReader):
         self,
         path: AnyPath | Sequence[AnyPath],
         planner: FittingPlanner,
-        *,
-        allow_objects: bool,
-        storage_options: Mapping[str, Any] | None,
+        **options: Any,
     ) -> None:
-        super().__init__(path, allow_objects=allow_objects, storage_options=storage_options)
+        super().__init__(path, **options)
         self._fit = planner.fit
         self._planner = planner
 

@@ -40,7 +40,12 @@ from dcp_datastates.format.metadata_objects import metadata_of, names_with_data,
 from dcp_datastates.format.stored_names import Box, is_under, wrappers
 from dcp_datastates.io.committed import open_nearest, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.restore import StoredCheckpoint, restore
+from dcp_datastates.io.restore import restore
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.sharing.assignment import Share, assign
+from dcp_datastates.sharing.shared_reads import OwnOffer, SharedReads, offer
+from dcp_datastates.sharing.where_it_pays import pays
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import (
     AnyPath,
@@ -77,6 +82,8 @@ class DataStatesReader(StorageReader):
             ``state_dict()`` of an optimizer that has not stepped has none.
         exclude: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose; ``*`` and ``?`` stand
             for any text and any character.
+        share_reads: Whether ranks that need the same bytes read them from storage once, and pass them on to each other
+            over TCP. None: if the path is a URL (but ``ram://``) or in a network file system. See docs/tuning.md.
         host_cache_size: Host memory for staging, bytes or a string such as ``"64MiB"``, the default. Used only if this
             process has no engine yet.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
@@ -100,12 +107,18 @@ class DataStatesReader(StorageReader):
         cast: bool = False,
         unexpected: Answer = "warn",
         exclude: str | Iterable[str] = (),
+        share_reads: bool | None = None,
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(allow_objects, bool):
             raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
+        if share_reads is not None and not isinstance(share_reads, bool):
+            raise ConfigurationError(f"share_reads={share_reads!r} must be True, False or None")
+        self._share_reads = share_reads
+        self._offer: OwnOffer | None = None
+        """Of a load that has not begun to read."""
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
         self._places = None if path is None else self._located(path)
@@ -136,6 +149,7 @@ class DataStatesReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
         self._metadata = self._note = self._failure = None
+        self._withdraw_offer()
         if checkpoint_id is not None:
             self._places = self._located(checkpoint_id)
 
@@ -167,12 +181,15 @@ class DataStatesReader(StorageReader):
             raise failure
         self._metadata = metadata
         self._asked = None
+        self._withdraw_offer()
         self._note = note_of(metadata)
         self._wrappers = wrappers(metadata.state_dict_metadata)
         place_of(resolved(self._directory())).warn_if_replaced()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read."""
+        """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read, and, if it shares
+        its reads, which blocks.
+        """
         if not self._allow_objects:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO and not self._is_wrapper(item):
@@ -180,15 +197,24 @@ class DataStatesReader(StorageReader):
                         f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
                         f"load tensors only, or trust the checkpoint with allow_objects=True"
                     )
-        plan.storage_data = self._noted().attempt.name
+        metadata, note = self._metadata, self._noted()
+        assert metadata is not None
+        if self._may_share():
+            self._offer = offer(plan.items, metadata, note, rank_set_of(None).host)
+        offered = None if self._offer is None else self._offer.offer
+        plan.storage_data = (note.attempt.name, offered)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: check that all ranks have seen the same attempt; report the names that no rank reads.
+        """Coordinator: check that all ranks have seen the same attempt; report the names that no rank reads; say which
+        rank reads what several need.
 
         Raises :class:`IncompatibleStateError` for such names with ``unexpected="error"``.
         """
-        seen = {plan.storage_data for plan in plans}
+        noted = [
+            plan.storage_data or (None, None) for plan in plans
+        ]  # a planner may make new plans
+        seen = {attempt for attempt, _ in noted}
         if len(seen) > 1:
             raise CheckpointReplacedError(
                 f"{self._directory()}: ranks see different attempts ({', '.join(sorted(map(str, seen)))}): "
@@ -199,6 +225,9 @@ class DataStatesReader(StorageReader):
             self._check_unread(asked)
         else:
             self._asked = asked
+        shares = assign({rank: each for rank, (_, each) in enumerate(noted) if each is not None})
+        for rank, plan in enumerate(plans):
+            plan.storage_data = shares.get(rank)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
@@ -211,9 +240,13 @@ class DataStatesReader(StorageReader):
             # its plan.
             self._check_unread(self._asked.union(self._held(planner)))
         native = engine(self._host_cache_bytes)
+        sharing: SharedReads | None = None
+        if isinstance(plan.storage_data, Share) and self._offer is not None:
+            sharing = SharedReads(plan.storage_data, self._offer, metadata, note, places[0])
+            self._offer = None  # it has been taken over
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
-            source = StoredCheckpoint(metadata, note, places)
+            source = StoredCheckpoint(metadata, note, places, sharing)
             restore(plan, planner, source, native, self._fit.cast, _release)
 
         wrapped = {
@@ -230,9 +263,23 @@ class DataStatesReader(StorageReader):
             read(plan, planner)
         except CheckpointNotFoundError as error:
             raise explain_missing(places[0], note, error) from error
+        finally:
+            self._withdraw_offer()
+            if sharing is not None:
+                sharing.end()
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
+
+    def _may_share(self) -> bool:
+        if self._share_reads is False or rank_set_of(None) is ALONE:
+            return False
+        return self._share_reads is True or pays(self._directory())
+
+    def _withdraw_offer(self) -> None:
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
 
     def _is_wrapper(self, item: ReadItem) -> bool:
         """Whether the item is a wrapper subclass: DCP plans it as an object, for want of metadata of its own."""

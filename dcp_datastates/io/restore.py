@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,21 +19,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
+from dcp_datastates._native import Engine, Fault, RestorePlan, Transfer
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    DataStatesError,
-    DeviceError,
     IncompatibleStateError,
     StorageError,
 )
-from dcp_datastates.format.contents import Contents, some_of
-from dcp_datastates.format.metadata import FileRecord, Note
+from dcp_datastates.format.contents import some_of
 from dcp_datastates.io import devices, stored_files
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences
-from dcp_datastates.io.download import fetch
+from dcp_datastates.io.download import ReadRange, fetch
 from dcp_datastates.io.nearest_copy import NearestCopies
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import (
     add_region,
     dense_strides,
@@ -45,25 +43,18 @@ from dcp_datastates.io.tensor_memory import (
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["StoredCheckpoint", "restore"]
+__all__ = ["restore"]
 
 _POLL_SECONDS: Final = 0.1
 
 _DETOUR_BYTES: Final = 256 << 20
 """Host memory for tensors that the engine cannot scatter into directly (they need a cast, or it cannot access them)."""
 
+_SHARED_BYTES: Final = 512 << 20
+"""What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
+
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
-
-
-@dataclass(frozen=True, eq=False)
-class StoredCheckpoint:
-    """A committed checkpoint, to read from."""
-
-    metadata: Metadata
-    note: Note
-    places: Sequence[Location]
-    """Its directories, the nearest first; usually one. A file that fails in one is read from the next."""
 
 
 @dataclass
@@ -112,12 +103,18 @@ def restore(
     _check_files(requests, source, copies)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
-    for batch in _batches(requests):
-        left = batch
-        while left:
-            left = _read_nearest(left, source, engine, copies)
-        for request in batch:
-            _deliver(request, planner)
+    sharing = source.sharing
+    batches = _batches(requests) if sharing is None else _batches_by_file(requests)
+    reading: AbstractContextManager[ReadRange | None] = (
+        nullcontext() if sharing is None else sharing.reading(plan.items)
+    )
+    with reading as shared:
+        for batch in batches:
+            left = batch
+            while left:
+                left = _read_nearest(left, source, engine, copies, shared)
+            for request in batch:
+                _deliver(request, planner)
 
 
 def _storage(request: _Request) -> torch.UntypedStorage | None:
@@ -211,8 +208,8 @@ def _file_of(request: _Request) -> str:
 
 
 def _check_files(requests: list[_Request], source: StoredCheckpoint, copies: NearestCopies) -> None:
-    """Check the sizes of files with objects: the metadata determine how much memory an object gets. In a store, check
-    the sizes of all files: the engine, which does not open them, cannot.
+    """Check the sizes of files with objects: the metadata determine how much memory an object gets. If the engine does
+    not open the files, because they lie in a store or are shared, check the sizes of all: it cannot.
     """
     left = requests
     while left:
@@ -236,7 +233,9 @@ def _sizes(place: Location, requests: list[_Request], source: StoredCheckpoint) 
     if isinstance(place, ObjectPath):
         return stored_files.sizes(place, sorted({*map(_file_of, requests)} & described))
     found = {}
-    for file in {_file_of(each) for each in requests if each.target is None} & described:
+    is_shared = source.sharing is not None and place is source.places[0]
+    opened = requests if is_shared else [each for each in requests if each.target is None]
+    for file in {*map(_file_of, opened)} & described:
         path = place / file
         try:
             found[file] = path.stat().st_size
@@ -285,30 +284,64 @@ def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
         yield batch
 
 
+def _batches_by_file(requests: list[_Request]) -> Iterator[list[_Request]]:
+    """Batches in the order of the files, whose bytes all ranks want at about the same time: within a job, the order of
+    files is that in which their tables come. At least a file each, if its detours have room.
+    """
+    batch: list[_Request] = []
+    room, left = _DETOUR_BYTES, _SHARED_BYTES
+    for request in sorted(requests, key=lambda each: (_file_of(each), each.info.offset)):
+        detour = request.nbytes if request.detour else 0
+        if batch and (detour > room or (left <= 0 and _file_of(batch[-1]) != _file_of(request))):
+            yield batch
+            batch, room, left = [], _DETOUR_BYTES, _SHARED_BYTES
+        batch.append(request)
+        room -= detour
+        left -= request.nbytes
+    if batch:
+        yield batch
+
+
 def _read_nearest(
-    requests: list[_Request], source: StoredCheckpoint, engine: Engine, copies: NearestCopies
+    requests: list[_Request],
+    source: StoredCheckpoint,
+    engine: Engine,
+    copies: NearestCopies,
+    shared: ReadRange | None,
 ) -> list[_Request]:
-    """Read each file from its nearest place; returns the requests that are to be read again, from another one."""
+    """Read each file from its nearest place; returns the requests that are to be read again, from another one.
+
+    ``shared`` reads those in the nearest place of all.
+    """
     again: list[_Request] = []
     for place, group in copies.by_place(requests, _file_of):
         files = {*map(_file_of, group)}
+        sharing = source.sharing if place is source.places[0] else None
         try:
-            fault = _read(group, source, place, engine)
+            fault = _read(group, source, place, engine, shared if sharing is not None else None)
         except (StorageError, CheckpointNotFoundError) as error:
             copies.leave(files, error)
             again += group
             continue
         if fault is not None:
-            failure = _error(fault, group, source, place)
+            asked = ((request.item.storage_index, request.info) for request in group)
+            failure = read_error(fault, asked, source, place)
             if fault.kind not in ("corrupt", "io"):
                 raise failure
-            copies.leave({fault.path.removeprefix(f"{place}/")} & files or files, failure)
+            failed = {fault.path.removeprefix(f"{place}/")} & files or files
+            # Bytes from another rank may have been damaged on the way, or in its memory.
+            if sharing is None or fault.kind != "corrupt" or not sharing.leave(failed):
+                copies.leave(failed, failure)
             again += group
     return again
 
 
 def _read(
-    requests: list[_Request], source: StoredCheckpoint, place: Location, engine: Engine
+    requests: list[_Request],
+    source: StoredCheckpoint,
+    place: Location,
+    engine: Engine,
+    read_range: ReadRange | None,
 ) -> Fault | None:
     contents: dict[str, Transfer] = {}
     for request in requests:
@@ -335,11 +368,10 @@ def _read(
     _say_written(requests)  # before and after: a save may begin, or look, at any moment
     # Kernels that write to the target tensors may still be running.
     after = fences(engine, {each.device for each in requests})
-    if isinstance(place, ObjectPath):
-        job = engine.restore_streamed(plan, requests, after)
+    if read_range is None and isinstance(place, ObjectPath):
         read_range = stored_files.range_reader(place / name for name in contents)
-    else:
-        job, read_range = engine.restore(plan, requests, after), None
+    begin = engine.restore if read_range is None else engine.restore_streamed
+    job = begin(plan, requests, after)
     try:
         if read_range is not None:
             fetch(job, read_range)
@@ -416,36 +448,3 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
         request.target.copy_(request.memory)
         request.memory = None
     planner.commit_tensor(request.item, request.target)
-
-
-def _error(
-    fault: Fault, requests: list[_Request], source: StoredCheckpoint, place: Location
-) -> DataStatesError:
-    if fault.kind == "corrupt":
-        return CheckpointCorruptError(
-            f"{fault.message} {_affected(fault, requests, source, place)}"
-        )
-    if fault.kind == "io" and fault.errno == 2:
-        return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
-    if fault.kind == "io":
-        return StorageError(fault.errno or None, fault.message, fault.path)
-    if fault.kind == "device":
-        return DeviceError(fault.message)
-    return DataStatesError(fault.message)
-
-
-def _affected(
-    fault: Fault, requests: list[_Request], source: StoredCheckpoint, place: Location
-) -> str:
-    """The tensors with bytes in the damaged block, the requested ones first."""
-    relative_path = fault.path.removeprefix(f"{place}/")
-    asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
-    record: FileRecord | None = source.note.files.get(relative_path)
-    whole = fault.operation == "fstat"  # a wrong size
-    if whole or (record is not None and fault.offset >= record.table_offset):
-        names = asked.names(relative_path, 0, sys.maxsize)
-        return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
-    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
-    others = Contents.of_places(source.metadata.storage_data.items())
-    names = asked.names(*block) + others.names(*block)
-    return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

@@ -1,14 +1,17 @@
-"""The data files of a checkpoint in an object store: their sizes, and ranges of their bytes."""
+"""The data files of a checkpoint: their sizes in an object store, and ranges of their bytes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 from typing_extensions import Buffer
 
-from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.io.download import ReadRange
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError
 
 __all__ = ["range_reader", "sizes"]
@@ -38,20 +41,41 @@ def sizes(directory: ObjectPath, relative_paths: Collection[str]) -> dict[str, i
     return {relative_path: found[relative_path] for relative_path in relative_paths}
 
 
-def range_reader(paths: Iterable[ObjectPath]) -> ReadRange:
-    """Reads ranges of the objects at ``paths``, by their URLs. It raises :class:`CheckpointNotFoundError` for one that
-    is missing, and :class:`StorageError`.
+def range_reader(paths: Iterable[Location]) -> ReadRange:
+    """Reads ranges of the files or objects at ``paths``, by the text of these. It raises
+    :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
-    by_url = {str(path): path for path in paths}
+    by_name = {str(path): path for path in paths}
 
-    def read_range(url: str, begin: int, end: int) -> Buffer:
-        path = by_url[url]
+    def read_range(name: str, begin: int, end: int) -> Buffer:
+        path = by_name[name]
+        if not isinstance(path, ObjectPath):
+            return _range_of_file(path, begin, end)
         try:
             return path.store.get_range(path.key, begin, end)
         except ObjectMissingError:
             raise _missing(path) from None
 
     return read_range
+
+
+def _range_of_file(path: Path, begin: int, end: int) -> Buffer:
+    data = bytearray(end - begin)
+    try:
+        descriptor = local.open_regular(path)
+        try:
+            nbytes = local.read_at(descriptor, begin, memoryview(data))
+        finally:
+            os.close(descriptor)
+    except StorageError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(
+            error.errno, f"open {path}: {error.strerror}", str(path)
+        ) from error
+    except OSError as error:
+        raise StorageError(error.errno, f"read {path}: {error.strerror}", str(path)) from error
+    return memoryview(data)[:nbytes]
 
 
 def _missing(path: ObjectPath) -> CheckpointNotFoundError:

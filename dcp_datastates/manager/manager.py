@@ -313,7 +313,7 @@ class CheckpointManager:
             timeout: Seconds for which the other ranks wait for the first one (default: 300). With ``verify="full"`` it
                 reads all files.
             options: :class:`LoadOptions`, for a program that has changed since the save: ``only``, ``exclude``,
-                ``rename``, ``missing``, ``unexpected``, ``cast``; and ``allow_objects``.
+                ``rename``, ``missing``, ``unexpected``, ``cast``; ``allow_objects`` and ``share_reads``.
 
         Raises:
             CheckpointCorruptError: all checkpoints are damaged. The loop must not start over unnoticed.
@@ -321,7 +321,6 @@ class CheckpointManager:
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
         fit = Fit.of_restore(options)
-        allow_objects = options.get("allow_objects", True)
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
         while True:
@@ -331,7 +330,7 @@ class CheckpointManager:
             if newest is None:
                 return None
             try:
-                return self._restore(newest, state, fit, allow_objects)
+                return self._restore(newest, state, fit, options)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.error("leaving out checkpoint %s: %s", self.path(newest), error)
                 damaged.append(newest)
@@ -342,11 +341,9 @@ class CheckpointManager:
         The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
         Raises the errors of :func:`load`.
         """
-        return self._restore(
-            step, state, Fit.of_restore(options), options.get("allow_objects", True)
-        )
+        return self._restore(step, state, Fit.of_restore(options), options)
 
-    def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
+    def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, options: LoadOptions) -> int:
         self._saves.drain()
         self._newest_save = self._unsaved = None
         path, places = self.path(step), self._steps.places(step)
@@ -361,7 +358,8 @@ class CheckpointManager:
             frozenset(fit.names(names)),
             process_group=self._group,
             no_dist=self._alone,
-            allow_objects=allow_objects,
+            allow_objects=options.get("allow_objects", True),
+            share_reads=options.get("share_reads"),
         )
         self._schedule.restored(step)
         logger.info("restored %s", path)

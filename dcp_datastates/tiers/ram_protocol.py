@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import select
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -99,13 +101,20 @@ class Line:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._buffer = bytearray()
+        self._seconds = PROGRESS_SECONDS
+        self._ends_at = math.inf
         _sockets.add(connection)
 
     @classmethod
-    def to(cls, host: str, port: int) -> Line:
-        """A connection to a server. Raises OSError."""
-        with _explained(_CONNECT_SECONDS):
-            return cls(socket.create_connection((host, port), _CONNECT_SECONDS))
+    def to(cls, host: str, port: int, seconds: float = _CONNECT_SECONDS) -> Line:
+        """A connection to a server, which takes it within ``seconds``. Raises OSError."""
+        with _explained(seconds):
+            return cls(socket.create_connection((host, port), seconds))
+
+    def end_within(self, seconds: float) -> None:
+        """Have all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
+        self._seconds = min(seconds, PROGRESS_SECONDS)
+        self._ends_at = time.monotonic() + seconds
 
     def send(self, kind: Kind, *parts: Buffer) -> None:
         """Send a message of ``parts``, one behind the other."""
@@ -119,9 +128,10 @@ class Line:
             views = [memoryview(b"".join([header, *views]))]
         else:
             views.insert(0, memoryview(header))
-        with _explained(PROGRESS_SECONDS):
+        with _explained(self._seconds):
             for view in views:
                 while view.nbytes:  # sendall() has one limit of time for all
+                    self._check_time()
                     view = view[self._socket.send(view) :]
 
     def receive(
@@ -177,11 +187,19 @@ class Line:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
+    def _check_time(self) -> None:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if left < PROGRESS_SECONDS:
+            self._socket.settimeout(left)
+
     def _exactly(self, nbytes: int, buffer: bytearray | None = None) -> memoryview:
         view = memoryview(bytearray(nbytes) if buffer is None else buffer)[:nbytes]
         rest = view
-        with _explained(PROGRESS_SECONDS):
+        with _explained(self._seconds):
             while rest.nbytes:
+                self._check_time()
                 count = self._socket.recv_into(rest)
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
@@ -19,7 +20,7 @@ from dcp_datastates.tiers import ram_protocol as protocol
 from dcp_datastates.tiers.ram_files import RamFiles, Unpublished
 from dcp_datastates.tiers.ram_protocol import Kind, Line
 
-__all__ = ["RamServer"]
+__all__ = ["LineServer", "RamServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,24 @@ _LOOK_SECONDS: Final = 0.05
 _THREAD_NAME: Final = "dcp_datastates-ram"
 
 
-class RamServer:
-    """Serves ``files`` at ``host``, an address of this machine, to who knows :attr:`token`.
+class LineServer(ABC):
+    """Answers at ``listening`` who shows :attr:`token`.
 
-    One daemon thread takes connections; each has another one. Raises OSError if it cannot listen there.
+    One daemon thread takes connections; each has another one.
     """
 
-    def __init__(self, files: RamFiles, host: str) -> None:
-        self._files = files
-        self.token: Final = secrets.token_bytes(protocol.TOKEN_BYTES)
-        self._listening = protocol.listen(host)
-        self.port: Final = int(self._listening.getsockname()[1])
+    def __init__(self, listening: socket.socket, token: bytes, thread_name: str) -> None:
+        self.token: Final = token
+        self.port: Final = int(listening.getsockname()[1])
+        self._listening = listening
+        self._thread_name = thread_name
         self._lock = ProcessLock()  # guards _lines
         self._lines: set[Line] = set()
         self._start(self._accept)
+
+    @abstractmethod
+    def answer(self, line: Line) -> None:
+        """Receive a request, and answer it. Raises OSError, which ends the connection."""
 
     def await_unused(self, seconds: float) -> bool:
         """Wait until no other process is connected, or for ``seconds``; return whether none is."""
@@ -80,13 +85,13 @@ class RamServer:
                 time.sleep(_LOOK_SECONDS)
 
     def _start(self, function: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=function, args=args, name=_THREAD_NAME, daemon=True).start()
+        threading.Thread(target=function, args=args, name=self._thread_name, daemon=True).start()
 
     def _serve(self, line: Line) -> None:
         try:
             if self._is_admitted(line):
                 while True:
-                    self._answer(line)
+                    self.answer(line)
         except ConnectionError:  # the other end has closed it, or was killed
             pass
         except OSError as error:
@@ -94,7 +99,7 @@ class RamServer:
                 line.send(Kind.ERROR, messages.packed_error(error))
                 line.drain()
         except Exception:
-            logger.exception("unexpected error in %s", _THREAD_NAME)
+            logger.exception("unexpected error in %s", self._thread_name)
         finally:
             self._end(line)
 
@@ -110,7 +115,16 @@ class RamServer:
         line.send(Kind.OK)
         return True
 
-    def _answer(self, line: Line) -> None:
+
+class RamServer(LineServer):
+    """Serves ``files`` at ``host``, an address of this machine. Raises OSError if it cannot listen there."""
+
+    def __init__(self, files: RamFiles, host: str) -> None:
+        self._files = files
+        token = secrets.token_bytes(protocol.TOKEN_BYTES)
+        super().__init__(protocol.listen(host), token, _THREAD_NAME)
+
+    def answer(self, line: Line) -> None:
         kind, data = line.receive(most=_MOST_REQUEST_BYTES, is_idle=True)
         if kind is Kind.PUT:
             with contextlib.closing(

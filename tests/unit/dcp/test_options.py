@@ -23,7 +23,7 @@ def test_the_options_that_are_passed_on_are_those_of_the_writer():
 def test_the_options_of_a_load_are_those_that_are_checked():
     checked = {each for each in Fit.__dataclass_fields__ if each != "only"}
     assert set(FitOptions.__annotations__) == checked
-    assert set(LoadOptions.__annotations__) == {*checked, "only", "allow_objects"}
+    assert set(LoadOptions.__annotations__) == {*checked, "only", "allow_objects", "share_reads"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""Which rank reads which blocks in a load, if several ranks need them: pure functions.
+
+The checkpoint's blocks have numbers (:mod:`blocks`). Blocks that follow each other, and that the same ranks need, are a
+span. A span is cut into units of up to :data:`UNIT_BLOCKS`, which its readers own in turn. A rank receives the spans
+that it needs, and derives units and owners from them: so the coordinator sends a few numbers for each run of blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
+
+__all__ = ["MOST_READERS", "UNIT_BLOCKS", "Address", "Offer", "Share", "Unit", "assign"]
+
+UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
+"""What the engine reads at once."""
+
+MOST_READERS: Final = 64
+"""Ranks that share what one of them reads. It bounds the connections to a rank, and what it sends at once. More ranks
+make several groups, each of which reads once.
+"""
+
+LEAST_REPEATED: Final = 0.04
+"""Less than this part of all bytes is not worth sharing: blocks at the edges of FSDP's shards, which two ranks need."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Address(NamedTuple):
+    """Where a rank passes on what it reads: host, port, and the token that its readers show."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """What a rank that shares its reads tells the coordinator. ``runs``: (n, 2), the first and the last block, plus 1,
+    of each run of blocks that it needs; in order, and not adjacent.
+    """
+
+    address: Address
+    runs: Ints
+
+
+class Unit(NamedTuple):
+    """The blocks [begin, end), which rank ``owner`` reads for all of so many ``readers``, itself included."""
+
+    begin: int
+    end: int
+    owner: int
+    readers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What rank ``rank`` shares.
+
+    Attributes:
+        spans: (n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
+            ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
+        readers: the ranks that share a span, in order.
+        addresses: of the other ranks in ``readers``.
+    """
+
+    rank: int
+    spans: Ints
+    readers: Sequence[tuple[int, ...]]
+    addresses: Mapping[int, Address]
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Unit | None]]:
+        """The blocks [begin, end), cut where another unit begins: first block, last plus 1, and the unit; None if no
+        other rank needs them.
+        """
+        at = bisect_right(self.spans[:, 0], begin) - 1
+        while begin < end:
+            if at >= 0 and begin < self.spans[at, 1]:
+                unit = self._unit(at, begin)
+                stop = min(unit.end, end)
+                yield begin, stop, unit
+            else:
+                following = int(self.spans[at + 1, 0]) if at + 1 < len(self.spans) else end
+                stop = min(following, end)
+                yield begin, stop, None
+            begin = stop
+            if at + 1 < len(self.spans) and begin >= self.spans[at + 1, 0]:
+                at += 1
+
+    def _unit(self, at: int, block: int) -> Unit:
+        begin, end, first, group = self.spans[at].tolist()
+        number = (block - begin) // UNIT_BLOCKS
+        start = begin + number * UNIT_BLOCKS
+        readers = self.readers[group]
+        owner = readers[(first + number) % len(readers)]
+        return Unit(start, min(start + UNIT_BLOCKS, end), owner, len(readers))
+
+    def own_units(self, runs: Ints) -> Iterator[Unit]:
+        """The units of this rank's that have a block of ``runs``, in order."""
+        last = -1
+        for begin, end in runs.tolist():
+            for _, _, unit in self.pieces(begin, end):
+                if unit is not None and unit.owner == self.rank and unit.begin > last:
+                    last = unit.begin
+                    yield unit
+
+
+def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
+    """The shares of the ranks with ``offers``; ranks that share nothing have none.
+
+    None has one if that would save less than :data:`LEAST_REPEATED` of what they read.
+    """
+    ranks = np.array(sorted(offers), np.int64)
+    counts = [len(offers[rank].runs) for rank in ranks.tolist()]
+    runs = np.concatenate([np.empty((0, 2), np.int64), *(offers[r].runs for r in ranks.tolist())])
+    who = np.repeat(ranks, counts)
+    begins, ends, sets, repeated = _shared_spans(runs, who)
+    if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
+        return {}
+    parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
+    for number, chosen in enumerate(_by_set(sets)):
+        begin = begins[chosen[0]]
+        needing = who[(runs[:, 0] <= begin) & (begin < runs[:, 1])]
+        units = -(-(ends[chosen] - begins[chosen]) // UNIT_BLOCKS)
+        first = number + np.cumsum(units) - units  # not every set begins with its first reader
+        spans = np.stack([begins[chosen], ends[chosen], first, np.zeros_like(first)], axis=1)
+        for readers in np.array_split(needing, -(-len(needing) // MOST_READERS)):
+            for rank in readers.tolist():
+                parts.setdefault(rank, []).append((spans, tuple(readers.tolist())))
+    return {rank: _share(rank, of_rank, offers) for rank, of_rank in parts.items()}
+
+
+def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uint64], int]:
+    """The spans that two ranks or more need: begins, ends, and a number for the set of their readers; and how many
+    blocks are read again if each rank reads all that it needs.
+
+    Each rank has a random number; a set has the sum of its ranks' (modulo 2**64), so that equal sums mean equal sets,
+    but for a probability of about sets**2 / 2**64.
+    """
+    edges, where = np.unique(runs, return_inverse=True)
+    where = where.reshape(runs.shape)
+    random = np.random.default_rng().integers(1, 1 << 63, int(who.max(initial=0)) + 1, np.uint64)
+    sums, readers = np.zeros(len(edges), np.uint64), np.zeros(len(edges), np.int64)
+    for column, add in ((0, np.add), (1, np.subtract)):
+        add.at(sums, where[:, column], random[who])
+        add.at(readers, where[:, column], 1)
+    counts = np.cumsum(readers)[:-1]
+    shared = counts > 1
+    begins, ends = edges[:-1][shared], edges[1:][shared]
+    repeated = int(((counts[shared] - 1) * (ends - begins)).sum())
+    return begins, ends, np.cumsum(sums)[:-1][shared], repeated
+
+
+def _by_set(sets: npt.NDArray[np.uint64]) -> list[Ints]:
+    """The positions of each value in ``sets``, in order."""
+    order = np.argsort(sets, kind="stable")
+    cuts = np.flatnonzero(np.diff(sets[order])) + 1
+    return [each for each in np.split(order, cuts) if len(each)]
+
+
+def _share(
+    rank: int, parts: list[tuple[Ints, tuple[int, ...]]], offers: Mapping[int, Offer]
+) -> Share:
+    spans = np.concatenate([spans for spans, _ in parts])
+    spans[:, 3] = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
+    readers = [readers for _, readers in parts]
+    others = {each for group in readers for each in group if each != rank}
+    addresses = {each: offers[each].address for each in sorted(others)}
+    return Share(rank, spans[np.argsort(spans[:, 0])], readers, addresses)

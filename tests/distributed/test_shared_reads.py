@@ -1,0 +1,248 @@
+"""Ranks read from storage once what several of them need, and pass it on; whatever happens on the way, none hangs, and
+none loads other bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.jobs.links import flipped, stalled
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import ranks, run_on_ranks
+from support.state.checkpoints import assert_same, causes, load, raises, save, zeros
+from support.state.files import data_files, flip_bit
+from support.state.sharing import LAYOUTS, bytes_read, laid_out, linked, state, total
+from support.state.states import filled
+from support.stores.server import endpoint, use
+from support.tiers import tries
+from support.waiting import await_that
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Replicate, Shard
+
+import dcp_datastates
+from dcp_datastates import CheckpointCorruptError, CheckpointManager, IncompatibleStateError
+from dcp_datastates.sharing import kept_units, shared_reads
+from dcp_datastates.storage.object_path import locate
+
+THREADS = "dcp_datastates-sharing"
+
+
+def _reads_once(layout: str, root: Path) -> None:
+    expected, copies = state(layout), LAYOUTS[layout][2]
+    save(expected, root / "c")
+    unique = sum(file.stat().st_size for file in data_files(root / "c"))
+    load(zeros(expected), root / "c", share_reads=True)  # imports modules
+    read = {}
+    for share in (True, False, None):
+        target = zeros(expected)
+        read[share] = bytes_read(lambda t=target, s=share: load(t, root / "c", share_reads=s))
+        assert_same(target, expected)
+    assert unique <= read[True] <= 1.05 * unique
+    assert read[False] >= copies * unique
+    assert abs(read[None] - read[False]) < 100_000  # the directory is on a local disk
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_several_ranks_need_is_read_once(layout, shared_dir):
+    run_on_ranks(4, _reads_once, layout=layout, root=shared_dir)
+
+
+def _random_layout(draw: random.Random) -> tuple[tuple[int, ...], list]:
+    shape = draw.choice([(4,), (2, 2)])
+    return shape, [draw.choice([Replicate(), Shard(0), Shard(1)]) for _ in shape]
+
+
+def _any_layout(seed: int, root: Path) -> None:
+    draw = random.Random(seed)
+    full = {}
+    for number in range(draw.randint(1, 8)):
+        rows, columns = draw.choice([(1, 5), (40, 3), (300, 7000), (7, 900_000), (3000, 1000)])
+        dtype = draw.choice([torch.uint8, torch.int64, torch.float32])
+        full[f"t{number}"] = filled((rows, columns), dtype, seed + number)
+    save(laid_out(full, *_random_layout(draw)), root / f"c{seed}")
+    expected = laid_out(full, *_random_layout(draw))
+    target = zeros(expected)
+    load(target, root / f"c{seed}", share_reads=True)
+    assert_same(target, expected)
+
+
+@pytest.mark.parametrize("count", tries(4, 60))
+def test_any_layout_loads_as_any_other(count, shared_dir):
+    for seed in range(count):
+        run_on_ranks(4, _any_layout, seed=seed, root=shared_dir)
+
+
+def _loads_over(harm, root: Path) -> None:
+    expected = state("ddp")
+    save(expected, root / "c")
+    target = zeros(expected)
+    with linked(harm) as links:
+        load(target, root / "c", share_reads=True)
+    assert_same(target, expected)
+    assert total(sum(link.harmed for link in links)) > 0
+
+
+@pytest.mark.parametrize("harm", [flipped, stalled])
+def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_come(
+    harm, shared_dir
+):
+    run_on_ranks(4, _loads_over, harm=harm, root=shared_dir)
+
+
+def _loads_what_one_damages(root: Path) -> None:
+    expected = state("hsdp")
+    save(expected, root / "c")
+    target, damaged = zeros(expected), 0
+    get = kept_units.KeptUnits.get
+
+    def damage(self, unit):
+        nonlocal damaged
+        data = get(self, unit)
+        if data is None:
+            return None
+        damaged += 1
+        return memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(kept_units.KeptUnits, "get", damage)
+        load(target, root / "c", share_reads=True)
+    assert_same(target, expected)
+    assert total(damaged) > 0
+
+
+def test_no_rank_loads_what_another_has_damaged_in_its_memory(shared_dir):
+    run_on_ranks(4, _loads_what_one_damages, root=shared_dir)
+
+
+def _finds_damage(root: Path) -> None:
+    expected = state("ddp", tensors=2)
+    save(expected, root / "c")
+    dist.barrier()
+    file = data_files(root / "c")[1]
+    if dist.get_rank() == 0:
+        flip_bit(file, file.stat().st_size // 2)
+    dist.barrier()
+    with pytest.raises(CheckpointException) as caught:
+        load(zeros(expected), root / "c", share_reads=True)
+    found = causes(caught.value)
+    assert len(found) == 4
+    assert all(isinstance(each, CheckpointCorruptError) for each in found)
+    assert all(file.name in str(each) and "w" in str(each) for each in found)
+
+
+def test_a_damaged_file_is_named_on_all_ranks(shared_dir):
+    run_on_ranks(4, _finds_damage, root=shared_dir)
+
+
+def _one_fails(root: Path) -> None:
+    expected = state("ddp")
+    save(expected, root / "c")
+    target = zeros(expected)
+    if dist.get_rank() == 2:
+        target["w1"] = target["w1"].double()
+    with raises(IncompatibleStateError, "'w1' was saved as torch.float32"):
+        load(target, root / "c", share_reads=True)
+    if dist.get_rank() != 2:
+        assert_same(target, expected)
+
+
+def test_the_failure_of_one_rank_fails_all_by_name_and_the_others_have_read(shared_dir):
+    run_on_ranks(4, _one_fails, root=shared_dir)
+
+
+def test_a_rank_that_is_killed_keeps_no_other_from_reading(tmp_path):
+    ended = run_ranks(
+        "support.state.sharing:kill_one_that_passes_on", 4, tmp_path, root=str(tmp_path), killed=1
+    )
+    assert ended[1].killed
+    assert all(rank.result() for rank in ended if rank.rank != 1)
+
+
+@ranks(4)
+def test_little_memory_for_what_is_passed_on_is_enough(shared_dir):
+    expected = state("ddp")
+    save(expected, shared_dir / "c")
+    target = zeros(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_reads, "_MOST_KEPT_BYTES", 8 << 20)
+        load(target, shared_dir / "c", share_reads=True)
+    assert_same(target, expected)
+
+
+@ranks(3)
+def test_only_ranks_that_share_read_for_each_other(shared_dir):
+    expected = state("ddp", tensors=2)
+    save(expected, shared_dir / "c")
+    load(zeros(expected), shared_dir / "c", share_reads=True)
+    target = zeros(expected)
+    share = dist.get_rank() != 1
+    read = bytes_read(lambda: load(target, shared_dir / "c", share_reads=share))
+    assert_same(target, expected)
+    unique = sum(file.stat().st_size for file in data_files(shared_dir / "c"))
+    assert 2 * unique <= read <= 2.1 * unique
+
+
+@ranks(4)
+def test_when_all_have_all_no_thread_and_no_connection_is_left(shared_dir):
+    expected = state("ddp", tensors=2)
+    save(expected, shared_dir / "c")
+    for _ in range(3):
+        load(zeros(expected), shared_dir / "c", share_reads=True)
+    await_that(lambda: not [t for t in threading.enumerate() if t.name.startswith(THREADS)])
+
+
+def _restores(root: Path) -> None:
+    expected = state("ddp", tensors=2)
+    with CheckpointManager(root / "run", every=1, host_cache_size="64MiB") as manager:
+        manager.save(1, expected).result(60)
+    unique = sum(file.stat().st_size for file in data_files(root / "run"))
+    read = {}
+    for share in (True, True, False):
+        target = zeros(expected)
+        with CheckpointManager(root / "run", every=1, host_cache_size="64MiB") as manager:
+            read[share] = bytes_read(
+                lambda m=manager, t=target, s=share: m.restore(1, t, share_reads=s)
+            )
+        assert_same(target, expected)
+    assert read[True] < 1.2 * unique
+    assert read[False] > 3.9 * unique
+
+
+def test_the_manager_passes_the_option_on(shared_dir):
+    run_on_ranks(4, _restores, root=shared_dir)
+
+
+def _reads_objects_once(url: str, root: str) -> None:
+    use(url)
+    expected = {**state("ddp", tensors=2), "step": 7}
+    dcp_datastates.save(expected, f"{root}/c", host_cache_size="64MiB")
+    store = locate(root).store
+    get_range, fetched = store.get_range, []
+
+    def counted(key, begin, end):
+        data = get_range(key, begin, end)
+        fetched.append(memoryview(data).nbytes)
+        return data
+
+    store.get_range = counted
+    read = {}
+    for share in (None, False):
+        fetched.clear()
+        target = {**zeros(expected), "step": 0}
+        dcp_datastates.load(f"{root}/c", target, share_reads=share)
+        assert_same(target, expected)
+        read[share] = total(sum(fetched))
+    store.get_range = get_range
+    unique = sum(tensor.nbytes for name, tensor in expected.items() if name != "step")
+    assert unique <= read[None] <= 1.05 * unique
+    assert read[False] >= 4 * unique
+
+
+def test_by_default_objects_are_read_once(s3_root):
+    run_on_ranks(4, _reads_objects_once, url=endpoint(), root=s3_root)

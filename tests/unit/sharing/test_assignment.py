@@ -1,0 +1,142 @@
+"""Every block that several ranks need is read by one of these."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.work import little_work
+
+from dcp_datastates.sharing import assignment
+from dcp_datastates.sharing.assignment import (
+    MOST_READERS,
+    UNIT_BLOCKS,
+    Address,
+    Offer,
+    Share,
+    assign,
+)
+
+BLOCKS = 120
+
+
+@pytest.fixture(autouse=True)
+def _share_however_little(monkeypatch):
+    monkeypatch.setattr(assignment, "LEAST_REPEATED", 0.0)
+
+
+def _offer(rank: int, needed: set[int]) -> Offer:
+    edges = [b for b in range(BLOCKS + 1) if (b in needed) != (b - 1 in needed)]
+    return Offer(Address("host", rank, bytes(16)), np.array(edges, np.int64).reshape(-1, 2))
+
+
+def _shares(needed: dict[int, set[int]]) -> dict[int, Share]:
+    return pickle.loads(
+        pickle.dumps(assign({rank: _offer(rank, blocks) for rank, blocks in needed.items()}))
+    )
+
+
+runs = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(1, 60)), max_size=4)
+needs = st.lists(runs, min_size=1, max_size=6).map(
+    lambda ranks: {
+        # ranks 1, 3, 5 ...: some of the job share no reads
+        2 * number + 1: {b for begin, n in of for b in range(begin, min(begin + n, BLOCKS))}
+        for number, of in enumerate(ranks)
+    }
+)
+
+
+def _units(share: Share | None, needed: set[int]) -> dict[int, tuple]:
+    """By block: the unit, as this rank sees it."""
+    found = {}
+    for begin, end in _offer(0, needed).runs.tolist():
+        at = begin
+        for low, high, unit in share.pieces(begin, end) if share else ():
+            assert low == at < high <= end
+            at = high
+            found.update(dict.fromkeys(range(low, high), unit))
+        assert share is None or at == end
+    return {block: unit for block, unit in found.items() if unit is not None}
+
+
+@settings(max_examples=300, deadline=None)
+@given(needs)
+def test_a_block_that_several_ranks_need_has_one_owner_which_is_one_of_these(needed):
+    shares = _shares(needed)
+    seen = {rank: _units(shares.get(rank), blocks) for rank, blocks in needed.items()}
+    for block in range(BLOCKS):
+        readers = {rank for rank, blocks in needed.items() if block in blocks}
+        units = {seen[rank].get(block) for rank in readers}
+        if len(readers) < 2:
+            assert units <= {None}
+            continue
+        (unit,) = units
+        assert unit.owner in readers
+        assert unit.readers == len(readers)
+        assert unit.begin <= block < unit.end <= unit.begin + UNIT_BLOCKS
+        assert all(set(range(unit.begin, unit.end)) <= needed[rank] for rank in readers)
+        assert all(unit.owner in {rank, *shares[rank].addresses} for rank in readers)
+
+
+@settings(max_examples=300, deadline=None)
+@given(needs)
+def test_units_are_spread_evenly_over_the_ranks_that_need_them(needed):
+    counts: dict[frozenset, dict[int, set]] = {}
+    shares = _shares(needed)
+    for rank, blocks in needed.items():
+        for block, unit in _units(shares.get(rank), blocks).items():
+            readers = frozenset(each for each, other in needed.items() if block in other)
+            owned = counts.setdefault(readers, {each: set() for each in readers})
+            owned[unit.owner].add(unit.begin)
+    for owned in counts.values():
+        numbers = [len(each) for each in owned.values()]
+        assert max(numbers) - min(numbers) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(needs, runs)
+def test_a_rank_knows_its_own_units(needed, asked):
+    shares = _shares(needed)
+    for rank, share in shares.items():
+        wanted = {b for begin, n in asked for b in range(begin, min(begin + n, BLOCKS))}
+        units = _units(share, wanted & needed[rank])
+        own = sorted({unit for unit in units.values() if unit.owner == rank})
+        assert list(share.own_units(_offer(0, wanted & needed[rank]).runs)) == own
+
+
+def test_many_readers_share_in_groups():
+    needed = {rank: {3, 4} for rank in range(2 * MOST_READERS + 1)}
+    shares = _shares(needed)
+    owners = {unit.owner for share in shares.values() for unit in _units(share, {3, 4}).values()}
+    assert len(owners) == 3
+    assert max(len(share.addresses) for share in shares.values()) < MOST_READERS
+    for rank, share in shares.items():
+        (unit,) = set(_units(share, {3, 4}).values())
+        assert unit.owner in {rank, *share.addresses}
+
+
+@pytest.mark.parametrize("needed", [{}, {0: set()}, {0: {1}, 1: {2}}, {4: {1, 2}}])
+def test_ranks_that_need_nothing_in_common_share_nothing(needed):
+    assert _shares(needed) == {}
+
+
+@pytest.mark.parametrize(("common", "expected"), [(2, {}), (12, {0, 1})])
+def test_ranks_share_if_that_saves_a_part_of_their_reads(monkeypatch, common, expected):
+    monkeypatch.setattr(assignment, "LEAST_REPEATED", 0.1)
+    needed = {0: set(range(50)), 1: set(range(50 - common, 100 - common))}
+    assert set(_shares(needed)) == set(expected)
+
+
+def test_a_large_job_is_assigned_quickly_and_briefly():
+    ranks, runs = 512, 500
+    begins = np.arange(runs) * 40
+    every = np.stack([begins, begins + 30], axis=1)
+    offers = {
+        rank: Offer(Address("10.0.0.1", 1, bytes(16)), every + rank % 8) for rank in range(ranks)
+    }
+    with little_work(10.0):
+        shares = assign(offers)
+    assert len(pickle.dumps(shares[5])) < 500_000

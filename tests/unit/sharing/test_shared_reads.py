@@ -1,0 +1,186 @@
+"""One rank's part in shared reads: two of them here, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from support.waiting import await_that
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_datastates._native import BLOCK_BYTES
+from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.stored_files import range_reader
+from dcp_datastates.sharing import peers, shared_reads
+from dcp_datastates.sharing.assignment import assign
+from dcp_datastates.sharing.peers import REQUEST
+from dcp_datastates.sharing.shared_reads import SharedReads, offer
+from dcp_datastates.tiers.ram_protocol import Kind, Line
+
+BLOCKS = 20
+NBYTES = BLOCKS * BLOCK_BYTES - 1000
+TABLE = 84
+
+
+class _Job:
+    """Two ranks that need all of one file, and what they read of it."""
+
+    def __init__(self, directory, monkeypatch) -> None:
+        self.reads: list[tuple[int, int]] = []
+        self.data = b"".join(bytes([n + 1]) * BLOCK_BYTES for n in range(BLOCKS))[:NBYTES]
+        self.file = directory / "f"
+        self.file.write_bytes(self.data + bytes(TABLE))
+        index = MetadataIndex("o")
+        self.metadata = Metadata({"o": BytesStorageMetadata()})
+        self.metadata.storage_data = {index: _StorageInfo("f", 0, NBYTES)}
+        note = SimpleNamespace(files={"f": FileRecord("f", NBYTES + TABLE, NBYTES)})
+        item = ReadItem(LoadItemType.BYTE_IO, index, (0,), index, (0,), (NBYTES,))
+        self.items = [item]
+
+        def counted(paths):
+            read = range_reader(paths)
+
+            def read_range(path, begin, end):
+                self.reads.append((begin, end))
+                return read(path, begin, end)
+
+            return read_range
+
+        monkeypatch.setattr(shared_reads, "range_reader", counted)
+        self.offers = [offer(self.items, self.metadata, note, "localhost") for _ in range(2)]
+        self.shares = assign({rank: own.offer for rank, own in enumerate(self.offers)})
+        self.ranks: list[SharedReads] = []
+        self.start = lambda rank: self.ranks.append(
+            SharedReads(self.shares[rank], self.offers[rank], self.metadata, note, directory)
+        )
+
+    def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
+        step = 3 << 20  # units are longer, and begin elsewhere
+        ranges = [(begin, min(begin + step, NBYTES)) for begin in range(0, NBYTES, step)]
+        with rank.reading(self.items if ahead else []) as read_range:
+            return b"".join(bytes(read_range(str(self.file), *each)) for each in ranges)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(end - begin for begin, end in self.reads)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    job = _Job(tmp_path, monkeypatch)
+    yield job
+    for rank in job.ranks:
+        rank.end()
+    for own in job.offers:
+        own.close()
+
+
+def test_two_ranks_read_all_once_between_them(job):
+    job.start(0)
+    job.start(1)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(job.read, job.ranks))
+    assert found == [job.data, job.data]
+    assert job.bytes_read == NBYTES
+
+
+def test_a_rank_that_has_ended_passes_on_what_others_still_need(job):
+    job.start(0)
+    job.start(1)
+    assert job.read(job.ranks[0]) == job.data
+    job.ranks[0].end()
+    assert job.read(job.ranks[1]) == job.data
+    assert job.bytes_read == NBYTES
+
+
+def test_what_a_rank_keeps_for_others_goes_if_they_do_not_ask(job, monkeypatch):
+    monkeypatch.setattr(shared_reads, "_IDLE_SECONDS", 0.2)
+    job.start(0)
+    assert job.read(job.ranks[0], ahead=True) == job.data
+    job.ranks[0].end()
+    host, port, _ = job.offers[0].offer.address
+
+    def refuses():
+        with contextlib.suppress(OSError):
+            Line.to(host, port).close()
+            return False
+        return True
+
+    await_that(refuses)
+    job.start(1)
+    assert job.read(job.ranks[1]) == job.data
+
+
+def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 0.2)
+    job.start(0)
+    assert job.read(job.ranks[0]) == job.data
+    assert job.bytes_read == NBYTES
+
+
+def test_a_rank_whose_answers_take_long_is_asked_no_more(job, monkeypatch, caplog):
+    monkeypatch.setattr(peers, "_MOST_LOST_BY_ONE", 0.0)
+    monkeypatch.setattr(peers, "_FAIR", 0.0)
+    job.start(0)
+    job.start(1)
+    assert job.read(job.ranks[0]) == job.data
+    (line,) = caplog.messages
+    assert "rank 1 (" in line
+    assert "waiting for the other ranks has cost" in line
+
+
+def test_files_that_are_left_and_checksum_tables_are_read_from_storage(job):
+    job.start(0)
+    job.start(1)
+    with job.ranks[0].reading([]) as read_range:
+        begin = NBYTES // 4096 * 4096
+        assert bytes(read_range(str(job.file), begin, NBYTES + TABLE))[-TABLE:] == bytes(TABLE)
+    assert job.reads == [(begin, NBYTES + TABLE)]
+    assert job.ranks[1].leave(["f"])
+    assert not job.ranks[1].leave(["f"])
+    assert job.read(job.ranks[1], ahead=False) == job.data
+    assert job.bytes_read == (NBYTES + TABLE - begin) + NBYTES
+
+
+def test_errors_of_storage_are_those_of_this_rank(job):
+    job.start(0)
+    job.start(1)
+    job.file.unlink()
+    with pytest.raises(CheckpointNotFoundError, match="No such file"):
+        job.read(job.ranks[0])
+
+
+def _asked(job, token: bytes, request: bytes) -> tuple[Kind, bytes]:
+    host, port, _ = job.offers[0].offer.address
+    line = Line.to(host, port)
+    with contextlib.closing(line):
+        line.send(Kind.HELLO, token)
+        kind, data = line.receive()
+        if kind is Kind.OK:
+            line.send(Kind.READ, request)
+            kind, data = line.receive()
+        return kind, bytes(data)
+
+
+def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job):
+    job.start(0)
+    token = job.offers[0].offer.address.token
+    own = next(iter(job.shares[0].own_units(job.offers[0].offer.runs)))
+    other = next(iter(job.shares[1].own_units(job.offers[0].offer.runs)))
+    assert _asked(job, token, REQUEST.pack(own.begin, 5, 9))[0] is Kind.OK
+    assert _asked(job, bytes(16), REQUEST.pack(own.begin, 5, 9))[0] is Kind.ERROR
+    for request in (
+        REQUEST.pack(other.begin, 5, 9),
+        REQUEST.pack(own.begin + 1, 5, 9),
+        REQUEST.pack(own.begin, 9, 5),
+        REQUEST.pack(own.begin, 0, 9 << 20),
+        REQUEST.pack(1 << 63, 0, 9),
+        REQUEST.pack(own.begin, 0, (1 << 64) - 1),
+        b"short",
+    ):
+        assert _asked(job, token, request)[0] is Kind.ERROR
