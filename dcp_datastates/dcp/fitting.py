@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, TypedDict, cast, get_args
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -187,6 +187,7 @@ class FittingPlanner(DefaultLoadPlanner):
         self._grown: dict[str, KeyPath] = {}
         """The values that the state did not have, and where they come to be."""
 
+    @collection_paused()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -256,8 +257,8 @@ class FittingPlanner(DefaultLoadPlanner):
         """The part of a tensor of the state that the item fills."""
         value = self.state_dict[read_item.dest_index.fqn]
         if type(value) in _PLAIN and value.shape == read_item.lengths:  # all of it
-            return value
-        return super().resolve_tensor(read_item)
+            return cast(torch.Tensor, value)
+        return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state."""

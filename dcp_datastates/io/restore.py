@@ -98,7 +98,7 @@ def restore(
     """
     with collection_paused():
         requests = [_request(item, planner, source.metadata, cast) for item in plan.items]
-    _place(requests, engine)
+        _place(requests, engine)
     copies = NearestCopies(source.places)
     _check_files(requests, source, copies)
     if release is not None:
@@ -343,6 +343,33 @@ def _read(
     engine: Engine,
     read_range: ReadRange | None,
 ) -> Fault | None:
+    plan = _native_plan(requests, source, place)
+    _say_written(requests)  # before and after: a save may begin, or look, at any moment
+    # Kernels that write to the target tensors may still be running.
+    after = fences(engine, {each.device for each in requests})
+    if read_range is None and isinstance(place, ObjectPath):
+        read_range = stored_files.range_reader({place / _file_of(each) for each in requests})
+    begin = engine.restore if read_range is None else engine.restore_streamed
+    job = begin(plan, requests, after)
+    try:
+        if read_range is not None:
+            fetch(job, read_range)
+        while not job.wait(_POLL_SECONDS):
+            pass
+    except BaseException:
+        job.cancel()
+        while not job.wait(_POLL_SECONDS):
+            pass
+        raise
+    _say_written(requests)
+    return job.fault
+
+
+@collection_paused()
+def _native_plan(
+    requests: list[_Request], source: StoredCheckpoint, place: Location
+) -> RestorePlan:
+    """What the engine is to read, and where to; makes the memory of detours."""
     contents: dict[str, Transfer] = {}
     for request in requests:
         if request.detour:
@@ -365,25 +392,7 @@ def _read(
             raise CheckpointCorruptError(
                 f"{path}: the metadata have tensors or objects lie where others do: {error}"
             ) from error
-    _say_written(requests)  # before and after: a save may begin, or look, at any moment
-    # Kernels that write to the target tensors may still be running.
-    after = fences(engine, {each.device for each in requests})
-    if read_range is None and isinstance(place, ObjectPath):
-        read_range = stored_files.range_reader(place / name for name in contents)
-    begin = engine.restore if read_range is None else engine.restore_streamed
-    job = begin(plan, requests, after)
-    try:
-        if read_range is not None:
-            fetch(job, read_range)
-        while not job.wait(_POLL_SECONDS):
-            pass
-    except BaseException:
-        job.cancel()
-        while not job.wait(_POLL_SECONDS):
-            pass
-        raise
-    _say_written(requests)
-    return job.fault
+    return plan
 
 
 def _say_written(requests: list[_Request]) -> None:
