@@ -2,7 +2,7 @@
 
     python benchmarks/shared_reads.py [--gb 0.5] [--turns 5] [--rate 300]
 
-The store is rclone's S3 server on this machine; all ranks together get --rate MB/s from it. The disk is that of the
+The store is an S3 server on this machine (moto); all ranks together get --rate MB/s from it. The disk is that of the
 working directory, first with its cache dropped before each load, then with it. Prints medians of seconds.
 """
 
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     for option, default in (("--gb", 0.5), ("--turns", 5), ("--rate", 300.0)):
         parser.add_argument(option, type=type(default), default=default)
     with tempfile.TemporaryDirectory(dir=".") as path:
-        url = new_store("rclone").url
+        url = new_store("moto").url
         torch.multiprocessing.spawn(run, (Path(path).resolve(), url, parser.parse_args()), nprocs=4)
