@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import reprlib
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError(f"{name}={path!r} must be a str or os.PathLike of a directory")
+        shown = reprlib.repr(path)  # a state in the path's place may be long
+        raise ConfigurationError(f"{name}={shown} must be a str or os.PathLike of a directory")
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{name}={path!r} must name a directory")

@@ -94,6 +94,13 @@ def test_a_bad_path_that_dcp_s_thread_tells_fails_the_save_and_not_the_next(two_
     assert committed(here / "c")
 
 
+def test_a_state_in_the_place_of_the_path_is_refused_in_few_words():
+    state = {f"w{number}": torch.zeros(100, 100) for number in range(100)}
+    with pytest.raises(ConfigurationError, match="must be a str or os.PathLike") as raised:
+        dcp_datastates.load(state, "c")  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 300
+
+
 def test_a_relative_path_in_a_directory_that_is_gone_is_refused(tmp_path):
     script = """
     os.makedirs(path + "/gone")
