@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
@@ -45,13 +46,8 @@ def write_document(table: MetadataTable) -> bytes:
     A field of another torch whose values cannot be stored is left out with a warning: this package does not need it,
     and a job that has moved to that torch must be able to save.
     """
-    note, catalog = table.note, table.catalog
-    meta = table.storage_meta
-    try:
-        planner_data = values.to_json(catalog.mappings)
-    except values.ValueRefused as error:
-        raise values.ValueRefused(f"planner_data holds {error}") from None
-    return values.dump(
+    note, meta = table.note, table.storage_meta
+    of_save = values.dump(
         {
             **({"metrics": dict(note.metrics)} if note.metrics else {}),
             "attempt": note.attempt.name,
@@ -61,14 +57,33 @@ def write_document(table: MetadataTable) -> bytes:
             "files": [
                 [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
             ],
-            "names": catalog.names,
-            "properties": [fields_to_json(each) for each in catalog.table],
-            "planner_data": planner_data,
+        }
+    )
+    of_torch = values.dump(
+        {
             "version": table.version,
             "storage_meta": None if meta is None else fields_to_json(meta),
             "further": [_column_to_json(*key, column) for key, column in table.further.items()],
         }
     )
+    return b",".join((of_save[:-1], _members_of(table.catalog), of_torch[1:]))
+
+
+_members: weakref.WeakKeyDictionary[Catalog, bytes] = weakref.WeakKeyDictionary()
+
+
+def _members_of(catalog: Catalog) -> bytes:
+    """What the document has of the catalog, without braces: made once, for saves whose structure is unchanged."""
+    known = _members.get(catalog)
+    if known is None:
+        try:
+            planner_data = values.to_json(catalog.mappings)
+        except values.ValueRefused as error:
+            raise values.ValueRefused(f"planner_data holds {error}") from None
+        properties = [fields_to_json(each) for each in catalog.table]
+        content = {"names": catalog.names, "properties": properties, "planner_data": planner_data}
+        known = _members[catalog] = values.dump(content)[1:-1]
+    return known
 
 
 def fields_to_json(instance: Any) -> dict[str, Any]:

@@ -69,8 +69,9 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
     if not isinstance(path, (str, os.PathLike)):
-        shown = reprlib.repr(path)  # a state in the path's place may be long
-        raise ConfigurationError(f"{name}={shown} must be a str or os.PathLike of a directory")
+        raise ConfigurationError(
+            f"{name}={reprlib.repr(path)} must be a str or os.PathLike of a directory"
+        )
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{name}={path!r} must name a directory")
