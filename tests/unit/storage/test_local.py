@@ -96,7 +96,7 @@ def test_a_bad_path_that_dcp_s_thread_tells_fails_the_save_and_not_the_next(two_
 
 def test_a_state_in_the_place_of_the_path_is_refused_in_few_words():
     state = {f"w{number}": torch.zeros(100, 100) for number in range(100)}
-    with pytest.raises(ConfigurationError, match="must be a str or os.PathLike") as raised:
+    with pytest.raises(ConfigurationError, match=r"must be a str or os\.PathLike") as raised:
         dcp_datastates.load(state, "c")  # type: ignore[arg-type]
     assert len(str(raised.value)) < 300
 
