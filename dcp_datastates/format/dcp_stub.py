@@ -56,13 +56,16 @@ def stub_of(catalog: Catalog, version: str | None) -> bytes:
 def _stub(catalog: Catalog, version: str | None) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
+    sizes: dict[tuple[int, ...], tuple[torch.Size, torch.Size]] = {}  # few, and each is written once
     columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
     for name, kind, shape in zip(*columns, strict=True):
         if kind < 0:
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _NOWHERE
             continue
-        size, begin = torch.Size(shape), torch.Size([0] * len(shape))
+        if shape not in sizes:
+            sizes[shape] = torch.Size(shape), torch.Size([0] * len(shape))
+        size, begin = sizes[shape]
         entries[name] = TensorStorageMetadata(
             catalog.table[kind], size, [ChunkStorageMetadata(begin, size)]
         )
