@@ -130,6 +130,8 @@ def load_with(
         raise DataStatesError(
             f"loading {path} failed on rank {rank}: {type(cause).__name__}: {cause}"
         ) from error
+    finally:
+        reader.reset()  # the error holds it, and it may hold a socket
     return state
 
 

@@ -232,6 +232,15 @@ class DataStatesReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
+        try:
+            self._read_data(plan, planner)
+        finally:
+            self._withdraw_offer()
+        future: TorchFuture[None] = TorchFuture()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         metadata, note = self._metadata, self._noted()
         assert metadata is not None
         places = self._located_places()
@@ -240,10 +249,7 @@ class DataStatesReader(StorageReader):
             # its plan.
             self._check_unread(self._asked.union(self._held(planner)))
         native = engine(self._host_cache_bytes)
-        sharing: SharedReads | None = None
-        if isinstance(plan.storage_data, Share) and self._offer is not None:
-            sharing = SharedReads(plan.storage_data, self._offer, metadata, note, places[0])
-            self._offer = None  # it has been taken over
+        sharing = self._sharing(plan.storage_data, metadata, note, places[0])
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
             source = StoredCheckpoint(metadata, note, places, sharing)
@@ -264,17 +270,29 @@ class DataStatesReader(StorageReader):
         except CheckpointNotFoundError as error:
             raise explain_missing(places[0], note, error) from error
         finally:
-            self._withdraw_offer()
             if sharing is not None:
                 sharing.end()
-        future: TorchFuture[None] = TorchFuture()
-        future.set_result(None)
-        return future
+
+    def _sharing(
+        self, share: object, metadata: Metadata, note: Note, place: Location
+    ) -> SharedReads | None:
+        """This rank's shared reads, which take over its offer; None if there is nothing to share."""
+        if self._offer is None or not isinstance(share, Share):  # or a planner has lost it
+            self._withdraw_offer()  # so that the others are refused at once
+            return None
+        try:
+            sharing = SharedReads(share, self._offer, metadata, note, place)
+        except RuntimeError as error:
+            logger.warning("this rank shares no reads: the system gives no thread: %s", error)
+            self._withdraw_offer()
+            return None
+        self._offer = None
+        return sharing
 
     def _may_share(self) -> bool:
-        if self._share_reads is False or rank_set_of(None) is ALONE:
-            return False
-        return self._share_reads is True or pays(self._directory())
+        share = self._share_reads
+        wants = pays(self._directory()) if share is None else share
+        return wants and rank_set_of(None) is not ALONE
 
     def _withdraw_offer(self) -> None:
         if self._offer is not None:

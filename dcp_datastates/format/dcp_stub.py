@@ -56,7 +56,9 @@ def stub_of(catalog: Catalog, version: str | None) -> bytes:
 def _stub(catalog: Catalog, version: str | None) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    sizes: dict[tuple[int, ...], tuple[torch.Size, torch.Size]] = {}  # few, and each is written once
+    sizes: dict[
+        tuple[int, ...], tuple[torch.Size, torch.Size]
+    ] = {}  # few, and each is written once
     columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
     for name, kind, shape in zip(*columns, strict=True):
         if kind < 0:

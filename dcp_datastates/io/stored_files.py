@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Final
 
 from typing_extensions import Buffer
 
@@ -42,15 +45,17 @@ def sizes(directory: ObjectPath, relative_paths: Collection[str]) -> dict[str, i
 
 
 def range_reader(paths: Iterable[Location]) -> ReadRange:
-    """Reads ranges of the files or objects at ``paths``, by the text of these. It raises
+    """Reads ranges of the files or objects at ``paths``, by the text of these. A file stays open as long as the result
+    lives. It raises
     :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
     by_name = {str(path): path for path in paths}
+    opened = functools.cache(_File)
 
     def read_range(name: str, begin: int, end: int) -> Buffer:
         path = by_name[name]
         if not isinstance(path, ObjectPath):
-            return _range_of_file(path, begin, end)
+            return _range_of_file(path, begin, end, opened)
         try:
             return path.store.get_range(path.key, begin, end)
         except ObjectMissingError:
@@ -59,14 +64,19 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     return read_range
 
 
-def _range_of_file(path: Path, begin: int, end: int) -> Buffer:
+class _File:
+    """An open file; it is closed when nothing refers to this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor: Final = local.open_regular(path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def _range_of_file(path: Path, begin: int, end: int, opened: Callable[[Path], _File]) -> Buffer:
     data = bytearray(end - begin)
     try:
-        descriptor = local.open_regular(path)
-        try:
-            nbytes = local.read_at(descriptor, begin, memoryview(data))
-        finally:
-            os.close(descriptor)
+        file = opened(path)
+        nbytes = local.read_at(file.descriptor, begin, memoryview(data))
     except StorageError:
         raise
     except FileNotFoundError as error:

@@ -23,8 +23,8 @@ UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
 """What the engine reads at once."""
 
 MOST_READERS: Final = 64
-"""Ranks that share what one of them reads. It bounds the connections to a rank, and what it sends at once. More ranks
-make several groups, each of which reads once.
+"""Ranks that share what one of them reads, and to each of which it sends it. More ranks make several groups, each of
+which reads once.
 """
 
 LEAST_REPEATED: Final = 0.04
@@ -125,9 +125,10 @@ def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
     if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
         return {}
     parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
-    for number, chosen in enumerate(_by_set(sets)):
-        begin = begins[chosen[0]]
-        needing = who[(runs[:, 0] <= begin) & (begin < runs[:, 1])]
+    by_set = _by_set(sets)
+    needed = _needing(begins[[chosen[0] for chosen in by_set]], [offers[r].runs for r in ranks])
+    for number, chosen in enumerate(by_set):
+        needing = ranks[needed[:, number]]
         units = -(-(ends[chosen] - begins[chosen]) // UNIT_BLOCKS)
         first = number + np.cumsum(units) - units  # not every set begins with its first reader
         spans = np.stack([begins[chosen], ends[chosen], first, np.zeros_like(first)], axis=1)
@@ -156,6 +157,16 @@ def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uin
     begins, ends = edges[:-1][shared], edges[1:][shared]
     repeated = int(((counts[shared] - 1) * (ends - begins)).sum())
     return begins, ends, np.cumsum(sums)[:-1][shared], repeated
+
+
+def _needing(blocks: Ints, runs_of: Sequence[Ints]) -> npt.NDArray[np.bool_]:
+    """(ranks, blocks): whether the rank with these runs needs the block."""
+    needed = np.zeros((len(runs_of), len(blocks)), np.bool_)
+    for row, runs in zip(needed, runs_of, strict=True):
+        if len(runs):
+            at = np.searchsorted(runs[:, 0], blocks, "right") - 1
+            row[:] = (at >= 0) & (blocks < runs[at, 1])
+    return needed
 
 
 def _by_set(sets: npt.NDArray[np.uint64]) -> list[Ints]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Final
 
@@ -22,6 +23,7 @@ class _Kept:
         self.nbytes: Final = nbytes
         self.data: Final[Future[memoryview | None]] = Future()
         self.taken = 0
+        self.lent = 0  # how many use the bytes now
 
 
 class KeptUnits:
@@ -54,9 +56,10 @@ class KeptUnits:
             self._fill(unit, new)
         return new is not None
 
-    def get(self, unit: Unit) -> memoryview | None:
-        """The unit's bytes: kept, or read now, if need be in the place of the oldest that are kept. None: they have
-        gone, or all of the room is taken by units that are being read. Waits for a read that has begun.
+    @contextlib.contextmanager
+    def lent(self, unit: Unit) -> Iterator[memoryview | None]:
+        """The unit's bytes, for use within the block: kept, or read now, if need be in the place of the oldest that
+        nobody uses. None: they have gone, or all of the room is in use. Waits for a read that has begun.
         """
         new = None
         with self._lock:
@@ -64,9 +67,16 @@ class KeptUnits:
             if kept is None and unit.begin not in self._gone:
                 self._make_room(unit)
                 kept = new = self._begin(unit)
-        if new is not None:
-            self._fill(unit, new)
-        return None if kept is None else kept.data.result()
+            if kept is not None:
+                kept.lent += 1
+        try:
+            if new is not None:
+                self._fill(unit, new)
+            yield None if kept is None else kept.data.result()
+        finally:
+            if kept is not None:
+                with self._lock:
+                    kept.lent -= 1
 
     def take(self, unit: Unit, nbytes: int) -> None:
         """A reader has so many bytes of the unit. When all have all, it goes."""
@@ -98,7 +108,7 @@ class KeptUnits:
         for begin, each in list(self._kept.items()):
             if self._nbytes + nbytes <= self._most:
                 return
-            if each.data.done():
+            if each.data.done() and not each.lent:
                 self._drop(begin)
 
     def _fill(self, unit: Unit, new: _Kept) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import struct
+import threading
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -34,14 +35,20 @@ _FAIR: Final = 4.0
 
 _MOST_LOST_BY_ONE: Final = 20.0
 _MOST_LOST: Final = 60.0
-"""Seconds lost, over all threads that wait, after which a rank is asked no more, or none is."""
+"""Seconds lost, over all threads that wait, after which a rank is asked no more, or none is. Answers that come sooner
+than :data:`_FAIR` make up for late ones.
+"""
+
+_MOST_LINES: Final = 32
+"""Connections to all peers together, if there are fewer peers; else one to each."""
 
 
 class _Peer:
-    """One other rank. Several threads ask at once, each by a connection of its own."""
+    """One other rank. Up to ``lines`` threads ask at once, each by a connection of its own; others wait."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, lines: int) -> None:
         self.address: Final = address
+        self.turns: Final = threading.BoundedSemaphore(lines)
         self.idle: list[Line] = []
         self.lost = 0.0
         self.is_left = False
@@ -63,7 +70,8 @@ class Peers:
     """The ranks at ``addresses``. Any thread."""
 
     def __init__(self, addresses: Mapping[int, Address]) -> None:
-        self._peers = {rank: _Peer(address) for rank, address in addresses.items()}
+        lines = max(1, _MOST_LINES // max(1, len(addresses)))
+        self._peers = {rank: _Peer(address, lines) for rank, address in addresses.items()}
         self._lock = ProcessLock()  # guards the state of all peers, and what follows
         self._lost = 0.0
         self._is_closed = False
@@ -73,12 +81,21 @@ class Peers:
 
         ``usual``: the seconds that this rank's own reads of storage take.
         """
-        peer = self._peers[unit.owner]
+        peer, began = self._peers[unit.owner], time.monotonic()
+        if not peer.turns.acquire(timeout=_ANSWER_SECONDS):
+            return None  # those whose turn it is are charged for that
+        try:
+            return self._ask(peer, unit, begin, end, began, usual)
+        finally:
+            peer.turns.release()
+
+    def _ask(
+        self, peer: _Peer, unit: Unit, begin: int, end: int, began: float, usual: float
+    ) -> memoryview | None:
         with self._lock:
             if peer.is_left or self._is_closed:
                 return None
             line = peer.idle.pop() if peer.idle else None
-        began = time.monotonic()
         try:
             if line is None:
                 line = peer.connected()
@@ -88,7 +105,7 @@ class Peers:
                 line.close()
             if not isinstance(error, OSError):
                 raise
-            self._charge(unit.owner, time.monotonic() - began, error)
+            self._leave(unit.owner, error)
             return None
         self._give_back(peer, line)
         self._charge(unit.owner, time.monotonic() - began - _FAIR * usual)
@@ -109,23 +126,31 @@ class Peers:
                 return
         line.close()
 
-    def _charge(self, rank: int, lost: float, error: OSError | None = None) -> None:
+    def _charge(self, rank: int, lost: float) -> None:
+        """An answer has cost so many seconds, or has come sooner than it had to."""
+        peer = self._peers[rank]
+        with self._lock:
+            peer.lost = max(0.0, peer.lost + lost)
+            self._lost = max(0.0, self._lost + lost)
+            all_are_slow = self._lost > _MOST_LOST
+            if not (all_are_slow or peer.lost > _MOST_LOST_BY_ONE):
+                return
+        for each in self._peers if all_are_slow else [rank]:
+            self._leave(each)
+
+    def _leave(self, rank: int, error: OSError | None = None) -> None:
+        """Ask the rank no more."""
         peer = self._peers[rank]
         with self._lock:
             if peer.is_left:
                 return
-            peer.lost += max(0.0, lost)
-            self._lost += max(0.0, lost)
-            if error is None and peer.lost <= _MOST_LOST_BY_ONE and self._lost <= _MOST_LOST:
-                return
-            for each in self._peers.values() if self._lost > _MOST_LOST else [peer]:
-                each.is_left = True
+            peer.is_left = True
         logger.log(
             # A rank that has ended its load long before this one takes no connections any more.
             logging.WARNING if error is None or isinstance(error, TimeoutError) else logging.INFO,
             "rank %d (%s:%d) does not pass on what it reads for this rank, which reads it from storage: %s",
             *(rank, peer.address.host, peer.address.port),
-            error or f"waiting for the other ranks has cost {self._lost:.1f} s",
+            error or f"its answers take longer than {_FAIR:.0f} times what storage takes",
         )
 
 

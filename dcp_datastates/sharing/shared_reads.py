@@ -33,7 +33,7 @@ from dcp_datastates.format.metadata import Note
 from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.process.memory_limit import memory_limit
+from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.sharing.assignment import Address, Offer, Share, Unit
 from dcp_datastates.sharing.blocks import Blocks, FileBlocks, needed_blocks
@@ -50,8 +50,7 @@ __all__ = ["OwnOffer", "SharedReads", "offer"]
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT_BYTES: Final = 256 << 20
-_MOST_KEPT_SHARE: Final = 64
-"""Units that wait for their readers take at most 256 MiB, and one part in this many of the process's memory."""
+"""Units that wait for their readers take at most 256 MiB, and in all ranks of a machine a 64th of its memory."""
 
 _AHEAD_THREADS: Final = 8
 """Reads ahead of need at once: enough for the bandwidth of a store, and few beside those of ``download.fetch``."""
@@ -85,6 +84,7 @@ def offer(
 
     ``store_host``: the host of the ranks' store.
     """
+    runs = needed_blocks(items, metadata, Blocks(note.files))
     try:
         host = own_address(store_host)
         listening = protocol.listen(host)
@@ -93,7 +93,6 @@ def offer(
         return None
     token = secrets.token_bytes(protocol.TOKEN_BYTES)
     address = Address(host, int(listening.getsockname()[1]), token)
-    runs = needed_blocks(items, metadata, Blocks(note.files))
     return OwnOffer(Offer(address, runs), listening)
 
 
@@ -125,7 +124,7 @@ class SharedReads:
         self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
         self._place: Final = place
         self._storage: Final = range_reader(place / name for name in self._blocks.files)
-        most = min(_MOST_KEPT_BYTES, memory_limit().nbytes // _MOST_KEPT_SHARE)
+        most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(share.addresses) + 1) // 16)
         self._units: Final = KeptUnits(self._read_unit, most)
         self._peers: Final = Peers(share.addresses)
         self._left: set[str] = set()
@@ -143,9 +142,8 @@ class SharedReads:
         units, stop = self._share.own_units(runs), threading.Event()
         lock = threading.Lock()  # guards units
         with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:
-            for _ in range(_AHEAD_THREADS):
-                executor.submit(self._read_ahead, units, lock, stop)
             try:
+                self._begin_ahead(executor, units, lock, stop)
                 yield self._read_range
             finally:
                 stop.set()
@@ -162,9 +160,23 @@ class SharedReads:
         """
         self._peers.close()
         self._last_asked = time.monotonic()
-        threading.Thread(target=self._linger, name=_THREAD_NAME, daemon=True).start()
+        try:
+            threading.Thread(target=self._linger, name=_THREAD_NAME, daemon=True).start()
+        except RuntimeError:  # the system gives no thread
+            self._stop()
 
     # ---- this rank's own load ------------------------------------------------------------------------
+
+    def _begin_ahead(
+        self,
+        executor: ThreadPoolExecutor,
+        units: Iterator[Unit],
+        lock: threading.Lock,
+        stop: threading.Event,
+    ) -> None:
+        with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
+            for _ in range(_AHEAD_THREADS):
+                executor.submit(self._read_ahead, units, lock, stop)
 
     def _read_ahead(
         self, units: Iterator[Unit], lock: threading.Lock, stop: threading.Event
@@ -203,10 +215,10 @@ class SharedReads:
         if unit.owner != self._share.rank:
             usual = self._seconds / self._reads if self._reads else float("inf")
             return self._peers.ask(unit, begin - start, end - start, usual)
-        data = self._units.get(unit)
-        if data is not None:
-            data = data[begin - start : end - start]
-            self._units.take(unit, data.nbytes)
+        with self._units.lent(unit) as data:
+            if data is not None:
+                data = data[begin - start : end - start]
+                self._units.take(unit, data.nbytes)
         return data
 
     def _read_unit(self, unit: Unit) -> Buffer:
@@ -236,12 +248,13 @@ class SharedReads:
         block, begin, end = REQUEST.unpack(data)
         self._last_asked = time.monotonic()
         unit = self._own_unit(block)
-        found = None if unit is None else self._units.get(unit)
-        if unit is None or found is None or not begin < end <= found.nbytes:
-            line.send(Kind.ERROR, messages.packed_error(OSError(errno.ENOENT, "it is not kept")))
-            return
-        line.send(Kind.OK, found[begin:end])
-        self._units.take(unit, end - begin)
+        with contextlib.nullcontext() if unit is None else self._units.lent(unit) as found:
+            if unit is None or found is None or not begin < end <= found.nbytes:
+                error = OSError(errno.ENOENT, "it is not kept")
+                line.send(Kind.ERROR, messages.packed_error(error))
+                return
+            line.send(Kind.OK, found[begin:end])
+            self._units.take(unit, end - begin)
         self._last_asked = time.monotonic()
 
     def _own_unit(self, block: int) -> Unit | None:
@@ -257,5 +270,8 @@ class SharedReads:
             if time.monotonic() - self._last_asked > _IDLE_SECONDS:
                 break
             time.sleep(_LOOK_SECONDS)
+        self._stop()
+
+    def _stop(self) -> None:
         self._server.close()
         self._units.clear()

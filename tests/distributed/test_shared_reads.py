@@ -4,13 +4,17 @@ none loads other bytes.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.jobs.links import flipped, stalled
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
@@ -22,12 +26,20 @@ from support.stores.server import endpoint, use
 from support.tiers import tries
 from support.waiting import await_that
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import Replicate, Shard
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, CheckpointManager, IncompatibleStateError
-from dcp_datastates.sharing import kept_units, shared_reads
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointManager,
+    DataStatesReader,
+    IncompatibleStateError,
+)
+from dcp_datastates.sharing import kept_units, peers, shared_reads
 from dcp_datastates.storage.object_path import locate
+from dcp_datastates.tiers import ram_protocol
 
 THREADS = "dcp_datastates-sharing"
 
@@ -98,19 +110,18 @@ def _loads_what_one_damages(root: Path) -> None:
     expected = state("hsdp")
     save(expected, root / "c")
     target, damaged = zeros(expected), 0
-    get = kept_units.KeptUnits.get
+    lent = kept_units.KeptUnits.lent
 
+    @contextlib.contextmanager
     def damage(self, unit):
         nonlocal damaged
-        data = get(self, unit)
-        if data is None:
-            return None
-        damaged += 1
-        return memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+        with lent(self, unit) as data:
+            damaged += data is not None
+            yield data and memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(kept_units.KeptUnits, "get", damage)
+            patch.setattr(kept_units.KeptUnits, "lent", damage)
         load(target, root / "c", share_reads=True)
     assert_same(target, expected)
     assert total(damaged) > 0
@@ -154,6 +165,63 @@ def _one_fails(root: Path) -> None:
 
 def test_the_failure_of_one_rank_fails_all_by_name_and_the_others_have_read(shared_dir):
     run_on_ranks(4, _one_fails, root=shared_dir)
+
+
+def _listening() -> int:
+    """How many sockets of this process take connections."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as each:
+            found += each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return found
+
+
+@ranks(4)
+def test_a_load_that_fails_before_it_reads_leaves_no_socket(shared_dir):
+    expected = state("ddp", tensors=2)
+    save(expected, shared_dir / "c")
+    load(zeros(expected), shared_dir / "c", share_reads=False)  # opens what stays
+    before, kept = _listening(), []
+    for _ in range(2):
+        target = zeros(expected)
+        if dist.get_rank() == 2:
+            target["missing"] = torch.zeros(3)
+        with pytest.raises(IncompatibleStateError) as caught:
+            dcp_datastates.load(shared_dir / "c", target, share_reads=True)
+        kept.append(caught.value)
+    assert _listening() == before
+
+
+class _PlansAnew(DefaultLoadPlanner):
+    """Makes a new plan of what the coordinator said, and reads when all others have read."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return LoadPlan(new_plan.items)
+
+    def resolve_tensor(self, read_item):
+        if read_item.dest_index.fqn == "w0":
+            dist.barrier()
+        return super().resolve_tensor(read_item)
+
+
+class _ReadsFirst(DefaultLoadPlanner):
+    def commit_tensor(self, read_item, tensor) -> None:
+        if read_item.dest_index.fqn == "w0":  # all are committed at once
+            dist.barrier()
+
+
+@ranks(4)
+def test_a_rank_whose_planner_forgets_what_it_shares_is_not_waited_for(shared_dir):
+    expected = state("ddp")
+    save(expected, shared_dir / "c")
+    target = zeros(expected)
+    planner = _PlansAnew() if dist.get_rank() == 1 else _ReadsFirst()
+    reader = DataStatesReader(shared_dir / "c", share_reads=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "_ANSWER_SECONDS", 3600.0)
+        patch.setattr(ram_protocol, "PROGRESS_SECONDS", 3600.0)
+        dcp.load(target, storage_reader=reader, planner=planner)
+    assert_same(target, expected)
 
 
 def test_a_rank_that_is_killed_keeps_no_other_from_reading(tmp_path):

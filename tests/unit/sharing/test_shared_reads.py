@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,8 +18,8 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import peers, shared_reads
-from dcp_datastates.sharing.assignment import assign
-from dcp_datastates.sharing.peers import REQUEST
+from dcp_datastates.sharing.assignment import Address, assign
+from dcp_datastates.sharing.peers import REQUEST, Peers
 from dcp_datastates.sharing.shared_reads import SharedReads, offer
 from dcp_datastates.tiers.ram_protocol import Kind, Line
 
@@ -131,7 +132,60 @@ def test_a_rank_whose_answers_take_long_is_asked_no_more(job, monkeypatch, caplo
     assert job.read(job.ranks[0]) == job.data
     (line,) = caplog.messages
     assert "rank 1 (" in line
-    assert "waiting for the other ranks has cost" in line
+    assert "its answers take longer than" in line
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_without_threads_to_read_ahead_all_is_read(job, monkeypatch, started):
+    """The system gives no more threads: those that read ahead end nevertheless."""
+    job.start(0)
+    job.start(1)
+    submit, begun = ThreadPoolExecutor.submit, []
+
+    def few(self, *args):
+        begun.append(args)
+        if len(begun) > started:
+            raise RuntimeError("can't start new thread")
+        return submit(self, *args)
+
+    monkeypatch.setattr(shared_reads, "_MOST_KEPT_BYTES", 8 << 20)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", few)
+    assert job.read(job.ranks[0]) == job.data
+
+
+def test_the_end_needs_no_thread(job, monkeypatch):
+    job.start(0)
+    job.start(1)
+    assert job.read(job.ranks[1]) == job.data
+    host, port, _ = job.offers[1].offer.address
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", refuse)
+        job.ranks[1].end()
+    with pytest.raises(OSError, match=r"refused"):
+        Line.to(host, port)
+
+
+def test_early_answers_make_up_for_late_ones():
+    asked = Peers({1: Address("host", 1, bytes(16))})
+    for _ in range(1000):
+        asked._charge(1, 15.0)
+        asked._charge(1, -15.0)
+    assert not asked._peers[1].is_left
+    asked._charge(1, 15.0)
+    asked._charge(1, 15.0)
+    assert asked._peers[1].is_left
+
+
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_connections_are_bounded(count):
+    asked = Peers({rank: Address("host", 1, bytes(16)) for rank in range(count)})
+    lines = [peer.turns._initial_value for peer in asked._peers.values()]
+    assert min(lines) >= 1
+    assert sum(lines) <= max(32, count)
 
 
 def test_files_that_are_left_and_checksum_tables_are_read_from_storage(job):
