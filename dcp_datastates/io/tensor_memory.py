@@ -110,7 +110,10 @@ def is_unusual(local: torch.Tensor) -> bool:
 
 
 def tensors_over(
-    buffer: torch.Tensor, offsets: Sequence[int], forms: Sequence[tuple[torch.Size, torch.dtype]]
+    buffer: torch.Tensor,
+    offsets: Sequence[int],
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
 ) -> Iterator[torch.Tensor]:
     """Dense tensors over ``buffer`` (``uint8``), each at an offset in bytes that is a multiple of its element size.
 
@@ -119,7 +122,7 @@ def tensors_over(
     storage, first = buffer.untyped_storage(), buffer.storage_offset()
     whole: dict[torch.dtype, torch.Tensor] = {}
     strides: dict[torch.Size, tuple[int, ...]] = {}
-    for offset, (shape, dtype) in zip(offsets, forms, strict=True):
+    for offset, shape, dtype in zip(offsets, shapes, dtypes, strict=True):
         if dtype not in whole:
             whole[dtype] = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         if shape not in strides:

@@ -81,8 +81,9 @@ class StagedState:
     deferred: DeferredTensors
     eager: Columns
     offsets: list[int]
-    forms: list[tuple[torch.Size, torch.dtype]]
-    """Shapes and dtypes at the call: the tensors' own may have changed since."""
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    """Shapes and dtypes of the eager tensors at the call: their own may have changed since."""
     buffer: torch.Tensor
     eager_bytes: int
     is_cacheable: bool
@@ -185,7 +186,7 @@ class StagedState:
         once.
         """
         eager = self.eager
-        copies = tensors_over(self.buffer, self.offsets, self.forms)
+        copies = tensors_over(self.buffer, self.offsets, self.shapes, self.dtypes)
         for container, key, tensor, copied in zip(
             eager.containers, eager.keys, eager.tensors, copies, strict=True
         ):
@@ -193,7 +194,7 @@ class StagedState:
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             container[key] = copied
-        self.eager, self.forms = Columns(), []
+        self.eager, self.shapes, self.dtypes = Columns(), [], []
         return self.root
 
 
@@ -235,14 +236,24 @@ def stage_state(
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
     nbytes = ends[-1] if ends else 0
     offsets = [0, *ends[:-1]] if ends else []
-    forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
+    shapes, dtypes = list(map(_SHAPE, eager.locals)), list(map(_DTYPE, eager.locals))
     expectation = Expectation(
         deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
     )
     devices_of_copies = {*compress(eager_devices, sizes), *deferred.devices}
     buffer = allocate(nbytes + expectation.nbytes, bool(devices_of_copies - {HOST}))
     made = StagedState(
-        root, deferred, eager, offsets, forms, buffer, nbytes, is_cacheable, is_deferred, traversal
+        root,
+        deferred,
+        eager,
+        offsets,
+        shapes,
+        dtypes,
+        buffer,
+        nbytes,
+        is_cacheable,
+        is_deferred,
+        traversal,
     )
     made.ownership = ownership
     made.unknown_fields = unknown_values(everything.locals)
@@ -274,7 +285,7 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     is_deferred = [True] * len(locals_)
     deferred, eager = DeferredTensors(), Columns()
     made = StagedState(
-        root, deferred, eager, [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
+        root, deferred, eager, [], [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
     )
     made.ownership = Ownership(known_optimizers())
     made.unknown_fields = unknown_values(locals_)
