@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -227,6 +228,11 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
     largest: dict[int, int] = {}
     indices = 0
+    paths = planner_data.values()
+    if set(map(type, paths)) <= {tuple, list} and set(map(type, chain.from_iterable(paths))) <= {
+        str
+    }:
+        return  # no indices
     for fqn in entries:
         path = planner_data.get(fqn)
         if not isinstance(path, (tuple, list)):

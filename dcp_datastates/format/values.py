@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -61,6 +63,8 @@ def to_json(value: Any, depth: int = 0) -> Any:
         for key in value:
             if type(key) is not str:
                 raise ValueRefused(f"a dict with a key of type {type(key).__name__}")
+        if depth + 2 <= _MAX_DEPTH and _are_paths(value.values(), tuple):
+            return {"dict": {key: {"tuple": list(item)} for key, item in value.items()}}
         return {"dict": {key: to_json(item, depth + 1) for key, item in value.items()}}
     if kind is bytes:
         return {"bytes": value.hex()}
@@ -93,6 +97,8 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "enum" and list(map(type, content)) == [str, str]:
             return _member(*content)
     elif tag == "dict" and type(content) is dict:
+        if depth + 3 <= _MAX_DEPTH and (paths := _paths(content)) is not None:
+            return paths
         return {key: from_json(item, depth + 1) for key, item in content.items()}
     elif type(content) is str:
         if tag in _NAMED and content in _NAMED[tag]:
@@ -100,6 +106,25 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
             return bytes.fromhex(content)
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
+
+
+def _are_paths(found: Collection[Any], kind: type) -> bool:
+    """Whether all are of this kind, and hold strings only: as the paths of most states' names do. In C-level passes:
+    there may be as many as tensors.
+    """
+    return set(map(type, found)) <= {kind} and set(map(type, chain.from_iterable(found))) <= {str}
+
+
+def _paths(content: dict[str, Any]) -> dict[str, tuple[str, ...]] | None:
+    """What :func:`from_json` makes of a dict of such paths; None if they are something else."""
+    found = content.values()
+    if set(map(type, found)) != {dict} or set(map(len, found)) != {1}:
+        return None
+    try:
+        lists = list(map(itemgetter("tuple"), found))
+    except KeyError:
+        return None
+    return dict(zip(content, map(tuple, lists), strict=True)) if _are_paths(lists, list) else None
 
 
 def _items(found: list[Any], depth: int) -> list[Any]:
