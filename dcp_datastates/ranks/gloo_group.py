@@ -9,7 +9,9 @@ rank writes all of gloo's values under one key, and reads the other ranks' value
 
 In gloo's constructor a rank waits for connections from all others, and nobody can tell it that one has left. So the
 ranks enter it all or not at all: a rank that finds all keys writes "go", a rank that leaves before writes "stop", and
-the first word under the group's key counts for all.
+the first word under the group's key counts for all. And a rank that leaves soon after waits until the others have come
+out of it (:meth:`Meeting.await_others`): gloo resets connections that it closes, also those that a slow rank has not
+accepted yet.
 """
 
 from __future__ import annotations
@@ -157,6 +159,23 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]
     def key(self, rank: int) -> str:
         """The key under which this ``rank`` of the group publishes. It is not needed once all ranks are connected."""
         return f"{self._name}/{rank}"
+
+    def count_in(self) -> None:
+        """This rank is connected to all others."""
+        with contextlib.suppress(RuntimeError):  # the next request will show that the store fails
+            self._store.add(self.count_key, 1)
+
+    def await_others(self, seconds: float) -> None:
+        """Wait until all ranks are connected, or so long: one of them may have died."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(self.count_key, 0) < self.world and time.monotonic() < deadline:
+                time.sleep(self._pause)
+
+    @property
+    def count_key(self) -> str:
+        """The key of how many ranks are connected, which is needed as long as the :attr:`decision_key`."""
+        return f"{self._name}/connected"
 
     @property
     def decision_key(self) -> str:

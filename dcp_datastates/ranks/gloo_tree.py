@@ -50,6 +50,11 @@ _LOOK_SECONDS_PER_RANK: Final = 1e-3
 departure earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
 """
 
+_CONNECTING_SECONDS: Final = 10.0
+"""How long a rank that gives connections up waits for others that are still connecting. Without that, these would try
+for 20 seconds per rank.
+"""
+
 _MEETING_LOOK_SECONDS: Final = 0.5
 _MEETING_LOOK_SECONDS_PER_RANK: Final = 300e-6
 """The same while the ranks connect, when there are no sockets yet: 4 % of the store's thread."""
@@ -108,6 +113,8 @@ class GlooTree:
         self._keys: list[str] = []
         # Of the groups that this rank leads, also of former generations; deleted once all ranks are connected.
         self._decision_keys: list[str] = []
+        # Of the groups in which this rank is connected, and others perhaps not yet.
+        self._meetings: list[Meeting] = []
         self._looked = 0.0
 
     @property
@@ -138,13 +145,21 @@ class GlooTree:
             self._looked = time.monotonic()
             self._build(self._store, check)
             self.max([0], check)
+            self._meetings.clear()
             with said_as_broken("the store fails"):
                 self._clean_up(self._store, self._keys)
                 self._clean_up(self._store, self._decision_keys)
         except BaseException:
+            self._await_others()
             self.leave()
             raise
         return True
+
+    def _await_others(self) -> None:
+        """Let the others connect before this rank leaves the groups in which it is connected."""
+        deadline = time.monotonic() + _CONNECTING_SECONDS
+        while self._meetings and not self._closed:
+            self._meetings.pop().await_others(deadline - time.monotonic())
 
     def meet(self, number: int, values: Sequence[int], check: Check) -> tuple[int, int, list[int]]:
         """Connect if necessary, and learn the greatest and the least of the ranks' numbers, and the greatest of each of
@@ -247,9 +262,11 @@ class GlooTree:
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
             if place.rank == 0:
-                self._decision_keys.append(meeting.decision_key)
+                self._decision_keys += [meeting.decision_key, meeting.count_key]
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
             self._groups.append((place, GlooGroup(meeting, plain_store, address)))
+            meeting.count_in()
+            self._meetings.append(meeting)
 
     def _own_address(self) -> str:
         """This machine's address for the other ranks; empty if it is not known."""

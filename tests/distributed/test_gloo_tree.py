@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -421,3 +422,36 @@ def test_a_rank_that_would_leave_when_the_others_connect_already_connects_first(
     assert all(isinstance(group, GlooGroup) for group in groups), groups
     for group in groups:
         group.leave()
+
+
+def test_ranks_that_give_up_wait_until_a_slow_one_is_connected(monkeypatch):
+    """Else it would try to connect for 20 s per rank that has left, in gloo's code, where nobody can tell it."""
+    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=3))
+    trees = _trees(4)
+    given_up = threading.Event()
+    exchange = Meeting._exchange
+
+    def slow(meeting):
+        exchange(meeting)
+        if meeting.rank == 3:
+            assert given_up.wait(30)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Meeting, "_exchange", slow)
+
+    def join(tree, rank):
+        def check():
+            if rank != 3 and tree._groups:
+                given_up.set()
+                raise InterruptedError("no use")
+
+        return tree.join(check)
+
+    *others, last = together(trees, join)
+    assert all(isinstance(each, InterruptedError | GroupBroken) for each in others), others
+    assert any(isinstance(each, InterruptedError) for each in others)
+    assert isinstance(last, GroupBroken)
+    assert "could not connect" not in str(last)
+    monkeypatch.undo()
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 4
+    _close(trees)
