@@ -29,6 +29,8 @@ WEAK = {
     "ranks/rank_set.py": "stores",
     "format/dcp_stub.py": "catalogs",
     "format/metadata_check.py": "catalogs",
+    "format/metadata_document.py": "catalogs",
+    "io/stored_files.py": "open files",
     "manager/named_states.py": "models and optimizers",
     "process/forks.py": "locks",
     "staging/ownership.py": "optimizers",

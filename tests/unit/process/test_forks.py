@@ -42,6 +42,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.manager.named_states": "names of models and optimizers, which exist in the child, too",
     "dcp_datastates.format.metadata_check": "caches of constants",
     "dcp_datastates.format.dcp_stub": "caches of constants",
+    "dcp_datastates.format.metadata_document": "caches of constants",
     "dcp_datastates.storage.operations": "numbers of a trace",
     "dcp_datastates.saving.output": "a line that was logged",
     "dcp_datastates.checkpoints.listing": "lines that were logged",
