@@ -35,10 +35,10 @@ from dcp_datastates.process.garbage import collection_paused
 __all__ = ["catalog_metadata", "metadata_of", "names_with_data", "note_of"]
 
 _NOTE: Final = "dcp_datastates"
+"""The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
 
 _MANY: Final = 200
 """Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
-"""The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
 
 _Further = Mapping[tuple[str, str], Sequence[Any]]
 

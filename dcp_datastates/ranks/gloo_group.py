@@ -165,11 +165,18 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]
         with contextlib.suppress(RuntimeError):  # the next request will show that the store fails
             self._store.add(self.count_key, 1)
 
-    def await_others(self, seconds: float) -> None:
-        """Wait until all ranks are connected, or so long: one of them may have died."""
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while self._store.add(self.count_key, 0) < self.world and time.monotonic() < deadline:
+    def await_others(self, is_over: Callable[[], bool]) -> None:
+        """Wait until all ranks are connected, or it ``is_over``: one of them may have died.
+
+        Raises :class:`GroupBroken` if the store fails.
+        """
+        with said_as_broken("the store fails"):
+            while not is_over():
+                # When all are connected, the group's leader deletes the key.
+                if not self._store.check([self.count_key]):
+                    return
+                if self._store.add(self.count_key, 0) >= self.world:
+                    return
                 time.sleep(self._pause)
 
     @property

@@ -2,7 +2,7 @@
 
 One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks form groups of 8
 (mostly the ranks of one host), the first ranks of these form groups of 8 again, and so on. 16,384 ranks need five
-levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some seven requests per rank to connect. Up to 8 ranks
+levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some eight requests per rank to connect. Up to 8 ranks
 form one group.
 
 When a connection breaks, all ranks leave the whole tree and connect anew: that is cheap, and the ranks need to agree
@@ -150,16 +150,20 @@ class GlooTree:
                 self._clean_up(self._store, self._keys)
                 self._clean_up(self._store, self._decision_keys)
         except BaseException:
-            self._await_others()
-            self.leave()
+            try:
+                self._await_others()
+            finally:
+                self.leave()
             raise
         return True
 
     def _await_others(self) -> None:
         """Let the others connect before this rank leaves the groups in which it is connected."""
+        meetings, self._meetings = self._meetings, []
         deadline = time.monotonic() + _CONNECTING_SECONDS
-        while self._meetings and not self._closed:
-            self._meetings.pop().await_others(deadline - time.monotonic())
+        with contextlib.suppress(GroupBroken):
+            for meeting in reversed(meetings):
+                meeting.await_others(lambda: self._closed or time.monotonic() > deadline)
 
     def meet(self, number: int, values: Sequence[int], check: Check) -> tuple[int, int, list[int]]:
         """Connect if necessary, and learn the greatest and the least of the ranks' numbers, and the greatest of each of

@@ -27,7 +27,7 @@ _SECONDS = 20.0
 
 _PULSE_SECONDS = 5.0
 
-_RESTORING = "ds-restore"
+_RESTORING = ("ds-restore", "ds-place")
 
 
 @dataclass(frozen=True)
