@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -14,8 +13,6 @@ from compare import assert_same, tensors_of
 from dcp_datastates import DataStatesReader, convert
 from jobs import Launcher, Mesh, Trial
 from test_training import FSDP, step
-
-pytestmark = pytest.mark.thorough
 
 
 def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
