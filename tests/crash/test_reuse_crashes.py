@@ -95,7 +95,7 @@ def test_a_rank_is_killed_while_it_links(point, tmp_path):
     assert _run(tmp_path, 1, f"{point}@2=kill")
 
 
-@pytest.mark.parametrize("runs", tries(1, 20, "REUSE_KILLS"))
+@pytest.mark.parametrize("runs", tries(1, 6, "REUSE_KILLS"))
 def test_a_rank_is_killed_anywhere(runs, tmp_path):
     killed = 0
     for seed in range(runs):
