@@ -91,9 +91,10 @@ def request_of(item: ReadItem, planner: LoadPlanner, metadata: Metadata, cast: b
         )
     request = Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
-    _check_loadable(memory, name)
+    unusual = is_unusual(memory)
+    _check_loadable(memory, unusual, name)
     if memory.dtype == dtype and not (
-        is_unusual(memory) and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
+        unusual and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
     ):
         request.memory = memory
     return request
@@ -166,9 +167,8 @@ def add_to(content: Transfer, request: Request) -> None:
     )
 
 
-def _check_loadable(memory: torch.Tensor, name: str) -> None:
+def _check_loadable(memory: torch.Tensor, unusual: bool, name: str) -> None:
     """Raise :class:`IncompatibleStateError` if no value can be written to this (local) tensor of the state."""
-    unusual = is_unusual(memory)
     reason, way_out = None, ""
     if unusual and not memory.is_quantized:  # torch quantizes what it casts
         reason, way_out = without_bytes(memory) or (None, "")

@@ -85,11 +85,11 @@ class Peers:
         if not peer.turns.acquire(timeout=_ANSWER_SECONDS):
             return None  # those whose turn it is are charged for that
         try:
-            return self._ask(peer, unit, begin, end, began, usual)
+            return self._ask_in_turn(peer, unit, begin, end, began, usual)
         finally:
             peer.turns.release()
 
-    def _ask(
+    def _ask_in_turn(
         self, peer: _Peer, unit: Unit, begin: int, end: int, began: float, usual: float
     ) -> memoryview | None:
         with self._lock:
