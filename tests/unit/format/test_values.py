@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -128,6 +128,10 @@ _json = st.recursive(
 
 
 @given(_json)
+@example({"dict": {"a": {"tuple": ["x"], "a": []}}})
+@example({"dict": {"a": {"tuple": ["x"]}, "b": {"tuple": [["y"]]}}})
+@example({"dict": {"a": {"tuple": "x"}}})
+@example({"dict": {"a": {"tuple": ["x"]}, "b": {"list": ["y"]}}})
 def test_the_shorter_way_takes_nothing_that_the_other_refuses(found):
     outcomes = []
     for shorter in (True, False):
