@@ -51,6 +51,15 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
         assert note_of(metadata_of(each)) == note
 
 
+def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_written():
+    packed = map(packed_example, (sharded(2, 3), sharded(2, 5)))
+    tables = [MetadataTable(*each.columns(), note, META, "1.0.0") for each, note in packed]
+    for table in (*tables, *tables):
+        found = decode(encode(table), Path("c")).catalog
+        assert (found.names, found.table) == (table.catalog.names, table.catalog.table)
+        assert found.mappings == table.catalog.mappings
+
+
 @settings(max_examples=100)
 @given(examples().filter(storable), st.randoms())
 def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(
