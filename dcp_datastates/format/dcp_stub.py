@@ -56,21 +56,21 @@ def stub_of(catalog: Catalog, version: str | None) -> bytes:
 def _stub(catalog: Catalog, version: str | None) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    sizes: dict[
-        tuple[int, ...], tuple[torch.Size, torch.Size]
-    ] = {}  # few, and each is written once
+    # Few are different, and the pickle has each once: tensors share their entry with all that are alike.
+    alike: dict[tuple[int, tuple[int, ...]], tuple[TensorStorageMetadata, torch.Size]] = {}
     columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
     for name, kind, shape in zip(*columns, strict=True):
         if kind < 0:
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _NOWHERE
             continue
-        if shape not in sizes:
-            sizes[shape] = torch.Size(shape), torch.Size([0] * len(shape))
-        size, begin = sizes[shape]
-        entries[name] = TensorStorageMetadata(
-            catalog.table[kind], size, [ChunkStorageMetadata(begin, size)]
-        )
+        known = alike.get((kind, shape))
+        if known is None:
+            size, begin = torch.Size(shape), torch.Size([0] * len(shape))
+            chunks = [ChunkStorageMetadata(begin, size)]
+            known = TensorStorageMetadata(catalog.table[kind], size, chunks), begin
+            alike[kind, shape] = known
+        entries[name], begin = known
         places[MetadataIndex(name, begin)] = _NOWHERE
     return Metadata(entries, storage_data=places, version=version)
 
