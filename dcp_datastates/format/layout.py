@@ -13,11 +13,12 @@ one entry per name). Each file is one sequential stream and a valid safetensors 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "SAFETENSORS_NAME",
     "FileLayout",
+    "LayoutItem",
     "SealedFile",
     "TensorEntry",
     "entry_key",
@@ -36,6 +38,7 @@ __all__ = [
     "is_linked",
     "is_table",
     "lay_out",
+    "lay_out_items",
     "linked_name",
     "stored_form",
 ]
@@ -99,8 +102,32 @@ def stored_form(
     )
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class LayoutItem(NamedTuple):
+    """What the layout needs of a ``WriteItem``."""
+
+    fqn: str
+    dtype: torch.dtype | None
+    """None for an object, of which no more is needed."""
+    sizes: Sequence[int] = ()
+    offsets: Sequence[int] = ()
+    """Of the chunk in the global tensor, in elements."""
+
+    @staticmethod
+    def of(item: WriteItem) -> LayoutItem:
+        """Raises ``ValueError`` for an item that has no tensor's data, but should have."""
+        if item.type == WriteItemType.BYTE_IO:
+            return LayoutItem(item.index.fqn, None)
+        data = item.tensor_data
+        if data is None:
+            raise ValueError(
+                f"write item {item.index.fqn!r} of type {item.type} has no tensor data"
+            )
+        return LayoutItem(
+            item.index.fqn, data.properties.dtype, data.chunk.sizes, data.chunk.offsets
+        )
+
+
+class TensorEntry(NamedTuple):
     """One chunk of one tensor in a file. ``offset``: its offset in the file; ``nbytes``: its dense size."""
 
     item: int
@@ -114,8 +141,7 @@ class TensorEntry:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class ObjectEntry:
+class ObjectEntry(NamedTuple):
     """One BYTE_IO object in a file; its size is known only after it has been serialized."""
 
     item: int
@@ -137,6 +163,14 @@ class SealedFile:
         return file_bytes(self.table_offset)
 
 
+class _Texts(NamedTuple):
+    """JSON of a file's tensors. Offsets count from the start of the data, so it is known before the header's length."""
+
+    entries: str
+    saved_offsets: str
+    torch_dtypes: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class FileLayout:
     """One file of a rank: its contents, and the places of its tensors."""
@@ -146,6 +180,7 @@ class FileLayout:
     objects: tuple[ObjectEntry, ...]
     data_start: int
     tensors_end: int
+    texts: _Texts
 
     @collection_paused()
     def seal(self, object_sizes: Sequence[int]) -> SealedFile:
@@ -158,56 +193,71 @@ class FileLayout:
             object_offsets.append(end)
             end += size
         table_offset = end + -end % 4
-        header = self._header(object_sizes, table_offset).ljust(self.data_start)
+        start = self.data_start
+        text = _header(
+            self.name,
+            self.texts,
+            self.objects,
+            object_sizes,
+            self.tensors_end - start,
+            padding=table_offset - end,
+            words=table_words(table_offset),
+        )
+        header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
         return SealedFile(header, tuple(object_offsets), tuple(object_sizes), table_offset)
 
-    def _header(self, object_sizes: Sequence[int], table_offset: int | None) -> bytes:
-        """The header's length and JSON, not padded. ``table_offset=None`` gives the longest header that the file
-        may need.
-        """
-        stem = self.name.removesuffix(_SUFFIX)
-        entries: dict[str, Any] = {}
-        saved_offsets: dict[str, dict[str, list[int]]] = {}
-        torch_dtypes: dict[str, str] = {}
 
-        def put(
-            key: str, name: str, shape: list[int], offsets: list[int], start: int, size: int
-        ) -> None:
-            begin = start - self.data_start
-            entries[key] = {"dtype": name, "shape": shape, "data_offsets": [begin, begin + size]}
-            saved_offsets[key] = {"saved_offsets": offsets}
+def _header(
+    name: str,
+    texts: _Texts,
+    objects: Sequence[ObjectEntry],
+    object_sizes: Sequence[int],
+    begin: int,
+    padding: int,
+    words: int,
+) -> bytes:
+    """The header's JSON.
 
-        for entry in self.tensors:
-            name, shape, offsets = stored_form(entry.dtype, entry.sizes, entry.offsets)
-            if entry.dtype not in SAFETENSORS_NAME:
-                torch_dtypes[entry.key] = str(entry.dtype)
-            put(entry.key, name, shape, offsets, entry.offset, entry.nbytes)
-        end = self.tensors_end
-        for element, size in zip(self.objects, object_sizes, strict=True):
-            put(element.key, "U8", [size], [0], end, size)
-            end += size
-        padding = 3 if table_offset is None else table_offset - end
-        if padding:
-            put(f"{_RESERVED}.pad.{stem}", "U8", [padding], [0], end, padding)
-        words = table_words(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0))
-        put(f"{_RESERVED}.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
+    Args:
+        begin: where the objects begin, from the start of the data.
+        padding: bytes between objects and checksums.
+        words: the checksums.
+    """
+    stem = name.removesuffix(_SUFFIX)
+    entries: dict[str, Any] = {}
 
-        notes = {
-            "version": 1,
-            "objects": [element.key for element in self.objects],
-            "torch_dtypes": torch_dtypes,
-        }
-        metadata = {
-            "format": "pt",
-            "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(saved_offsets, separators=(",", ":")),
-            "dcp_datastates": json.dumps(notes, separators=(",", ":")),
-        }
-        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-        # The start of the data, and so the number of digits of an offset, depends on this very length only through the
-        # table's number of words; MAX_HEADER_BYTES above bounds that.
-        capacity = self.data_start - 8 if self.data_start else len(text)
-        return capacity.to_bytes(8, "little") + text
+    def put(key: str, dtype: str, count: int, size: int) -> None:
+        nonlocal begin
+        entries[key] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, begin + size]}
+        begin += size
+
+    for element, size in zip(objects, object_sizes, strict=True):
+        put(element.key, "U8", size, size)
+    if padding:
+        put(f"{_RESERVED}.pad.{stem}", "U8", padding, padding)
+    put(f"{_RESERVED}.crc32c.{stem}", "U32", words, 4 * words)
+    saved_offsets = {key: {"saved_offsets": [0]} for key in entries}
+    notes = {
+        "version": 1,
+        "objects": [element.key for element in objects],
+        "torch_dtypes": texts.torch_dtypes,
+    }
+    metadata = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": _joined(texts.saved_offsets, _json(saved_offsets)),
+        "dcp_datastates": _json(notes),
+    }
+    return _joined(_json({"__metadata__": metadata}), texts.entries, _json(entries)).encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _joined(*objects: str) -> str:
+    """One JSON object with the members of these, which have different keys."""
+    return f"{{{','.join(filter(None, [each[1:-1] for each in objects]))}}}"
 
 
 @collection_paused()
@@ -221,68 +271,87 @@ def lay_out(
     rank's file ``n``; objects go to file 0. Raises ``ValueError`` for a name that no safetensors
     file can hold, or for more names than one header can.
     """
-    tensors: list[list[tuple[int, WriteItem]]] = []
-    objects: list[tuple[int, WriteItem]] = []
+    return lay_out_items(list(map(LayoutItem.of, items)), rank, left_out)
+
+
+@collection_paused()
+def lay_out_items(
+    items: Sequence[LayoutItem], rank: int, left_out: Collection[int] = ()
+) -> tuple[FileLayout, ...]:
+    """:func:`lay_out`, of what it needs of the write items."""
+    tensors: list[list[int]] = []
+    objects: list[int] = []
     seen: dict[str, int] = {}
     for position, item in enumerate(items):
         if position in left_out:
             continue
-        if item.type == WriteItemType.BYTE_IO:
-            objects.append((position, item))
+        if item.dtype is None:
+            objects.append(position)
             continue
-        file = seen.get(item.index.fqn, 0)
-        seen[item.index.fqn] = file + 1
+        file = seen.get(item.fqn, 0)
+        seen[item.fqn] = file + 1
         if file == len(tensors):
             tensors.append([])
-        tensors[file].append((position, item))
+        tensors[file].append(position)
     if objects and not tensors:
         tensors.append([])
     return tuple(
-        _lay_out_file(chunks, objects if number == 0 else [], f"r{rank:05d}-{number}")
+        _lay_out_file(items, chunks, objects if number == 0 else [], f"r{rank:05d}-{number}")
         for number, chunks in enumerate(tensors)
     )
 
 
 def _lay_out_file(
-    chunks: list[tuple[int, WriteItem]], objects: list[tuple[int, WriteItem]], stem: str
+    items: Sequence[LayoutItem], tensors: Sequence[int], objects: Sequence[int], stem: str
 ) -> FileLayout:
-    ordered = sorted(chunks, key=lambda chunk: -_write_data(chunk[1]).properties.dtype.itemsize)
-    relative: list[TensorEntry] = []
-    end = 0
-    for position, item in ordered:
-        data = _write_data(item)
-        nbytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-        relative.append(
-            TensorEntry(
-                position,
-                entry_key(item.index.fqn),
-                data.properties.dtype,
-                tuple(data.chunk.sizes),
-                tuple(data.chunk.offsets),
-                end,
-                nbytes,
-            )
-        )
-        end += nbytes
-    object_entries = tuple(
-        ObjectEntry(position, entry_key(item.index.fqn)) for position, item in objects
-    )
-    packed = FileLayout(f"{stem}{_SUFFIX}", tuple(relative), object_entries, 0, end)
-    longest = packed._header([_UNKNOWN_SIZE] * len(objects), None)
-    if len(longest) > MAX_HEADER_BYTES:
+    """The file of the ``items`` at these positions."""
+    name = f"{stem}{_SUFFIX}"
+    chunks = [(position, *_chunk(items[position])) for position in tensors]
+    chunks.sort(key=lambda chunk: -chunk[2].itemsize)
+    nbytes = [math.prod(sizes) * dtype.itemsize for _, _, dtype, sizes, _ in chunks]
+    ends = list(itertools.accumulate(nbytes, initial=0))
+    texts = _texts(chunks, ends)
+    object_entries = tuple([ObjectEntry(at, entry_key(items[at].fqn)) for at in objects])
+    # The number of digits of an offset, and so the start of the data, depends on the header's very length only through
+    # the table's number of words; MAX_HEADER_BYTES bounds that.
+    sizes = [_UNKNOWN_SIZE] * len(objects)
+    end = ends[-1] + sum(sizes) + 3
+    words = table_words(end + MAX_HEADER_BYTES)
+    longest = 8 + len(_header(name, texts, object_entries, sizes, ends[-1], 3, words))
+    if longest > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{len(chunks) + len(objects)} entries need a header of {len(longest)} bytes; safetensors "
+            f"{len(tensors) + len(objects)} entries need a header of {longest} bytes; safetensors "
             f"allows {MAX_HEADER_BYTES}: save fewer tensors per rank"
         )
-    data_start = len(longest) + -len(longest) % ALIGNMENT
-    tensors = tuple(replace(entry, offset=data_start + entry.offset) for entry in relative)
-    return replace(packed, tensors=tensors, data_start=data_start, tensors_end=data_start + end)
+    start = longest + -longest % ALIGNMENT
+    entries = [
+        TensorEntry(*chunk, start + begin, size)
+        for chunk, begin, size in zip(chunks, ends[:-1], nbytes, strict=True)
+    ]
+    return FileLayout(name, tuple(entries), object_entries, start, start + ends[-1], texts)
 
 
-def _write_data(item: WriteItem) -> Any:
-    if item.tensor_data is None:
-        raise ValueError(f"write item {item.index.fqn!r} of type {item.type} has no tensor data")
-    return item.tensor_data
+_Chunk: TypeAlias = tuple[int, str, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""The first fields of a :class:`TensorEntry`."""
+
+
+def _chunk(item: LayoutItem) -> tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    assert item.dtype is not None, "an object"
+    return entry_key(item.fqn), item.dtype, tuple(item.sizes), tuple(item.offsets)
+
+
+def _texts(chunks: Sequence[_Chunk], ends: Sequence[int]) -> _Texts:
+    entries: dict[str, Any] = {}
+    saved_offsets: dict[str, Any] = {}
+    torch_dtypes: dict[str, str] = {}
+    spans = itertools.pairwise(ends)
+    for (_, key, dtype, sizes, offsets), span in zip(chunks, spans, strict=True):
+        name, shape, begins = stored_form(dtype, sizes, offsets)
+        if dtype not in SAFETENSORS_NAME:
+            torch_dtypes[key] = str(dtype)
+        entries[key] = {"dtype": name, "shape": shape, "data_offsets": span}
+        saved_offsets[key] = {"saved_offsets": begins}
+    return _Texts(_json(entries), _json(saved_offsets), torch_dtypes)
 
 
 def entry_key(fqn: str) -> str:

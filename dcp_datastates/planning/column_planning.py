@@ -101,7 +101,10 @@ class ColumnPlanning:
         self._global_plan: GlobalPlan | None = None  # on the coordinator
         self._reported = b""  # digest
         self.is_cached = False
-        self.items: Sequence[WriteItem] = ()
+
+    @property
+    def items(self) -> Sequence[WriteItem]:
+        return () if self._share is None else self._share.items
 
     @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:
@@ -148,7 +151,6 @@ class ColumnPlanning:
             if self._found is None and self._looks is not None:
                 self._found = self._learn(self._looks, self._known)
             planner.of_rank.finish(self._group, self._known if options.cache else None)
-        self.items = self._share.items
 
     @collection_paused()
     def prepared(self) -> Prepared | None:
@@ -181,7 +183,7 @@ class ColumnPlanning:
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
         share = self._share
         assert share is not None
-        report = job.report or report_of(job.layouts, job.sealed, len(self.items), job.linked)
+        report = job.report or report_of(job.layouts, job.sealed, len(share.final.items), job.linked)
         is_known = share.reported.get(self._plan_name) == report.digest
         self._reported = share.sent = report.digest
         if not is_known:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import pack_value, packed_unknown_values, set_unknown_values
+from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of, volumes
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
@@ -212,6 +213,18 @@ class LocalPlan:
             )
             at += ndim
         return parts
+
+    def layout_items(self, items: Ints, offsets: Ints, sizes: Ints) -> list[LayoutItem]:
+        """What the layout needs of :meth:`parts`."""
+        dtypes = [*(entry.dtype for entry in self.table), None]  # the last is an object's: -1
+        ends = np.cumsum(self.ndims[items]).tolist()
+        begins, extents = offsets.tolist(), sizes.tolist()
+        return [
+            LayoutItem(self.names[item], dtypes[properties], extents[at:end], begins[at:end])
+            for item, properties, at, end in zip(
+                items.tolist(), self.properties[items].tolist(), [0, *ends], ends, strict=False
+            )
+        ]
 
 
 def digest_of(encoded: bytes) -> bytes:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates._native import SaveFile, Transfer
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
+from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out_items
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.reuse import LinkedFile
 from dcp_datastates.process.forks import ProcessLock
@@ -46,15 +45,19 @@ class Prepared:
     """The prepared files of one share. Any thread may use it.
 
     Args:
+        items: the share's.
         rank: the rank that writes them.
         leaves: position in the state of each item's tensor; -1 for an object.
         begins: the first row of each item within its tensor.
     """
 
     def __init__(
-        self, items: Sequence[WriteItem], rank: int, leaves: Ints, begins: Sequence[int]
+        self, items: Sequence[LayoutItem], rank: int, leaves: Ints, begins: Sequence[int]
     ) -> None:
-        self.layouts: Final = lay_out(items, rank)
+        self.layouts: Final = lay_out_items(items, rank)
+        self._objects = [
+            [items[entry.item].fqn for entry in layout.objects] for layout in self.layouts
+        ]
         self._columns = [_columns(layout, leaves, begins) for layout in self.layouts]
         self._count = len(items)
         self._lock = ProcessLock()  # guards _sealed
@@ -66,15 +69,15 @@ class Prepared:
         addresses: Ints,
         groups: Ints,
         devices: Ints | None,
-        resolve: Callable[[int], memoryview],
+        resolve: Callable[[str], memoryview],
         keep: list[Any],
     ) -> tuple[list[SaveFile], list[SealedFile], Report]:
         """The files to write, and their report, for a state whose tensors are at these ``addresses``.
 
-        ``devices`` as in ``StagedState.bases``. ``resolve`` serializes an item's object. Objects that must stay alive
+        ``devices`` as in ``StagedState.bases``. ``resolve`` serializes the object of a name. Objects that must stay alive
         are added to ``keep``, except the tensors.
         """
-        objects = [[resolve(entry.item) for entry in layout.objects] for layout in self.layouts]
+        objects = [list(map(resolve, names)) for names in self._objects]
         sealed, report = self._seal(tuple(tuple(map(len, each)) for each in objects))
         files = []
         for path, file, columns, data in zip(paths, sealed, self._columns, objects, strict=True):

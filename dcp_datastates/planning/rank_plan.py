@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
@@ -67,6 +69,16 @@ class RankPlan:
         A whole item is as in the stock plan, with its hint. A slice is an item of type SHARD: a separate chunk.
         ValueError: this is not a share of that plan.
         """
+        kinds, offsets, sizes = self._boxes(local)
+        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())
+
+    def layout_items(self, local: LocalPlan) -> list[LayoutItem]:
+        """What the layout needs of :meth:`write_items`."""
+        _, offsets, sizes = self._boxes(local)
+        return local.layout_items(self.items, offsets, sizes)
+
+    def _boxes(self, local: LocalPlan) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
+        """Each item's kind, and (ragged) its offsets and sizes."""
         if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(local.names):
             raise ValueError(f"the final plan is of other items than the {len(local.names)} given")
         ndims = local.ndims[self.items]
@@ -79,4 +91,4 @@ class RankPlan:
         kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
         offsets[first] += begins
         sizes[first] = ends - begins
-        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())
+        return kinds, offsets, sizes

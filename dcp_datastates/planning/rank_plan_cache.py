@@ -28,6 +28,7 @@ from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Held
+from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
@@ -43,12 +44,17 @@ _KEPT_SHARES: Final = 4
 class Share:
     """This rank's share of a global plan, with the state of its reports."""
 
+    plan: LocalPlan
     final: RankPlan
-    items: list[WriteItem]
     reported: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
     """Digest of the latest report."""
+
+    @lazily
+    def items(self) -> list[WriteItem]:
+        """The share's items. A share that is written as it was prepared does not need them."""
+        return self.final.write_items(self.plan)
 
 
 @dataclass(eq=False)
@@ -70,7 +76,7 @@ class KnownPlan:
             if answer.data is None:
                 raise DataStatesError("the coordinator answers with a share that this rank has not")
             final = RankPlan.decode(answer.data)
-            share = self.shares[answer.digest] = Share(final, final.write_items(self.plan))
+            share = self.shares[answer.digest] = Share(self.plan, final)
             while len(self.shares) > _KEPT_SHARES:
                 self.shares.popitem(last=False)
         self.latest = answer.digest
@@ -131,7 +137,10 @@ class Leaves:
             if len(self.prepared) >= _KEPT_SHARES:
                 self.prepared.clear()
             prepared = self.prepared[rank, final.digest] = Prepared(
-                share.items, rank, self.positions[final.items], final.begins.tolist()
+                final.layout_items(share.plan),
+                rank,
+                self.positions[final.items],
+                final.begins.tolist(),
             )
         return prepared
 

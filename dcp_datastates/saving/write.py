@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Engine, SaveJob, Window
 from dcp_datastates.config import WriterConfig
@@ -138,22 +140,25 @@ def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
 def _content(
     save: SaveOperation, planning: SavePlanning, folder: Location, native: Engine
 ) -> WriteJob:
-    reads, items = save.reads, planning.items
+    reads = save.reads
     keep: list[Any] = []
     sources = Sources(native, planning, reads, keep, save.progress)
     if save.call.config.reuse == "unchanged":
         assert isinstance(folder, Path), "check_reuse() has refused a store"
-        return changed_content(save, items, sources, folder)
+        return changed_content(save, planning.items, sources, folder)
     prepared = planning.prepared()
     if prepared is not None and reads is not None:
         paths = [folder / layout.name for layout in prepared.layouts]
         files, sealed, report = prepared.files(
             paths,
             *reads.staged.bases(),
-            lambda item: resolve_object(planning, items[item]),
+            lambda name: resolve_object(
+                planning, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+            ),
             keep,
         )
         return WriteJob(files, sealed, prepared.layouts, reads.fences, keep, report)
+    items = planning.items
     layouts = lay_out(items, save.group.rank_set.rank)
     paths = [folder / layout.name for layout in layouts]
     files, sealed = files_to_write(items, sources, layouts, paths)
