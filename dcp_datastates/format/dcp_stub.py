@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format.chunk_table import Catalog
-from dcp_datastates.format.fields import IN_COLUMNS, known_fields, portable
+from dcp_datastates.format.fields import IN_COLUMNS, known_fields, portable, unknown_fields
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.storage.local import METADATA_NAME
 
@@ -102,6 +102,6 @@ _REDUCERS: Final[dict[type, Any]] = {
         for each in vars(dcp_metadata).values()
         if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
     },
-    **dict.fromkeys(IN_COLUMNS.values(), _known),
+    **{kind: _known for kind in IN_COLUMNS.values() if unknown_fields(kind)},
     TensorProperties: portable,
 }

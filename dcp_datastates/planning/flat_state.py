@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
+from dcp_datastates.format.fields import unknown_fields
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.local_chunks import LocalChunks
 
@@ -43,16 +45,31 @@ class FlatState:
         self._chunks = LocalChunks(self.values, is_coordinator)
 
     def items(self) -> list[WriteItem]:
-        """DCP's default items. Raises :class:`UnsupportedTensorError`, with the tensor's name, where DCP names none."""
-        try:
-            plan = create_default_local_save_plan(self.values, self._is_coordinator)
-        except (RuntimeError, TypeError, ValueError):
-            for name, value in self.values.items():
+        """DCP's default items. Raises :class:`UnsupportedTensorError`, with the tensor's name, where DCP names none.
+
+        Items of tensors that look alike differ in their names alone, so DCP makes one of each.
+        """
+        made: list[WriteItem] = []
+        known: dict[Hashable, list[WriteItem]] = {}
+        are_known = set(unknown_fields(TensorProperties)) <= {"strides"}  # which _look() has
+        for name, value in self.values.items():
+            try:
+                look = _look(value) if are_known else None
+                alike = None if look is None else known.get(look)
+                if alike is None:
+                    plan = create_default_local_save_plan({name: value}, self._is_coordinator)
+                    made += plan.items
+                    if look is not None:
+                        known[look] = plan.items
+                    continue
+            except (RuntimeError, TypeError, ValueError):
                 if isinstance(value, torch.Tensor):
                     check_storable(local_tensor(value), name)
-            raise
-        items: list[WriteItem] = plan.items
-        return items
+                raise
+            for item in alike:
+                index = MetadataIndex(name, item.index.offset)
+                made.append(WriteItem(index, item.type, None, item.tensor_data))
+        return made
 
     def tensor(self, item: WriteItem) -> torch.Tensor:
         """The tensor of an item, or the slice that it names."""
@@ -64,3 +81,24 @@ class FlatState:
         return (
             self.values[index.fqn] if index.offset is None else self._planner.lookup_object(index)
         )
+
+
+def _look(value: Any) -> Hashable:
+    """All that DCP's items have of a tensor, but for its name; None for what DCP should look at itself."""
+    if type(value) is DTensor:
+        local, place = value.to_local(), (value.device_mesh, value.placements)
+    elif type(value) in (torch.Tensor, torch.nn.Parameter):
+        local, place = value, None
+    else:
+        return None
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        return None
+    return (
+        value.shape,
+        place,
+        local.shape,
+        local.stride(),
+        local.dtype,
+        local.requires_grad,
+        local.is_pinned(),
+    )

@@ -82,6 +82,7 @@ class LocalPlan:
         """The plan in columns. ValueError: an item differs from those that DCP's planners make."""
         table: dict[tuple[Any, ...], int] = {}
         distinct: list[TensorProperties] = []
+        seen: dict[int, int] = {}  # by id: items of tensors that look alike have the same object
         properties, ndims = [-1] * len(items), [0] * len(items)
         shapes: list[int] = []
         offsets: list[int] = []
@@ -92,10 +93,12 @@ class LocalPlan:
                 continue
             if data is None or not _consistent(item.index, data):
                 raise ValueError(f"{item.index.fqn!r}: not an item of a default planner: {item}")
-            key = properties_key(data.properties)
-            found = table.setdefault(key, len(table))
-            if found == len(distinct):
-                distinct.append(data.properties)
+            found = seen.get(id(data.properties))
+            if found is None:
+                found = table.setdefault(properties_key(data.properties), len(table))
+                seen[id(data.properties)] = found
+                if found == len(distinct):
+                    distinct.append(data.properties)
             properties[at] = found
             ndims[at] = len(data.size)
             shapes += data.size
