@@ -112,11 +112,12 @@ def load_with(
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
+    others = planner.keep_tensors(state)
     try:
         with warnings.catch_warnings():  # DCP warns that there is no process group
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(  # type: ignore[attr-defined]
-                state,
+                others,
                 storage_reader=reader,
                 planner=planner,
                 process_group=process_group,
@@ -132,6 +133,7 @@ def load_with(
         ) from error
     finally:
         reader.reset()  # the error holds it, and it may hold a socket
+    state.update(others)
     return state
 
 
