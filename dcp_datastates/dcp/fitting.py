@@ -396,12 +396,13 @@ def _read_items(name: str, value: Any, old: str, entry: STORAGE_TYPES) -> list[R
     """What the value called ``name`` needs of what is stored as ``old``, as DCP plans it."""
     if _takes_one_chunk(value, entry):  # DCP's planner takes long to see that
         chunk = entry.chunks[0]  # type: ignore[union-attr]
+        here = MetadataIndex(name, chunk.offsets, 0)
         return [
             ReadItem(
                 LoadItemType.TENSOR,
-                dest_index=MetadataIndex(name, chunk.offsets, 0),
+                dest_index=here,
                 dest_offsets=chunk.offsets,
-                storage_index=MetadataIndex(old, chunk.offsets, 0),
+                storage_index=here if old == name else MetadataIndex(old, chunk.offsets, 0),
                 storage_offsets=chunk.offsets,
                 lengths=chunk.sizes,
             )
