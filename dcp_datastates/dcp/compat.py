@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import GivenPlan
+from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedResults
 from dcp_datastates.dcp.planner import NOTHING, DataStatesSavePlanner
 from dcp_datastates.dcp.published_metadata import PublishedMetadata
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
@@ -89,11 +90,13 @@ class DcpSave:
             return plans
         if any(plan.planner_data == NOTHING.planner_data for plan in plans):
             raise ConfigurationError(OTHER_PLANNERS)
-        if not all(getattr(plan, "usable", True) for plan in plans):
-            # A rank whose plan is not usable takes an older one, so the attempt must come in another way, to all ranks.
-            return [dataclasses.replace(plan, storage_data=None) for plan in plans]
-        ticket = self.save.draw_ticket().encode()
-        return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
+        # A rank whose plan is not usable takes an older one, so the attempt must come in another way, to all ranks.
+        are_usable = all(getattr(plan, "usable", True) for plan in plans)
+        ticket = self.save.draw_ticket().encode() if are_usable else None
+        return [
+            dataclasses.replace(plan, items=PackedItems(plan.items), storage_data=ticket)
+            for plan in plans
+        ]
 
     def set_world(self, world: int) -> None:
         """Note, on DCP's coordinator, with how many ranks DCP saves."""
@@ -131,7 +134,7 @@ class DcpSave:
             raise failure from error.__cause__
         if not self._is_coordinator:
             self._end()
-        return given.results
+        return PackedResults(given.results)
 
     def _begin_write(self, plan: SavePlan, given: GivenPlan) -> Writing:
         save, turn = self.save, self._turn
@@ -193,7 +196,7 @@ class DcpSave:
             if not save.call.background:
                 save.await_decision()
                 if mine is not metadata:
-                    vars(metadata).update(vars(mine))
+                    vars(metadata).update(vars(mine), storage_data=PackedPlaces(mine.storage_data))
         except BaseException as error:
             save.abandon(error)
             raise

@@ -34,6 +34,7 @@ from dcp_datastates.dcp.compat import (
     begin_synchronous,
     warn_if_shared,
 )
+from dcp_datastates.dcp.packed import PackedItems
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
@@ -316,9 +317,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """Check that the checkpoint may be written."""
         save = self._running().save
         check_path(save)
-        if save.reads is None:
-            return plan
-        return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
+        items = plan.items if save.reads is None else save.reads.staged.as_captured(plan.items)
+        return dataclasses.replace(plan, items=PackedItems(items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: check that DCP saves with the writer's ranks. If DCP has planned the save, claim an attempt; the

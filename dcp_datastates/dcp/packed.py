@@ -1,0 +1,187 @@
+"""DCP's items, results and places, pickled as columns.
+
+DCP sends every item and result between the ranks as an object of five objects. At 10,000 tensors, that is most of what
+a save costs that a stock planner plans: pickling takes 0.1 ms for each tensor, and half of it is the garbage collector,
+which looks at the whole process again and again. These lists and dicts hold what DCP expects of them, and a rank
+that receives one has a plain list or dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.format.fields import plans_in_objects
+from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.planning.local_plan import properties_key
+from dcp_datastates.process.garbage import collection_paused
+
+__all__ = ["PackedItems", "PackedPlaces", "PackedResults"]
+
+_NOTHING: Final = -1
+"""The number of a size that is None, and of the properties of an object."""
+
+_OF_RESULT: Final = {"index", "size_in_bytes", "storage_data"}
+
+
+class PackedItems(list[WriteItem]):
+    """A plan's items."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with collection_paused():
+            columns = _packed_items(self)
+        return _as_they_are(self) if columns is None else (_unpacked_items, columns)
+
+
+class PackedResults(list[WriteResult]):
+    """What ``write_data`` returns."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with collection_paused():
+            columns = _packed_results(self)
+        return _as_they_are(self) if columns is None else (_unpacked_results, columns)
+
+
+class PackedPlaces(dict[MetadataIndex, _StorageInfo]):
+    """``Metadata.storage_data``, which DCP sends to all ranks after the save."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with collection_paused():
+            columns = _packed_results([WriteResult(index, 0, info) for index, info in self.items()])
+        return (dict, (dict(self),)) if columns is None else (_unpacked_places, columns)
+
+
+def _as_they_are(values: Sequence[Any]) -> tuple[Any, ...]:
+    """For values of other classes than DCP's own, or with fields that this package does not know."""
+    return list, (), None, iter(values)
+
+
+class _Sizes:
+    """Numbers for the distinct ones among sizes: there are few."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def number(self, size: Iterable[int] | None) -> int:
+        if size is None:
+            return _NOTHING
+        return self._numbers.setdefault(tuple(size), len(self._numbers))
+
+    def all(self) -> list[tuple[int, ...]]:
+        return list(self._numbers)
+
+
+def _packed_items(items: Sequence[WriteItem]) -> tuple[Any, ...] | None:
+    """The arguments of :func:`_unpacked_items`; None if these are not DCP's own items, as this package knows them."""
+    if plans_in_objects() or not set(map(type, items)) <= {WriteItem}:
+        return None
+    sizes, names, rows = _Sizes(), [], []
+    table: dict[Any, tuple[int, TensorProperties]] = {}
+    numbers: dict[int, int] = {}  # by id, of the properties: many items have the same object
+    for item in items:
+        index, data = item.index, item.tensor_data
+        if type(index) is not MetadataIndex or item.bytes_io_data is not None:
+            return None
+        names.append(index.fqn)
+        rows += (item.type.value, sizes.number(index.offset), index.index)
+        if data is None:
+            rows += (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
+            continue
+        if type(data) is not TensorWriteData or type(data.chunk) is not ChunkStorageMetadata:
+            return None
+        number = numbers.get(id(data.properties))
+        if number is None:
+            known = table.setdefault(properties_key(data.properties), (len(table), data.properties))
+            number = numbers[id(data.properties)] = known[0]
+        rows += (
+            number,
+            sizes.number(data.chunk.offsets),
+            sizes.number(data.chunk.sizes),
+            sizes.number(data.size),
+        )
+    return names, rows, sizes.all(), [properties for _, properties in table.values()]
+
+
+@collection_paused()
+def _unpacked_items(
+    names: Sequence[str],
+    rows: Sequence[Any],
+    sizes: Sequence[tuple[int, ...]],
+    table: Sequence[TensorProperties],
+) -> list[WriteItem]:
+    made = [*map(torch.Size, sizes), None]  # the last is that of _NOTHING
+    types = {each.value: each for each in WriteItemType}
+    alike: dict[tuple[int, ...], TensorWriteData | None] = {}
+    items = []
+    for name, kind, offset, hint, *data in zip(names, *[iter(rows)] * 7, strict=True):
+        key = tuple(data)
+        if key not in alike:
+            number, begin, extent, size = key
+            alike[key] = (
+                None
+                if number == _NOTHING
+                else TensorWriteData(
+                    ChunkStorageMetadata(made[begin], made[extent]), table[number], made[size]
+                )
+            )
+        index = MetadataIndex(name, made[offset], hint)
+        items.append(WriteItem(index, types[kind], tensor_data=alike[key]))
+    return items
+
+
+def _packed_results(results: Sequence[WriteResult]) -> tuple[Any, ...] | None:
+    """The arguments of :func:`_unpacked_results`; None as in :func:`_packed_items`."""
+    if plans_in_objects() or vars(WriteResult)["__dataclass_fields__"].keys() != _OF_RESULT:
+        return None
+    sizes, names, rows = _Sizes(), [], []
+    paths: dict[str, int] = {}
+    further: dict[int, Any] = {}
+    for at, result in enumerate(results):
+        index, info = result.index, result.storage_data
+        if type(index) is not MetadataIndex:
+            return None
+        names.append(index.fqn)
+        rows += (sizes.number(index.offset), index.index, result.size_in_bytes)
+        if type(info) is _StorageInfo and info.transform_descriptors is TRANSFORM_DESCRIPTORS:
+            path = paths.setdefault(info.relative_path, len(paths))
+            rows += (path, info.offset, info.length)
+        else:
+            further[at] = info  # a file's record
+            rows += (_NOTHING, 0, 0)
+    return names, rows, sizes.all(), list(paths), further
+
+
+@collection_paused()
+def _unpacked_results(
+    names: Sequence[str],
+    rows: Sequence[Any],
+    sizes: Sequence[tuple[int, ...]],
+    paths: Sequence[str],
+    further: dict[int, Any],
+) -> list[WriteResult]:
+    made = [*map(torch.Size, sizes), None]
+    results = []
+    columns = zip(names, *[iter(rows)] * 6, strict=True)
+    for at, (name, offset, hint, nbytes, path, begin, length) in enumerate(columns):
+        info = (
+            further[at]
+            if path == _NOTHING
+            else _StorageInfo(paths[path], begin, length, TRANSFORM_DESCRIPTORS)
+        )
+        results.append(WriteResult(MetadataIndex(name, made[offset], hint), nbytes, info))
+    return results
+
+
+@collection_paused()
+def _unpacked_places(*columns: Any) -> dict[MetadataIndex, _StorageInfo]:
+    return {result.index: result.storage_data for result in _unpacked_results(*columns)}

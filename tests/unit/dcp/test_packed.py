@@ -1,0 +1,111 @@
+"""Items and results come out of a pickle as they were, and take fewer bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.state.chunks import Box, write_item
+from support.state.plans import with_hints
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import BytesIOWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedResults
+from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+
+names = st.text(max_size=3)
+sizes = st.lists(st.integers(0, 2**40), max_size=3).map(tuple)
+hints = st.none() | st.integers(0, 5)
+indices = st.builds(MetadataIndex, names, st.none() | sizes, hints)
+
+
+class OwnItem(WriteItem):
+    """An item of another planner."""
+
+
+@st.composite
+def items(draw):
+    if draw(st.integers(0, 4)) == 0:
+        return WriteItem(MetadataIndex(draw(names), None, draw(hints)), WriteItemType.BYTE_IO)
+    shape = draw(sizes)
+    dtype = draw(st.sampled_from([torch.float32, torch.int8]))
+    item = write_item(draw(names), dtype, shape, Box(tuple(0 for _ in shape), shape))
+    properties = TensorProperties(dtype, requires_grad=draw(st.booleans()))
+    data = dataclasses.replace(item.tensor_data, properties=properties)
+    kind = draw(st.sampled_from([WriteItemType.TENSOR, WriteItemType.SHARD]))
+    return WriteItem(draw(indices), kind, tensor_data=data)
+
+
+@st.composite
+def results(draw):
+    places = st.builds(
+        _StorageInfo,
+        names,
+        st.integers(0, 2**50),
+        st.integers(0, 9),
+        st.just(TRANSFORM_DESCRIPTORS),
+    )
+    others = st.builds(_StorageInfo, names, st.integers(0, 9), st.integers(0, 9))
+    records = st.builds(FileRecord, names, st.integers(0, 9), st.integers(0, 9))
+    found = draw(places | others | records)
+    return WriteResult(draw(indices), draw(st.integers(0, 2**50)), found)
+
+
+def _travelled(values):
+    return pickle.loads(pickle.dumps(values))
+
+
+@settings(max_examples=300)
+@given(st.lists(items(), max_size=8))
+def test_items_come_as_they_were(given_items):
+    found = _travelled(PackedItems(given_items))
+    assert type(found) is list
+    assert with_hints(found) == with_hints(given_items)
+    assert [type(each.index.offset) for each in found] == [
+        type(each.index.offset) for each in given_items
+    ]
+
+
+@settings(max_examples=300)
+@given(st.lists(results(), max_size=8))
+def test_results_come_as_they_were(given_results):
+    found = _travelled(PackedResults(given_results))
+    assert type(found) is list
+    assert with_hints(found) == with_hints(given_results)
+
+
+@given(st.lists(results(), max_size=8))
+def test_places_come_as_they_were(given_results):
+    places = {each.index: each.storage_data for each in given_results}
+    found = _travelled(PackedPlaces(places))
+    assert type(found) is dict
+    assert with_hints_of(found) == with_hints_of(places)
+
+
+def with_hints_of(places):
+    return [(index, index.index, info) for index, info in places.items()]
+
+
+@given(st.lists(items(), max_size=3), st.sampled_from(["class", "bytes"]))
+def test_items_of_other_planners_are_left_as_they_are(given_items, kind):
+    index = MetadataIndex("x", (1,), 2)
+    odd = (
+        OwnItem(index, WriteItemType.BYTE_IO)
+        if kind == "class"
+        else WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(3))
+    )
+    found = _travelled(PackedItems([*given_items, odd]))
+    assert with_hints(found) == with_hints([*given_items, odd])
+    assert type(found[-1]) is type(odd)
+
+
+def test_many_items_take_a_quarter_of_the_bytes():
+    whole = Box((0, 0), (64, 32))
+    many = [write_item(f"layers.{n}.weight", torch.float32, (64, 32), whole) for n in range(1000)]
+    assert len(pickle.dumps(PackedItems(many))) < len(pickle.dumps(many)) / 4
