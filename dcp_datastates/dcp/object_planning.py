@@ -32,9 +32,10 @@ class GivenPlan(SavePlanning):
     """A final plan that DCP has made with ``planner``. DCP gathers the results, too."""
 
     kind = "by DCP"
+    items: Sequence[WriteItem] = ()
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.items: Sequence[WriteItem] = plan.items
+        self.items = plan.items
         self.planner: SavePlanner | None = planner
         self.results: list[WriteResult] = []
 

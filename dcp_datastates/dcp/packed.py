@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.fields import plans_in_objects
@@ -26,11 +32,15 @@ from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.planning.local_plan import properties_key
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["PackedItems", "PackedPlaces", "PackedResults"]
+__all__ = ["PackedItems", "PackedPlaces", "PackedReads", "PackedResults"]
 
 _NOTHING: Final = -1
 """The number of a size that is None, and of the properties of an object."""
 
+_OF_READ: Final = {
+    *("type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths")
+}
+_KINDS_OF_READ: Final = {ReadItem, MetadataIndex, torch.Size}
 _OF_RESULT: Final = {"index", "size_in_bytes", "storage_data"}
 
 
@@ -41,6 +51,15 @@ class PackedItems(list[WriteItem]):
         with collection_paused():
             columns = _packed_items(self)
         return _as_they_are(self) if columns is None else (_unpacked_items, columns)
+
+
+class PackedReads(list[ReadItem]):
+    """The items of a load plan."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with collection_paused():
+            columns = _packed_reads(self)
+        return _as_they_are(self) if columns is None else (_unpacked_reads, columns)
 
 
 class PackedResults(list[WriteResult]):
@@ -85,7 +104,8 @@ def _packed_items(items: Sequence[WriteItem]) -> tuple[Any, ...] | None:
     """The arguments of :func:`_unpacked_items`; None if these are not DCP's own items, as this package knows them."""
     if plans_in_objects() or not set(map(type, items)) <= {WriteItem}:
         return None
-    sizes, names, rows = _Sizes(), [], []
+    sizes, names = _Sizes(), []
+    rows: list[int | None] = []
     table: dict[Any, tuple[int, TensorProperties]] = {}
     numbers: dict[int, int] = {}  # by id, of the properties: many items have the same object
     for item in items:
@@ -139,11 +159,56 @@ def _unpacked_items(
     return items
 
 
+def _packed_reads(items: Sequence[ReadItem]) -> tuple[Any, ...] | None:
+    """The arguments of :func:`_unpacked_reads`; None as in :func:`_packed_items`."""
+    if vars(ReadItem)["__dataclass_fields__"].keys() != _OF_READ:
+        return None
+    sizes, names, stored = _Sizes(), [], []
+    rows: list[int | None] = []
+    for item in items:
+        here, there = item.dest_index, item.storage_index
+        boxes = item.dest_offsets, item.storage_offsets, item.lengths
+        if {type(item), *map(type, (here, there)), *map(type, boxes)} != _KINDS_OF_READ:
+            return None
+        names.append(here.fqn)
+        stored.append(there.fqn)
+        rows += (item.type.value, sizes.number(here.offset), here.index)
+        rows += (sizes.number(there.offset), there.index, *map(sizes.number, boxes))
+    return names, None if stored == names else stored, rows, sizes.all()
+
+
+@collection_paused()
+def _unpacked_reads(
+    names: Sequence[str],
+    stored: Sequence[str] | None,
+    rows: Sequence[Any],
+    sizes: Sequence[tuple[int, ...]],
+) -> list[ReadItem]:
+    made = [*map(torch.Size, sizes), None]
+    types = {each.value: each for each in LoadItemType}
+    items = []
+    for name, old, kind, here, hint, there, other, begin, start, lengths in zip(
+        names, stored or names, *[iter(rows)] * 8, strict=True
+    ):
+        items.append(
+            ReadItem(
+                types[kind],
+                MetadataIndex(name, made[here], hint),
+                made[begin],
+                MetadataIndex(old, made[there], other),
+                made[start],
+                made[lengths],
+            )
+        )
+    return items
+
+
 def _packed_results(results: Sequence[WriteResult]) -> tuple[Any, ...] | None:
     """The arguments of :func:`_unpacked_results`; None as in :func:`_packed_items`."""
     if plans_in_objects() or vars(WriteResult)["__dataclass_fields__"].keys() != _OF_RESULT:
         return None
-    sizes, names, rows = _Sizes(), [], []
+    sizes, names = _Sizes(), []
+    rows: list[int | None] = []
     paths: dict[str, int] = {}
     further: dict[int, Any] = {}
     for at, result in enumerate(results):

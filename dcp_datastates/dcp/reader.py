@@ -24,6 +24,7 @@ from torch.futures import Future as TorchFuture
 from dcp_datastates.commit.places import place_of
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.dcp.fitting import Answer, Fit
+from dcp_datastates.dcp.packed import PackedReads
 from dcp_datastates.dcp.wrapper_loading import load_wrappers
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -203,6 +204,7 @@ class DataStatesReader(StorageReader):
             self._offer = offer(plan.items, metadata, note, rank_set_of(None).host)
         offered = None if self._offer is None else self._offer.offer
         plan.storage_data = (note.attempt.name, offered)
+        plan.items = PackedReads(plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -228,6 +230,7 @@ class DataStatesReader(StorageReader):
         shares = assign({rank: each for rank, (_, each) in enumerate(noted) if each is not None})
         for rank, plan in enumerate(plans):
             plan.storage_data = shares.get(rank)
+            plan.items = PackedReads(plan.items)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:

@@ -39,6 +39,7 @@ from dcp_datastates.planning.serializer import Serializer
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
@@ -102,9 +103,10 @@ class ColumnPlanning:
         self._reported = b""  # digest
         self.is_cached = False
 
-    @property
+    @lazily
     def items(self) -> Sequence[WriteItem]:
-        return () if self._share is None else self._share.items
+        assert self._share is not None, "take() comes first"
+        return self._share.items
 
     @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:

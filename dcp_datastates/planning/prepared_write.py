@@ -74,8 +74,8 @@ class Prepared:
     ) -> tuple[list[SaveFile], list[SealedFile], Report]:
         """The files to write, and their report, for a state whose tensors are at these ``addresses``.
 
-        ``devices`` as in ``StagedState.bases``. ``resolve`` serializes the object of a name. Objects that must stay alive
-        are added to ``keep``, except the tensors.
+        ``devices`` as in ``StagedState.bases``. ``resolve`` serializes the object of a name. What must stay alive is
+        added to ``keep``, except the tensors.
         """
         objects = [list(map(resolve, names)) for names in self._objects]
         sealed, report = self._seal(tuple(tuple(map(len, each)) for each in objects))

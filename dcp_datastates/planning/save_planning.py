@@ -30,12 +30,15 @@ class SavePlanning(Protocol):
     Attributes:
         kind: how the save is planned; all ranks must plan it alike.
         is_cached: whether the plan of the state was known before.
-        items: this rank's part, after :meth:`take`.
     """
 
     kind: str
     is_cached: bool = False
-    items: Sequence[WriteItem]
+
+    @property
+    def items(self) -> Sequence[WriteItem]:
+        """This rank's part, after :meth:`take`."""
+        ...
 
     def propose(self, group: str, rank: int) -> bytes:
         """This rank's message to the coordinator of the ranks with the name ``group``."""

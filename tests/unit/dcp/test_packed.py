@@ -12,10 +12,16 @@ from support.state.chunks import Box, write_item
 from support.state.plans import with_hints
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import BytesIOWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    ReadItem,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedResults
+from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedReads, PackedResults
 from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 
@@ -70,6 +76,42 @@ def test_items_come_as_they_were(given_items):
     assert [type(each.index.offset) for each in found] == [
         type(each.index.offset) for each in given_items
     ]
+
+
+whole_sizes = sizes.map(torch.Size)
+reads = st.builds(
+    ReadItem,
+    st.sampled_from(LoadItemType),
+    indices,
+    whole_sizes,
+    indices,
+    whole_sizes,
+    whole_sizes,
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(reads, max_size=8), st.booleans())
+def test_items_of_loads_come_as_they_were(given_reads, same_names):
+    if same_names:
+        given_reads = [
+            dataclasses.replace(each, storage_index=each.dest_index) for each in given_reads
+        ]
+    found = _travelled(PackedReads(given_reads))
+    assert type(found) is list
+    assert [_read_with_hints(each) for each in found] == list(map(_read_with_hints, given_reads))
+
+
+@given(st.lists(reads, max_size=3), reads)
+def test_items_of_loads_by_other_planners_are_left_as_they_are(given_reads, odd):
+    odd = dataclasses.replace(odd, lengths=[3])
+    found = _travelled(PackedReads([*given_reads, odd]))
+    assert found[-1].lengths == [3]
+    assert found == [*given_reads, odd]
+
+
+def _read_with_hints(item):
+    return item, item.dest_index.index, item.storage_index.index
 
 
 @settings(max_examples=300)
