@@ -206,7 +206,7 @@ class FittingPlanner(DefaultLoadPlanner):
         """
         for name, tensor in self._tensors.items():
             value = self.original_state_dict[name]
-            if value is not tensor:
+            if value is not tensor and name in state:
                 state[name] = value
 
     @collection_paused()

@@ -159,9 +159,8 @@ def _unpacked_items(
     ):
         data = None
         if number != _NOTHING:
-            properties = TensorProperties.__new__(
-                TensorProperties
-            )  # each its own: planners change them
+            # Each has its own: planners change them.
+            properties = TensorProperties.__new__(TensorProperties)
             vars(properties).update(vars(table[number]))
             chunk = ChunkStorageMetadata(made[begin], made[extent])
             data = TensorWriteData(chunk, properties, made[size])
