@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,12 +93,14 @@ def main() -> None:
     start_process_group()
     found = []
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
+        begun = time.monotonic()
         for table in PARTS[arguments.part](SIZES[arguments.sizes], Path(directory)):
             found.append(summary(table))
             arguments.into.write_text(
                 json.dumps(found)
             )  # what is measured stays if the rest crashes
-            print(f"  {table.title}", flush=True)
+            print(f"  {table.title}: {time.monotonic() - begun:.0f} s", flush=True)
+            begun = time.monotonic()
     sys.stdout.flush()
     os._exit(0)  # threads and processes of peers do not hold it up
 

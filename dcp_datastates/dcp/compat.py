@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import GivenPlan
-from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedResults
+from dcp_datastates.dcp.packed import PackedItems, PackedResults
 from dcp_datastates.dcp.planner import NOTHING, DataStatesSavePlanner
 from dcp_datastates.dcp.published_metadata import PublishedMetadata
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
@@ -196,7 +196,7 @@ class DcpSave:
             if not save.call.background:
                 save.await_decision()
                 if mine is not metadata:
-                    vars(metadata).update(vars(mine), storage_data=PackedPlaces(mine.storage_data))
+                    vars(metadata).update(vars(mine))
         except BaseException as error:
             save.abandon(error)
             raise

@@ -188,17 +188,26 @@ class FittingPlanner(DefaultLoadPlanner):
         """The program's names of wrapper subclasses, of which the checkpoint has the parts."""
         self._grown: dict[str, KeyPath] = {}
         """The values that the state did not have, and where they come to be."""
-        self._kept: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        """The tensors at the top of the state, if DCP does not get them."""
 
     def keep_tensors(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` without the tensors that stay the same objects; this planner adds them again.
-
-        For ``dcp.load``, which asks each value at the top whether it is ``Stateful``: that takes 10 us.
+        """``state`` without its tensors, which this planner adds again: for ``dcp.load``, which asks each value at the
+        top whether it is ``Stateful``. That takes 10 us.
         """
         if self._filled:
             return state
-        self._kept = {name: value for name, value in state.items() if type(value) in _TENSORS}
-        return {name: value for name, value in state.items() if name not in self._kept}
+        self._tensors = {n: value for n, value in state.items() if type(value) in _TENSORS}
+        return {name: value for name, value in state.items() if name not in self._tensors}
+
+    def put_tensors(self, state: dict[str, Any]) -> None:
+        """After the load: put what has come to be in the place of a tensor into ``state``. That is an object if one was
+        saved, and a new tensor for one on the meta device.
+        """
+        for name, tensor in self._tensors.items():
+            value = self.original_state_dict[name]
+            if value is not tensor and name in state:
+                state[name] = value
 
     @collection_paused()
     def set_up_planner(
@@ -207,11 +216,11 @@ class FittingPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state, with the kept tensors.
+        """Flatten the state, with the tensors that DCP did not get.
 
         Raises :class:`IncompatibleStateError` if two values have one name, or a container contains itself.
         """
-        state_dict.update(self._kept)
+        state_dict.update(self._tensors)
         try:
             self.flatten_sharded_tensors = False  # another walk through the state, seldom needed
             super().set_up_planner(state_dict, metadata, is_coordinator)

@@ -113,6 +113,7 @@ def load_with(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
     others = planner.keep_tensors(state)
+    before = dict(others)
     try:
         with warnings.catch_warnings():  # DCP warns that there is no process group
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -133,7 +134,10 @@ def load_with(
         ) from error
     finally:
         reader.reset()  # the error holds it, and it may hold a socket
-    state.update(others)
+        for name, value in others.items():
+            if value is not before[name] and name in state:
+                state[name] = value
+    planner.put_tensors(state)
     return state
 
 

@@ -1,14 +1,14 @@
-"""DCP's items, results and places, pickled as columns.
+"""DCP's items and results, pickled as columns.
 
 DCP sends every item and result between the ranks as an object of five objects. At 10,000 tensors, that is most of what
 a save costs that a stock planner plans: pickling takes 0.1 ms for each tensor, and half of it is the garbage collector,
-which looks at the whole process again and again. These lists and dicts hold what DCP expects of them, and a rank
-that receives one has a plain list or dict.
+which looks at the whole process again and again. These lists hold what DCP expects of them, and a rank that receives
+one has a plain list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,12 +27,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.format.fields import plans_in_objects
+from dcp_datastates.format.fields import (
+    packed_unknown_values,
+    plans_in_objects,
+    unknown_fields,
+)
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.planning.local_plan import properties_key
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["PackedItems", "PackedPlaces", "PackedReads", "PackedResults"]
+__all__ = ["PackedItems", "PackedReads", "PackedResults"]
 
 _NOTHING: Final = -1
 """The number of a size that is None, and of the properties of an object."""
@@ -40,7 +44,8 @@ _NOTHING: Final = -1
 _OF_READ: Final = {
     *("type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths")
 }
-_KINDS_OF_READ: Final = {ReadItem, MetadataIndex, torch.Size}
+_KINDS_OF_READ: Final = {ReadItem, LoadItemType, MetadataIndex}
+_KINDS: Final = {MetadataIndex, WriteItemType}
 _OF_RESULT: Final = {"index", "size_in_bytes", "storage_data"}
 
 
@@ -48,41 +53,37 @@ class PackedItems(list[WriteItem]):
     """A plan's items."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with collection_paused():
-            columns = _packed_items(self)
-        return _as_they_are(self) if columns is None else (_unpacked_items, columns)
+        return _reduced(self, _packed_items, _unpacked_items)
 
 
 class PackedReads(list[ReadItem]):
     """The items of a load plan."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with collection_paused():
-            columns = _packed_reads(self)
-        return _as_they_are(self) if columns is None else (_unpacked_reads, columns)
+        return _reduced(self, _packed_reads, _unpacked_reads)
 
 
 class PackedResults(list[WriteResult]):
     """What ``write_data`` returns."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with collection_paused():
-            columns = _packed_results(self)
-        return _as_they_are(self) if columns is None else (_unpacked_results, columns)
+        return _reduced(self, _packed_results, _unpacked_results)
 
 
-class PackedPlaces(dict[MetadataIndex, _StorageInfo]):
-    """``Metadata.storage_data``, which DCP sends to all ranks after the save."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        with collection_paused():
-            columns = _packed_results([WriteResult(index, 0, info) for index, info in self.items()])
-        return (dict, (dict(self),)) if columns is None else (_unpacked_places, columns)
-
-
-def _as_they_are(values: Sequence[Any]) -> tuple[Any, ...]:
-    """For values of other classes than DCP's own, or with fields that this package does not know."""
-    return list, (), None, iter(values)
+def _reduced(
+    values: list[Any],
+    pack: Callable[[list[Any]], tuple[Any, ...] | None],
+    unpack: Callable[..., list[Any]],
+) -> tuple[Any, ...]:
+    """How to pickle ``values``: in columns, or as they are, if they are of other classes than DCP's own, have fields
+    that this package does not know, or cannot be looked at. An error here would leave the other ranks in DCP's gather.
+    """
+    with collection_paused():
+        try:
+            columns = pack(values)
+        except Exception:
+            columns = None
+    return (list, (), None, iter(values)) if columns is None else (unpack, columns)
 
 
 class _Sizes:
@@ -91,9 +92,11 @@ class _Sizes:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def number(self, size: Iterable[int] | None) -> int:
+    def number(self, size: torch.Size | None) -> int:
         if size is None:
             return _NOTHING
+        if type(size) is not torch.Size:
+            raise TypeError("another planner's")
         return self._numbers.setdefault(tuple(size), len(self._numbers))
 
     def all(self) -> list[tuple[int, ...]]:
@@ -110,7 +113,7 @@ def _packed_items(items: Sequence[WriteItem]) -> tuple[Any, ...] | None:
     numbers: dict[int, int] = {}  # by id, of the properties: many items have the same object
     for item in items:
         index, data = item.index, item.tensor_data
-        if type(index) is not MetadataIndex or item.bytes_io_data is not None:
+        if {type(index), type(item.type)} != _KINDS or item.bytes_io_data is not None:
             return None
         names.append(index.fqn)
         rows += (item.type.value, sizes.number(index.offset), index.index)
@@ -121,6 +124,8 @@ def _packed_items(items: Sequence[WriteItem]) -> tuple[Any, ...] | None:
             return None
         number = numbers.get(id(data.properties))
         if number is None:
+            if not _are_known(data.properties):
+                return None
             known = table.setdefault(properties_key(data.properties), (len(table), data.properties))
             number = numbers[id(data.properties)] = known[0]
         rows += (
@@ -132,6 +137,13 @@ def _packed_items(items: Sequence[WriteItem]) -> tuple[Any, ...] | None:
     return names, rows, sizes.all(), [properties for _, properties in table.values()]
 
 
+def _are_known(properties: object) -> bool:
+    """Whether :func:`properties_key` has all that is in the properties."""
+    return type(properties) is TensorProperties and len(packed_unknown_values(properties)) == len(
+        unknown_fields(TensorProperties)
+    )
+
+
 @collection_paused()
 def _unpacked_items(
     names: Sequence[str],
@@ -141,38 +153,36 @@ def _unpacked_items(
 ) -> list[WriteItem]:
     made = [*map(torch.Size, sizes), None]  # the last is that of _NOTHING
     types = {each.value: each for each in WriteItemType}
-    alike: dict[tuple[int, ...], TensorWriteData | None] = {}
     items = []
-    for name, kind, offset, hint, *data in zip(names, *[iter(rows)] * 7, strict=True):
-        key = tuple(data)
-        if key not in alike:
-            number, begin, extent, size = key
-            alike[key] = (
-                None
-                if number == _NOTHING
-                else TensorWriteData(
-                    ChunkStorageMetadata(made[begin], made[extent]), table[number], made[size]
-                )
-            )
+    for name, kind, offset, hint, number, begin, extent, size in zip(
+        names, *[iter(rows)] * 7, strict=True
+    ):
+        data = None
+        if number != _NOTHING:
+            # Each has its own: planners change them.
+            properties = TensorProperties.__new__(TensorProperties)
+            vars(properties).update(vars(table[number]))
+            chunk = ChunkStorageMetadata(made[begin], made[extent])
+            data = TensorWriteData(chunk, properties, made[size])
         index = MetadataIndex(name, made[offset], hint)
-        items.append(WriteItem(index, types[kind], tensor_data=alike[key]))
+        items.append(WriteItem(index, types[kind], tensor_data=data))
     return items
 
 
 def _packed_reads(items: Sequence[ReadItem]) -> tuple[Any, ...] | None:
     """The arguments of :func:`_unpacked_reads`; None as in :func:`_packed_items`."""
-    if vars(ReadItem)["__dataclass_fields__"].keys() != _OF_READ:
+    if plans_in_objects() or vars(ReadItem)["__dataclass_fields__"].keys() != _OF_READ:
         return None
     sizes, names, stored = _Sizes(), [], []
     rows: list[int | None] = []
     for item in items:
         here, there = item.dest_index, item.storage_index
-        boxes = item.dest_offsets, item.storage_offsets, item.lengths
-        if {type(item), *map(type, (here, there)), *map(type, boxes)} != _KINDS_OF_READ:
+        if {type(item), type(item.type), type(here), type(there)} != _KINDS_OF_READ:
             return None
         names.append(here.fqn)
         stored.append(there.fqn)
         rows += (item.type.value, sizes.number(here.offset), here.index)
+        boxes = item.dest_offsets, item.storage_offsets, item.lengths
         rows += (sizes.number(there.offset), there.index, *map(sizes.number, boxes))
     return names, None if stored == names else stored, rows, sizes.all()
 
@@ -245,8 +255,3 @@ def _unpacked_results(
         )
         results.append(WriteResult(MetadataIndex(name, made[offset], hint), nbytes, info))
     return results
-
-
-@collection_paused()
-def _unpacked_places(*columns: Any) -> dict[MetadataIndex, _StorageInfo]:
-    return {result.index: result.storage_data for result in _unpacked_results(*columns)}

@@ -318,6 +318,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = self._running().save
         check_path(save)
         items = plan.items if save.reads is None else save.reads.staged.as_captured(plan.items)
+        if type(plan) is not SavePlan and items is plan.items:
+            return plan
         return dataclasses.replace(plan, items=PackedItems(items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -56,22 +56,20 @@ def stub_of(catalog: Catalog, version: str | None) -> bytes:
 def _stub(catalog: Catalog, version: str | None) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    # Few are different, and the pickle has each once: tensors share their entry with all that are alike.
-    alike: dict[tuple[int, tuple[int, ...]], tuple[TensorStorageMetadata, torch.Size]] = {}
+    # Few are different, and the pickle has each once. An entry is its tensor's own: programs change its size.
+    alike: dict[tuple[int, ...], tuple[torch.Size, ChunkStorageMetadata]] = {}
     columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
     for name, kind, shape in zip(*columns, strict=True):
         if kind < 0:
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _NOWHERE
             continue
-        known = alike.get((kind, shape))
-        if known is None:
+        if shape not in alike:
             size, begin = torch.Size(shape), torch.Size([0] * len(shape))
-            chunks = [ChunkStorageMetadata(begin, size)]
-            known = TensorStorageMetadata(catalog.table[kind], size, chunks), begin
-            alike[kind, shape] = known
-        entries[name], begin = known
-        places[MetadataIndex(name, begin)] = _NOWHERE
+            alike[shape] = size, ChunkStorageMetadata(begin, size)
+        size, chunk = alike[shape]
+        entries[name] = TensorStorageMetadata(catalog.table[kind], size, [chunk])
+        places[MetadataIndex(name, chunk.offsets)] = _NOWHERE
     return Metadata(entries, storage_data=places, version=version)
 
 

@@ -233,3 +233,53 @@ def test_errors_are_the_packages_own_not_wrapped(path, tmp_path):
 def test_a_state_that_is_no_dict_is_refused(state, path):
     with pytest.raises(ConfigurationError, match="dict"):
         load(path, state)
+
+
+def test_an_object_may_have_been_saved_where_a_tensor_is(tmp_path):
+    save({"lr": 0.1, "in": {"lr": 0.2}, "w": torch.arange(3.0)}, tmp_path)
+    weight = torch.zeros(3)
+    target = {"lr": torch.tensor(0.0), "in": {"lr": torch.tensor(0.0)}, "w": weight}
+    load(tmp_path, target)
+    assert target["lr"] == 0.1
+    assert target["in"] == {"lr": 0.2}
+    assert target["w"] is weight
+    assert weight.tolist() == [0, 1, 2]
+
+
+def test_tensors_on_the_meta_device_are_replaced_by_what_is_loaded(tmp_path):
+    save({"w": torch.arange(3.0), "in": {"v": torch.arange(2.0)}}, tmp_path / "c")
+    ended = run_script(
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, distribute_tensor
+        import dcp_datastates
+        dist.init_process_group("gloo", init_method=f"file://{path}-store", rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        for placed in (False, True):
+            state = {"w": torch.empty(3, device="meta"), "in": {"v": torch.empty(2, device="meta")}}
+            if placed:
+                state["w"] = distribute_tensor(state["w"], mesh, [Replicate()])
+            dcp_datastates.load(path, state)
+            found = state["w"].to_local() if placed else state["w"]
+            assert found.tolist() == [0, 1, 2], found
+            assert state["in"]["v"].tolist() == [0, 1]
+        """,
+        tmp_path / "c",
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_objects_may_change_the_state_while_they_load(tmp_path):
+    class Changing(_Counting):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            target["a"] = "another"
+            del target["z"]
+
+    save({"a": _Counting(), "m": Changing(), "n": 5, "z": 7}, tmp_path)
+    target = {"a": _Counting(), "m": Changing(), "n": 0, "z": 0}
+    load(tmp_path, target)
+    assert target["a"] == "another"
+    assert target["n"] == 5
+    assert "z" not in target

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.dcp.packed import PackedItems, PackedPlaces, PackedReads, PackedResults
+from dcp_datastates.dcp.packed import PackedItems, PackedReads, PackedResults
 from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 
@@ -43,7 +43,7 @@ def items(draw):
     dtype = draw(st.sampled_from([torch.float32, torch.int8]))
     item = write_item(draw(names), dtype, shape, Box(tuple(0 for _ in shape), shape))
     properties = TensorProperties(dtype, requires_grad=draw(st.booleans()))
-    data = dataclasses.replace(item.tensor_data, properties=properties)
+    data = replace(item.tensor_data, properties=properties)
     kind = draw(st.sampled_from([WriteItemType.TENSOR, WriteItemType.SHARD]))
     return WriteItem(draw(indices), kind, tensor_data=data)
 
@@ -94,9 +94,7 @@ reads = st.builds(
 @given(st.lists(reads, max_size=8), st.booleans())
 def test_items_of_loads_come_as_they_were(given_reads, same_names):
     if same_names:
-        given_reads = [
-            dataclasses.replace(each, storage_index=each.dest_index) for each in given_reads
-        ]
+        given_reads = [replace(each, storage_index=each.dest_index) for each in given_reads]
     found = _travelled(PackedReads(given_reads))
     assert type(found) is list
     assert [_read_with_hints(each) for each in found] == list(map(_read_with_hints, given_reads))
@@ -104,7 +102,7 @@ def test_items_of_loads_come_as_they_were(given_reads, same_names):
 
 @given(st.lists(reads, max_size=3), reads)
 def test_items_of_loads_by_other_planners_are_left_as_they_are(given_reads, odd):
-    odd = dataclasses.replace(odd, lengths=[3])
+    odd = replace(odd, lengths=[3])
     found = _travelled(PackedReads([*given_reads, odd]))
     assert found[-1].lengths == [3]
     assert found == [*given_reads, odd]
@@ -122,16 +120,38 @@ def test_results_come_as_they_were(given_results):
     assert with_hints(found) == with_hints(given_results)
 
 
-@given(st.lists(results(), max_size=8))
-def test_places_come_as_they_were(given_results):
-    places = {each.index: each.storage_data for each in given_results}
-    found = _travelled(PackedPlaces(places))
-    assert type(found) is dict
-    assert with_hints_of(found) == with_hints_of(places)
+@given(st.lists(items(), min_size=2, max_size=8))
+def test_a_planner_may_change_an_item_that_came(given_items):
+    found = _travelled(PackedItems(given_items))
+    for item in found:
+        if item.tensor_data is not None:
+            item.tensor_data.properties.dtype = torch.float16
+            item.tensor_data.chunk.sizes = torch.Size([7])
+            break
+    others = [each for each in found if each is not item]
+    assert others == [each for at, each in enumerate(given_items) if found[at] is not item]
 
 
-def with_hints_of(places):
-    return [(index, index.index, info) for index, info in places.items()]
+class OwnProperties(TensorProperties):
+    """Properties with more than DCP has."""
+
+
+def test_properties_of_other_planners_are_left_as_they_are():
+    whole = Box((0,), (4,))
+    items = [write_item(name, torch.float32, (4,), whole) for name in "ab"]
+    odd = []
+    for scale, item in enumerate(items):
+        properties = OwnProperties(torch.float32)
+        properties.scale = scale
+        odd.append(replace(item, tensor_data=replace(item.tensor_data, properties=properties)))
+    assert [vars(each.tensor_data.properties)["scale"] for each in odd] == [0, 1]
+    packed = PackedItems(odd)
+    assert packed.__reduce__()[0] is list
+
+
+def test_what_cannot_be_looked_at_is_left_as_it_is():
+    odd = WriteItem(MetadataIndex("x"), "a type")
+    assert _travelled(PackedItems([odd])) == [odd]
 
 
 @given(st.lists(items(), max_size=3), st.sampled_from(["class", "bytes"]))

@@ -89,3 +89,12 @@ def test_stock_dcp_sees_what_is_there_and_says_what_to_do(tmp_path) -> None:
     for state in ({"w": torch.zeros(3, 4)}, {"n": {"step": 0}}):
         with raises(Exception, "dcp-datastates convert PATH OUT --to dcp"):
             dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path))
+
+
+def test_a_program_may_change_one_entry(tmp_path):
+    save({"a": torch.zeros(3, 4), "b": torch.zeros(3, 4)}, tmp_path)
+    found = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    found["a"].size = torch.Size((12,))
+    found["a"].chunks.clear()
+    assert found["b"].size == (3, 4)
+    assert len(found["b"].chunks) == 1
