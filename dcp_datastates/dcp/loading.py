@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from typing_extensions import Unpack
 
 from dcp_datastates.config import check_options
-from dcp_datastates.dcp.fitting import Fit, FitOptions, FittingPlanner
+from dcp_datastates.dcp.fit import Fit, FitOptions
+from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path

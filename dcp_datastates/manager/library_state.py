@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.dcp.fitting import Fit, FittingPlanner
+from dcp_datastates.dcp.fit import Fit
+from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import IncompatibleStateError

@@ -18,7 +18,7 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import TierOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fitting import Fit, LoadOptions
+from dcp_datastates.dcp.fit import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (

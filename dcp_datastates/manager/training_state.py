@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.dcp.fitting import Fit, FittingPlanner
+from dcp_datastates.dcp.fit import Fit
+from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.tensor_memory import is_wrapper

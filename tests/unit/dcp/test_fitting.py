@@ -24,7 +24,8 @@ from dcp_datastates import (
     IncompatibleStateError,
     load,
 )
-from dcp_datastates.dcp.fitting import Fit, FittingPlanner
+from dcp_datastates.dcp.fit import Fit
+from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
 
 
