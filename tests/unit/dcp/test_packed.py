@@ -6,10 +6,12 @@ import pickle
 from dataclasses import replace
 
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.state.chunks import Box, write_item
 from support.state.plans import with_hints
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.dcp.packed import PackedItems, PackedReads, PackedResults
 from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
@@ -171,3 +174,40 @@ def test_many_items_take_a_quarter_of_the_bytes():
     whole = Box((0, 0), (64, 32))
     many = [write_item(f"layers.{n}.weight", torch.float32, (64, 32), whole) for n in range(1000)]
     assert len(pickle.dumps(PackedItems(many))) < len(pickle.dumps(many)) / 4
+
+
+def test_what_dcp_sends_between_ranks_is_packed(tmp_path):
+    seen = []
+
+    class Planner(DefaultSavePlanner):
+        def create_global_plan(self, all_plans):
+            seen.extend(type(each.items) for each in all_plans)
+            return super().create_global_plan(all_plans)
+
+        def finish_plan(self, new_plan):
+            seen.append(type(new_plan.items))
+            return super().finish_plan(new_plan)
+
+    class Writer(DataStatesWriter):
+        def write_data(self, plan, planner):
+            future = super().write_data(plan, planner)
+            seen.append(type(future.value()))
+            return future
+
+    class Reader(DataStatesReader):
+        def prepare_local_plan(self, plan):
+            made = super().prepare_local_plan(plan)
+            seen.append(type(made.items))
+            return made
+
+        def prepare_global_plan(self, plans):
+            made = super().prepare_global_plan(plans)
+            seen.extend(type(each.items) for each in made)
+            return made
+
+    state = {"w": torch.arange(3.0)}
+    dcp.save(state, storage_writer=Writer(tmp_path / "c"), planner=Planner())
+    assert seen == [PackedItems, PackedItems, PackedResults]
+    seen.clear()
+    dcp.load(state, storage_reader=Reader(tmp_path / "c"))
+    assert seen == [PackedReads, PackedReads]
