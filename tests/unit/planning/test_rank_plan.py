@@ -14,6 +14,7 @@ from support.state.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.planning.rank_plan import RankPlan
 
 LOCAL = plan(
@@ -97,3 +98,17 @@ def test_a_share_of_another_plan_is_refused(at):
     with pytest.raises(ValueError, match="other items than the 0 given"):
         _share((0, 0, 1, 0)).write_items(plan())
     assert _share((0, 0, 8, 0)).write_items(plan(replica("r", (8, 2))))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [(0, 2, 5, 0)], [(3, 1, 4, 5), (1, 0, 1, -1), (0, 0, 6, 0)], [(2, 0, 1, 0), (3, 0, 6, 0)]],
+)
+def test_the_layout_is_told_of_the_same_chunks(rows):
+    share = _share(*rows)
+    expected = list(map(_plain, map(LayoutItem.of, share.write_items(LOCAL))))
+    assert list(map(_plain, share.layout_items(LOCAL))) == expected
+
+
+def _plain(item):
+    return item.fqn, item.dtype, list(item.sizes), list(item.offsets)
