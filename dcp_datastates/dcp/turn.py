@@ -23,6 +23,7 @@ from typing import Final
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.rank_context import context_of
 
@@ -60,7 +61,7 @@ class Turn:
         self._is_planned = threading.Event()
         with _lock:
             _turns.append(self)
-        save.committed.add_done_callback(self._told)
+        when_done(save.committed, self._told)
         if not context_of(save.call.group).hold(self._hold):  # the process is ending
             self._has_begun.set()
         _watch_until_ended(self)

@@ -15,6 +15,7 @@ from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.step_directories import StepDirectories
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.object_path import Location
@@ -93,7 +94,7 @@ class Keeping:
         if (self._count - 1) % self._every == 0:
             archived = archive_save(save, self._then)
             if archived is not None and self._deletes:  # what is kept until then may be old
-                archived.add_done_callback(lambda _: self._saves.deletions.request(self._committed))
+                when_done(archived, lambda _: self._saves.deletions.request(self._committed))
 
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""

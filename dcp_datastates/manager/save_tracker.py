@@ -13,6 +13,7 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -120,7 +121,7 @@ class SaveTracker:
             if self._on_save is not None:
                 self._note(save, record_of_call(error))
             raise
-        handle.committed.add_done_callback(lambda _: self._ended(save))
+        when_done(handle.committed, lambda _: self._ended(save))
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:

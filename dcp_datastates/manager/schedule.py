@@ -12,6 +12,7 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
 from dcp_datastates.manager.step_consensus import StepConsensus
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.text import duration
 
 __all__ = ["Decision", "Schedule"]
@@ -134,7 +135,7 @@ class Schedule:
         self._meter.begin_save(began, call)
         self._left = time.monotonic()
         self._newest = handle
-        handle.committed.add_done_callback(lambda outcome: self._save_ended(handle, outcome))
+        when_done(handle.committed, lambda outcome: self._save_ended(handle, outcome))
 
     def not_saved(self) -> None:
         """The save that was due has not begun."""

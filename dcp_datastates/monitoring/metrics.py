@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.admission import in_flight
-from dcp_datastates.saving.outcome import on_save
+from dcp_datastates.saving.outcome import listen
 from dcp_datastates.stats import PHASES, SaveRecord
 from dcp_datastates.tiers.archive import archive_lag
 
@@ -52,7 +52,7 @@ def register_metrics(registry: Any = None) -> Callable[[], None]:
     except ValueError as error:
         undo.close()
         raise ConfigurationError(f"the metrics are registered already: {error}") from error
-    undo.callback(on_save(metrics.count))
+    undo.callback(listen(metrics.count))
     return undo.close
 
 

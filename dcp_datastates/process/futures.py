@@ -1,18 +1,35 @@
-"""Futures that start the reads that they wait for: a thread that waits for a save cannot start the backward pass."""
+"""The futures of a save, which users have, too: callbacks run in a thread of their own; waiting starts the reads."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import Any
 
 from dcp_datastates.errors import DataStatesError
+from dcp_datastates.process.callbacks import call_back
 
-__all__ = ["AskedFuture", "resolved", "without_traceback"]
+__all__ = ["AskedFuture", "SharedFuture", "resolved", "when_done", "without_traceback"]
 
 
-class AskedFuture(Future[None]):
-    """A future of a save. Asking for its result or its error starts the reads of all saves in flight.
+class SharedFuture(Future[None]):
+    """A future that users have. Their callbacks may wait for saves, so they never run in a thread that saves need."""
+
+    def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
+        """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""
+        super().add_done_callback(lambda done: call_back(functools.partial(fn, done)))
+
+
+def when_done(future: Future[Any], function: Callable[[Future[Any]], object]) -> None:
+    """Call ``function`` in the thread that resolves ``future``. For this package: it must be quick, and never wait."""
+    Future.add_done_callback(future, function)
+
+
+class AskedFuture(SharedFuture):
+    """A future whose result or error starts the reads of all saves in flight when it is asked for: a thread that
+    waits for a save cannot start the backward pass.
 
     Args:
         start: the thread that asks calls it, unless the future is done; it must not wait.

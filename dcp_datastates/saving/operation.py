@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss
@@ -85,7 +85,7 @@ class SaveOperation:
         self.fingerprint: Fingerprint | None = None
         """Of the staged state, at the call; None if plans for it are not cached."""
         self.committed: Final = AskedFuture(step_gate.open_windows)
-        self.archived: Future[None] | None = None
+        self.archived: SharedFuture | None = None
         """Done when the checkpoint is in the archive; None if there is none."""
         self.progress: Final = Progress(call.config.read_deadline)
         self.doing = "waiting for its turn"
@@ -105,7 +105,7 @@ class SaveOperation:
         self._claim: Claim | None = None
         self._round: Round | None = None
         self._record: SaveRecord | None = None
-        self.committed.add_done_callback(self._told)
+        when_done(self.committed, self._told)
 
     # ---- any thread ----------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class SaveOperation:
             part.cancel()
             return
         self.group.reading(self.progress, False)
-        round_.committed.add_done_callback(self._decided)
+        when_done(round_.committed, self._decided)
         self.doing = "committing"
         self.group.submit(round_)
 

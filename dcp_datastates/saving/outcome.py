@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
+from dcp_datastates.process.callbacks import call_back
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.text import step_of
 
-__all__ = ["conclude", "conclude_call", "on_save", "record_of", "record_of_call"]
+__all__ = ["conclude", "conclude_call", "listen", "on_save", "record_of", "record_of_call"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +25,19 @@ _listeners: dict[object, Callable[[SaveRecord], object]] = {}
 
 
 def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
-    """Call ``listener`` with the :class:`SaveRecord` of each save of this process, when its outcome is known.
+    """Call ``listener`` with the :class:`SaveRecord` of each save of this process, after its outcome is known.
 
-    It runs in the thread that learns the outcome, often the commit thread: it must be quick, and must not wait for
-    another save. What it raises is logged. In a forked child it is gone.
+    Listeners and callbacks of futures run in one thread, one after another; no save waits for them, so they may save,
+    and wait for saves. What a listener raises is logged. In a forked child it is gone.
 
     Returns:
         A function that ends this.
     """
+    return listen(lambda record: call_back(functools.partial(listener, record)))
+
+
+def listen(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
+    """:func:`on_save` for this package: in the thread that learns the outcome. It must be quick, and never wait."""
     key = object()
     _listeners[key] = listener
     return lambda: _drop(key)

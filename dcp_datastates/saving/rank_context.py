@@ -37,7 +37,7 @@ from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.planning.column_planning import RankPlanner
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange
 from dcp_datastates.saving.admission import await_reads
@@ -317,7 +317,7 @@ class RankContext:
     def _failed(self, save: SaveOperation, error: BaseException) -> None:
         """Set ``error`` as the outcome, unless the commit group decides it."""
         release_frames(error)
-        save.committed.add_done_callback(_release_outcome)
+        when_done(save.committed, _release_outcome)
         world = self.group.rank_set.world
         if isinstance(error, NotAgreed):
             if error.__cause__ is not None:

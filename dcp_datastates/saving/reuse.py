@@ -45,6 +45,7 @@ from dcp_datastates.planning.reuse import (
 )
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.forks import after_fork
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import cancel, error_of
@@ -70,7 +71,7 @@ def remember(save: SaveOperation, chunks: Mapping[ChunkKey, StoredChunk]) -> Non
         if save.committed.peek() is None:
             _committed.add(chunks)
 
-    save.committed.add_done_callback(decided)
+    when_done(save.committed, decided)
 
 
 def changed_content(

@@ -19,6 +19,7 @@ from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.operation import SaveOperation
@@ -78,7 +79,7 @@ class Writing:
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
-        save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
+        when_done(save.committed, lambda _: planning.ended(save.committed.peek() is None))
         if content.chunks:
             remember(save, content.chunks)
         save.submit(part, report, planning.compose(save.call.metrics))

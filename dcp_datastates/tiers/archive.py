@@ -30,6 +30,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.futures import SharedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
@@ -52,7 +53,7 @@ class _Item:
     path: Location
     """On the fast tier."""
     attempt: Attempt
-    archived: Future[None] = field(default_factory=Future)
+    archived: SharedFuture = field(default_factory=SharedFuture)
     then: Callable[[], object] | None = None
     since: float = field(default_factory=time.monotonic)
 
@@ -117,7 +118,7 @@ class Archive:
     def saved(
         self,
         save: SaveOperation,
-        archived: Future[None],
+        archived: SharedFuture,
         then: Callable[[], object] | None = None,
     ) -> None:
         """Archive ``save``, whose outcome is known. Never waits.
@@ -276,7 +277,7 @@ def archive_save(
     config = save.call.config
     if config.archive is None:
         return None
-    root, archived = config.archive, Future[None]()
+    root, archived = config.archive, SharedFuture()
 
     def begin(_: Future[None]) -> None:
         # DCP may have said meanwhile that this process saves alone.
@@ -286,7 +287,7 @@ def archive_save(
         archive.saved(save, archived, then)
 
     save.archived = archived
-    save.committed.add_done_callback(begin)
+    when_done(save.committed, begin)
     return archived
 
 

@@ -26,6 +26,7 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CommitOutcomeUnknown
 from dcp_datastates.io.engine import next_order
+from dcp_datastates.process.callbacks import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving import start
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
@@ -37,11 +38,12 @@ STATE = {"w": torch.arange(100_000.0)}
 
 @contextmanager
 def recorded():
-    """The records of the saves meanwhile."""
+    """The records of the saves meanwhile: all of them, after the block."""
     records = []
     stop = dcp_datastates.on_save(records.append)
     try:
         yield records
+        assert finish_callbacks(30)
     finally:
         stop()
 
@@ -264,11 +266,11 @@ def test_a_listener_that_raises_hides_no_record_from_the_others(tmp_path, caplog
     finally:
         stop()
     assert [record.step for record in records] == [0, 1, 2]
-    assert sum("a listener" in line.getMessage() for line in caplog.records) == 3
+    assert sum("a callback" in line.getMessage() for line in caplog.records) == 3
     with recorded() as records:
         dcp_datastates.save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
         await_that(lambda: records)
-    assert sum("a listener" in line.getMessage() for line in caplog.records) == 3
+    assert sum("a callback" in line.getMessage() for line in caplog.records) == 3
 
 
 def test_the_line_of_the_log_has_the_record(tmp_path, caplog):

@@ -1,0 +1,142 @@
+"""Callbacks of a save may do what a program does: save, wait, load, raise. No save waits for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE
+from support.waiting import await_that
+
+import dcp_datastates as ds
+from dcp_datastates.process.callbacks import finish_callbacks
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+def _wait(handle, root):
+    handle.result(60)
+
+
+def _save_and_wait(handle, root):
+    ds.save({"best": 1}, root / "best", host_cache_size=CACHE)
+
+
+def _save(handle, root):
+    ds.async_save({"best": 1}, root / "best", host_cache_size=CACHE)
+
+
+def _load(handle, root):
+    ds.load(handle.path)
+
+
+def _raise(handle, root):
+    raise KeyError("a defect of the program")
+
+
+DEEDS = [_wait, _save_and_wait, _save, _load, _raise]
+
+HOOKS = {
+    "committed": lambda handle, call: handle.committed.add_done_callback(call),
+    "captured": lambda handle, call: handle.captured.add_done_callback(call),
+    "archived": lambda handle, call: handle.archived.add_done_callback(call),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
+@pytest.mark.parametrize("hook", HOOKS)
+def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
+    done = threading.Event()
+
+    def call(future):
+        try:
+            deed(handle, tmp_path)
+        finally:
+            done.set()
+
+    options = {"host_cache_size": CACHE, "archive": tmp_path / "slow"}
+    handle = ds.async_save(STATE, tmp_path / "fast" / "step-1", **options)
+    HOOKS[hook](handle, call)
+    handle.result(60)
+    for step in (2, 3):
+        ds.save(STATE, tmp_path / "fast" / f"step-{step}", host_cache_size=CACHE)
+    assert done.wait(60)
+
+
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
+def test_saves_go_on_whatever_a_listener_does(deed, tmp_path):
+    done = threading.Event()
+
+    def listen(record):
+        if record.step == 1:
+            try:
+                deed(handle, tmp_path)
+            finally:
+                done.set()
+
+    stop = ds.on_save(listen)
+    try:
+        handle = ds.async_save(STATE, tmp_path / "step-1", host_cache_size=CACHE)
+        handle.result(60)
+        for step in (2, 3):
+            ds.save(STATE, tmp_path / f"step-{step}", host_cache_size=CACHE)
+        assert done.wait(60)
+    finally:
+        stop()
+
+
+def test_a_callback_that_never_returns_holds_no_save(tmp_path):
+    go = threading.Event()
+    handle = ds.async_save(STATE, tmp_path / "step-1", host_cache_size=CACHE)
+    handle.committed.add_done_callback(lambda _: go.wait(60))
+    try:
+        for step in (2, 3):
+            ds.save(STATE, tmp_path / f"step-{step}", host_cache_size=CACHE)
+        assert not finish_callbacks(0.01)
+    finally:
+        go.set()
+    assert finish_callbacks(60)
+
+
+def test_callbacks_run_one_after_another_in_order(tmp_path):
+    order = []
+    handles = [
+        ds.async_save(STATE, tmp_path / f"step-{step}", host_cache_size=CACHE) for step in range(4)
+    ]
+    for number, handle in enumerate(handles):
+        handle.result(60)
+        handle.committed.add_done_callback(lambda _, number=number: order.append(number))
+    await_that(lambda: len(order) == 4)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_process_ends_after_its_callbacks_and_what_they_save(tmp_path):
+    program = f"""
+        import torch, dcp_datastates as ds
+        handle = ds.async_save({{"w": torch.ones(1000)}}, "{tmp_path}/step-1")
+        handle.committed.add_done_callback(
+            lambda _: ds.async_save({{"best": 1}}, "{tmp_path}/best")
+        )
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    assert ds.load(tmp_path / "best") == {"best": 1}
+
+
+@ranks(2)
+def test_the_callbacks_of_all_ranks_may_save_together(shared_dir):
+    saved = threading.Event()
+
+    def save(_):
+        ds.save({"best": 1}, shared_dir / "best", host_cache_size=CACHE)
+        saved.set()
+
+    ds.async_save(STATE, shared_dir / "step-1", host_cache_size=CACHE).committed.add_done_callback(
+        save
+    )
+    assert saved.wait(60)
+    ds.save(STATE, shared_dir / "step-2", host_cache_size=CACHE)
