@@ -184,7 +184,7 @@ class _Directory:
                     while left:
                         left = left[os.write(descriptor, left) :]
                 os.fdatasync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                local.drop_cached(descriptor)
             finally:
                 os.close(descriptor)
             operations.rename(unfinished, path, _PHASE)

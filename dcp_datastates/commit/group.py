@@ -171,7 +171,7 @@ class CommitGroup:
                 late.part.cancel()
                 late.release()
                 late.resolve(
-                    SaveFailedError("the process was ending when this save was to be committed")
+                    SaveFailedError(f"this save was not committed: {self._worker.refusal}")
                 )
 
     def _next(self) -> Round:

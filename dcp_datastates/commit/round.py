@@ -39,6 +39,9 @@ class Part(Protocol):
     def cancel(self) -> None:
         """Fail the files if they are not durable yet. Returns at once."""
 
+    def check(self) -> None:
+        """Once they are durable: raise :class:`StorageError` unless storage shows each with its size. Asks storage."""
+
 
 @dataclass(frozen=True)
 class FailedPart:
@@ -53,6 +56,9 @@ class FailedPart:
     def cancel(self) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class DurablePart:
@@ -65,6 +71,9 @@ class DurablePart:
         return True
 
     def cancel(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.places import place_of
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
+from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, StorageError
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
@@ -210,14 +210,14 @@ class Voter:
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)
-                self._older = bounded(  # 5
-                    "looking for older attempts",
-                    directory,
-                    round_.timeout,
-                    lambda: place_of(directory).find_older(round_),
-                )
-        except (SaveStalledError, HungError) as hung:
-            error = self._failure = hung
+
+                def look() -> list[Attempt]:
+                    round_.part.check()
+                    return place_of(directory).find_older(round_)  # 5
+
+                self._older = bounded("looking at the files", directory, round_.timeout, look)
+        except (SaveStalledError, StorageError) as failure:
+            error = self._failure = failure
         return protocol.Written(None if error is None else Reason.of(error))
 
     def _meet(self, round_: Round) -> protocol.Event:

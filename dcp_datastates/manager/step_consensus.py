@@ -82,7 +82,7 @@ class StepConsensus:
         if self._rank_set.world == 1:
             begun.set_result(mine)
         elif not self._worker.post(lambda: self._run(mine, begun)):
-            begun.set_exception(NoAnswerError("this process is ending: it exchanges nothing more"))
+            begun.set_exception(NoAnswerError(f"nothing more is exchanged: {self._worker.refusal}"))
 
     def close(self) -> None:
         """End the exchanges; wait a little for the last one, without which other ranks may still need this one."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
+
+
+ENDING: Final = "the process is ending"
 
 
 class Worker:
@@ -29,11 +34,12 @@ class Worker:
         self._closed = False
         self._ended = False
         """The thread runs no more than what is in the queue now."""
+        self._refusal = ENDING
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def post(self, work: Callable[[], None]) -> bool:
-        """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start. Any
-        thread may call it.
+        """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start:
+        :attr:`refusal` then says which. Any thread may call it.
         """
         if self._closed or not (self._thread is not None or self._start()):
             return False
@@ -43,6 +49,11 @@ class Worker:
             self._run_rest()
         return True
 
+    @property
+    def refusal(self) -> str:
+        """Why :meth:`post` returned False, in words."""
+        return ENDING if self._closed else self._refusal
+
     def _start(self) -> bool:
         with self._lock:
             if self._closed:
@@ -51,8 +62,13 @@ class Worker:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the process is ending, or has too many threads
+                except RuntimeError as error:
                     logger.warning("%s cannot start: %s", self._name, error)
+                    if not sys.is_finalizing() and "shutdown" not in str(error):
+                        self._refusal = (
+                            f"the system starts no more threads ({error}): raise the limit on processes "
+                            f"(ulimit -u, or pids.max of the container), or start fewer threads"
+                        )
                     return False
                 self._thread = thread
         return True

@@ -6,9 +6,12 @@ The commit thread waits for the files to be durable, through a :class:`WrittenPa
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -61,8 +64,17 @@ class WrittenPart:
     def cancel(self) -> None:
         self._job.cancel()
 
+    def check(self) -> None:
+        """A store has counted the bytes of each object that it has acknowledged."""
+
 
 class _LocalPart(WrittenPart):
+    def __init__(
+        self, job: SaveJob, stats: SaveStats, nbytes: int, files: Mapping[Path, int]
+    ) -> None:
+        super().__init__(job, stats, nbytes)
+        self._files = files
+
     def wait(self, seconds: float) -> bool:
         if not super().wait(seconds):
             return False
@@ -71,6 +83,19 @@ class _LocalPart(WrittenPart):
             if not self._job.direct:
                 _log_buffered_once()
         return True
+
+    def check(self) -> None:
+        # Some mounts of object stores say yes to ftruncate() after direct writes, and do nothing.
+        for path, nbytes in self._files.items():
+            with local.explained("looking at what was written", path):
+                found = os.stat(path).st_size
+            if found != nbytes:
+                raise StorageError(
+                    errno.EIO,
+                    f"{nbytes} bytes were written, and the file has {found}: the file system does not keep what it "
+                    f"has acknowledged. If it is a mount of an object store, save to the store's URL (s3://…)",
+                    str(path),
+                )
 
 
 class _StorePart(WrittenPart):
@@ -113,6 +138,7 @@ class _Directory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._synced: list[str] = []
+        self._files: dict[Path, int] = {}
 
     def make_ready(self, rank: int) -> None:
         self._synced = directories_to_sync(self._folder, rank)
@@ -126,12 +152,16 @@ class _Directory:
         expected: ExpectedBytes | None,
     ) -> SaveJob:
         synced = self._synced if content.files or content.linked else []
+        self._files = {
+            self._folder / layout.name: sealed.nbytes
+            for layout, sealed in zip(content.layouts, content.sealed, strict=True)
+        }
         return engine.save(
             content.files, synced, order, window, content.keep, content.fences, expected
         )
 
     def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
-        return _LocalPart(job, stats, nbytes)
+        return _LocalPart(job, stats, nbytes, self._files)
 
 
 class _Prefix:

@@ -97,14 +97,14 @@ class RankContext:
         """Plan ``save`` after all saves submitted before. Returns at once. ``make`` makes its planning."""
         # Not a lambda: a traceback would retain its frame, and thereby the arguments.
         if not self._worker.post(functools.partial(self._save, save, make)):
-            error = SaveAbandonedError("the process was ending when this save was called for")
+            error = SaveAbandonedError(f"this save was not begun: {self._worker.refusal}")
             save.fail(save.record_error(error))
             save.end()
 
     def hold(self, work: Callable[[], None]) -> bool:
         """Call ``work`` when all saves submitted before are planned; later ones wait until it returns.
 
-        Returns False if the process is ending.
+        Returns False if the process is ending, or no thread can start.
         """
         return self._worker.post(work)
 
@@ -170,7 +170,7 @@ class RankContext:
                 ended.set_exception(error)
 
         if not self._worker.post(run):
-            raise SaveAbandonedError(f"the process is ending: {what} comes too late")
+            raise SaveAbandonedError(f"{what} was not begun: {self._worker.refusal}")
         ended.result()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class RankContext:
             del writing  # a traceback may retain this frame
             save.doing = "reading"
             if not self._reader.post(read):
-                raise SaveAbandonedError("the process was ending when this save was read")
+                raise SaveAbandonedError(f"this save was not read: {self._reader.refusal}")
         except BaseException as error:
             self._give_up(save, error)
         finally:

@@ -26,6 +26,7 @@ __all__ = [
     "Signature",
     "about_space",
     "check_writable",
+    "drop_cached",
     "explained",
     "is_directory",
     "local_path",
@@ -289,6 +290,12 @@ def read_at(descriptor: int, offset: int, into: memoryview) -> int:
             break
         done += read
     return done
+
+
+def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Advise the system to forget a file's pages (0: all from ``offset``). Advice: its failure matters to nothing."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:

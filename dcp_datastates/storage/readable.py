@@ -43,7 +43,7 @@ class _File:
         return local.read_at(self._descriptor, offset, into)
 
     def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
-        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        local.drop_cached(self._descriptor, offset, nbytes)
 
     def close(self) -> None:
         os.close(self._descriptor)

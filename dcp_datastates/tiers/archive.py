@@ -87,7 +87,7 @@ class Archive:
                 return opened
             opened = self._opened[fast] = Future()
         if not self._worker.post(lambda: self._open(fast, opened)):
-            opened.set_exception(SaveAbandonedError("the process is ending"))
+            opened.set_exception(SaveAbandonedError(self._worker.refusal))
         return opened
 
     def set_rate(self, bytes_per_second: float) -> None:
@@ -140,9 +140,8 @@ class Archive:
         with self._lock:
             self._items.append(item)
         if not self._worker.post(lambda: self._carry(item)):
-            self._end(
-                item, SaveAbandonedError(f"{item.path} is not archived: the process is ending")
-            )
+            refusal = self._worker.refusal
+            self._end(item, SaveAbandonedError(f"{item.path} is not archived: {refusal}"))
 
     # ---- the archive's thread ----------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class _Durable:
     def cancel(self):
         pass
 
+    def check(self):
+        pass
+
 
 @ranks(2)
 def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shared_dir):

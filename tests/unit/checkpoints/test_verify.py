@@ -26,6 +26,7 @@ from dcp_datastates import (
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
+    copy,
     verify,
 )
 
@@ -488,3 +489,18 @@ def test_nothing_is_changed_by_looking(checkpoint):
     verify(checkpoint)
     assert {path: path.stat().st_mtime_ns for path in Path(checkpoint).rglob("*")} == before
     load_everything(checkpoint)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+def test_advice_that_is_refused_stops_neither_verify_nor_copy(
+    number, checkpoint, tmp_path, monkeypatch
+):
+    """``posix_fadvise`` is refused in some sandboxes, and by some file systems."""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert verify(checkpoint).whole
+    copy(checkpoint, tmp_path / "copy")
+    assert verify(tmp_path / "copy").whole

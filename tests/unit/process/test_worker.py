@@ -18,6 +18,7 @@ def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
     worker.close()
     assert done == list(range(100))
     assert not worker.post(lambda: done.append(-1))
+    assert worker.refusal == "the process is ending"
 
 
 def test_a_failing_function_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,3 +97,25 @@ def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
     assert worker.post(lambda: done.append("first"))
     assert worker.post(lambda: done.append("second"))
     assert done == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("can't start new thread", ("can't start new thread", "ulimit -u")),
+        ("can't create new thread at interpreter shutdown", ("the process is ending",)),
+    ],
+)
+def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError(cause)
+
+    worker = Worker("test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not worker.post(lambda: None)
+    assert all(word in worker.refusal for word in words)
+    done: list[int] = []
+    assert worker.post(lambda: done.append(1)), "the next one tries again"
+    worker.close()
+    assert done == [1]
