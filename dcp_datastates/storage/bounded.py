@@ -20,7 +20,15 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.worker import Worker
 
-__all__ = ["HungError", "bounded", "check_not_hung", "finished_within", "is_hung", "step"]
+__all__ = [
+    "HungError",
+    "bounded",
+    "check_not_hung",
+    "finished_within",
+    "is_hung",
+    "step",
+    "troubled",
+]
 
 T = TypeVar("T")
 
@@ -45,11 +53,14 @@ class _Work:
         self.ended = False
         self.abandoned = False
         """Whether this work must not go on when its present operation returns."""
+        self.trouble: str | None = None
+        """What storage answers in place of carrying out the present operation."""
 
     def step(self) -> None:
         if self.abandoned:
             raise _Abandoned
         self.moved_at = time.monotonic()
+        self.trouble = None
 
     @property
     def still(self) -> float:
@@ -98,7 +109,7 @@ def bounded(what: str, path: Hashable, seconds: float, function: Callable[[], T]
             _hung[path] = work
         raise HungError(
             errno.ETIMEDOUT,
-            f"{what} has not returned for {work.still:.0f} s: does storage answer?",
+            f"{what} has not returned for {work.still:.0f} s: {work.trouble or 'does storage answer?'}",
             str(path),
         )
     return done.result()
@@ -139,6 +150,17 @@ def step() -> None:
     """Called before each file operation: unwinds the calling thread's work if it was abandoned."""
     if _current.work is not None:
         _current.work.step()
+
+
+def troubled(trouble: str | None) -> None:
+    """Called between the tries of one operation: unwinds as :func:`step` does, without counting as progress.
+
+    ``trouble`` is what storage answers, for the error if the work is given up; None keeps what was said.
+    """
+    if (work := _current.work) is not None:
+        if work.abandoned:
+            raise _Abandoned
+        work.trouble = trouble or work.trouble
 
 
 def _start(function: Callable[[], T]) -> Future[T]:

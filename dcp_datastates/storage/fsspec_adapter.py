@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import fsspec
 from typing_extensions import Buffer
@@ -25,8 +26,20 @@ from dcp_datastates.storage.object_store import (
     url_of,
     without_secrets,
 )
+from dcp_datastates.storage.store_calls import (
+    BusyError,
+    ExpiredError,
+    patiently,
+    says_conflict,
+    says_expired,
+)
 
 __all__ = ["FsspecStore"]
+
+T = TypeVar("T")
+
+_CONFLICT_SECONDS: Final = 60.0
+"""How long a request that meets another is repeated. Other repetitions are the library's."""
 
 
 class FsspecStore:
@@ -34,30 +47,38 @@ class FsspecStore:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url: Final = url
-        scheme = url.partition("://")[0]
-        try:
-            kind: Any = fsspec.get_filesystem_class(scheme)
-            given = {**kind._get_kwargs_from_urls(url), **(options or {})}  # the host, for example
-            self._files: Any = kind(skip_instance_cache=True, **given)
-        except Exception as error:  # libraries have errors of their own
-            raise ConfigurationError(
-                f"{url} cannot be opened by fsspec: {without_secrets(str(error))}"
-            ) from None
-        # Another process may change what a cache holds. (As an option, some would pass it on to their library.)
-        self._files.dircache.use_listings_cache = False
+        self._options: Final = options
+        self._files: Any = self._open()
         self._root = str(self._files._strip_protocol(url)).strip("/")
 
+    def _open(self) -> Any:
+        """The library's file system, with the credentials that it finds now."""
+        scheme = self.url.partition("://")[0]
+        try:
+            kind: Any = fsspec.get_filesystem_class(scheme)
+            # the host, for example
+            given = {**kind._get_kwargs_from_urls(self.url), **(self._options or {})}
+            files = kind(skip_instance_cache=True, **given)
+        except Exception as error:  # libraries have errors of their own
+            raise ConfigurationError(
+                f"{self.url} cannot be opened by fsspec: {without_secrets(str(error))}"
+            ) from None
+        # Another process may change what a cache holds. (As an option, some would pass it on to their library.)
+        files.dircache.use_listings_cache = False
+        return files
+
     def put(self, key: str, data: Buffer) -> None:
-        with self._explained("storing", key):
-            self._pipe(key, data, "overwrite")
+        self._ask("storing", key, lambda: self._pipe(key, data, "overwrite"))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        with self._explained("storing", key):
+        def put() -> bool:
             try:
                 self._pipe(key, data, "create")
             except FileExistsError:
                 return False
-        return True
+            return True
+
+        return self._ask("storing", key, put)
 
     def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
         if version is None:
@@ -69,11 +90,11 @@ class FsspecStore:
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
-        with self._explained("storing", key):
+        def begin() -> Any:
             # Without autocommit=False: it keeps each file for good, in the list of an unused transaction.
-            file = self._in_directory(
-                key, lambda: self._files.open(self._path(key), "wb", block_size=part_bytes)
-            )
+            return self._files.open(self._path(key), "wb", block_size=part_bytes)
+
+        file = self._ask("storing", key, lambda: self._in_directory(key, begin))
         try:
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
@@ -95,16 +116,22 @@ class FsspecStore:
             self.delete([key])
 
     def get(self, key: str) -> tuple[bytes, Version, float]:
-        with self._explained("reading", key):
-            data = bytes(self._files.cat_file(self._path(key)))
-            about = self._files.info(self._path(key))
+        def get() -> tuple[bytes, Any]:
+            return bytes(self._files.cat_file(self._path(key))), self._files.info(self._path(key))
+
+        data, about = self._ask("reading", key, get)
         return data, Version(about.get("ETag", about.get("etag")), None), _modified_at(about)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:
             return b""
-        with self._explained("reading", key):
-            data = memoryview(self._files.cat_file(self._path(key), start=begin, end=end))
+        data = memoryview(
+            self._ask(
+                "reading",
+                key,
+                lambda: self._files.cat_file(self._path(key), start=begin, end=end),
+            )
+        )
         if len(data) > end - begin:
             raise StorageError(
                 errno.EIO,
@@ -114,16 +141,16 @@ class FsspecStore:
         return data
 
     def size(self, key: str) -> int:
-        with self._explained("looking at", key):
-            about = self._files.info(self._path(key))
+        about = self._ask("looking at", key, lambda: self._files.info(self._path(key)))
         if about["type"] == "directory":
             raise ObjectMissingError(self._url(key))
         return int(about["size"])
 
     def list(self, prefix: str) -> Listing:
         try:
-            with self._explained("listing", prefix):
-                found = self._files.ls(self._path(prefix), detail=True)
+            found = self._ask(
+                "listing", prefix, lambda: self._files.ls(self._path(prefix), detail=True)
+            )
         except ObjectMissingError:
             return Listing((), ())
         folders, objects = [], []
@@ -140,8 +167,9 @@ class FsspecStore:
 
     def walk(self, prefix: str) -> Iterator[StoredObject]:
         try:
-            with self._explained("listing", prefix):
-                found = self._files.find(self._path(prefix), detail=True)
+            found = self._ask(
+                "listing", prefix, lambda: self._files.find(self._path(prefix), detail=True)
+            )
         except ObjectMissingError:
             return
         for name, about in sorted(found.items()):
@@ -150,8 +178,12 @@ class FsspecStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with contextlib.suppress(ObjectMissingError), self._explained("deleting", key):
-                self._files.rm_file(self._path(key))
+            remove = functools.partial(self._remove, key)
+            with contextlib.suppress(ObjectMissingError):
+                self._ask("deleting", key, remove)
+
+    def _remove(self, key: str) -> None:
+        self._files.rm_file(self._path(key))
 
     def _pipe(self, key: str, data: Buffer, mode: str) -> None:
         content = bytes(data)
@@ -177,6 +209,20 @@ class FsspecStore:
     def _url(self, key: str) -> str:
         return url_of(self.url, key)
 
+    def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
+        def ask() -> T:
+            with self._explained(doing, key):
+                return request()
+
+        return patiently(ask, _CONFLICT_SECONDS, self._renew)
+
+    def _renew(self) -> bool:
+        """Let the library read its credentials anew."""
+        with contextlib.suppress(ConfigurationError):
+            self._files = self._open()
+            return True
+        return False
+
     @contextlib.contextmanager
     def _explained(self, doing: str, key: str) -> Iterator[None]:
         try:
@@ -192,8 +238,15 @@ class FsspecStore:
         except Exception as error:  # libraries have errors of their own
             number = getattr(error, "errno", None) or errno.EIO
             said = without_secrets(str(error)) or type(error).__name__
+            kind = (
+                ExpiredError
+                if says_expired(str(error))
+                else BusyError
+                if says_conflict(str(error))
+                else StorageError
+            )
             # Without the cause: its text may have credentials.
-            raise StorageError(number, f"{doing} failed: {said}", self._url(key)) from None
+            raise kind(number, f"{doing} failed: {said}", self._url(key)) from None
 
 
 def _object(key: str, about: Mapping[str, Any]) -> StoredObject:

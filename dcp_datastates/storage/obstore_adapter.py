@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -19,6 +22,7 @@ from obstore.store import from_url
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
@@ -26,18 +30,29 @@ from dcp_datastates.storage.object_store import (
     Version,
     without_secrets,
 )
+from dcp_datastates.storage.store_calls import (
+    BusyError,
+    ExpiredError,
+    patiently,
+    says_conflict,
+    says_expired,
+)
 
 __all__ = ["ObstoreStore"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=60)
 """For one request, of at most one part."""
 _CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-_WRITE_RETRY_TIMEOUT: Final = timedelta(seconds=270)
-"""From a request's first try to its last retry: the library asks for less than five minutes, since it does not renew
-credentials between retries.
-"""
-_READ_RETRY_TIMEOUT: Final = timedelta(seconds=60)
+_WRITE_SECONDS: Final = 270.0
+"""From a request's first try to its last."""
+_READ_SECONDS: Final = 60.0
 """The same of requests that change nothing: a person may wait, and has perhaps misspelled the server's name."""
+_LIBRARY_TRIES: Final = 2
+"""Of the library's own, before this package looks at what the store says (:mod:`store_calls`)."""
 _BACKOFF: Final = {
     "init_backoff": timedelta(seconds=0.1),
     "max_backoff": timedelta(seconds=10),
@@ -50,92 +65,111 @@ _ERRNO: Final = {
     exceptions.NotSupportedError: errno.EOPNOTSUPP,
 }
 
+_BUSY: Final = re.compile(r"status code: (?:5(?!01)\d\d|429)|HTTP error: ")
+_REASON: Final = re.compile(r".*status code: |.*HTTP error: ", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Clients:
+    """The library's clients, with the credentials of one moment."""
+
+    calls: Any
+    """Gives up early."""
+    streams: Any
+    """Repeats the parts of an upload by itself: the pieces cannot be sent again from the beginning."""
+    single: Any
+    """As ``calls``, and deletes one object by a request."""
+
 
 class ObstoreStore:
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
 
     def __init__(self, url: str) -> None:
         self.url: Final = url
-        client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
-        endpoints = (
-            os.environ.get(name, "")
-            for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
-        )
-        if any(endpoint.startswith("http://") for endpoint in endpoints):
-            client["allow_http"] = True
-        options: dict[str, Any] = {"client_options": client}
-        if (provider := _aws_credentials(url)) is not None:
-            options["credential_provider"] = provider
-        try:
-            self._writes: Any = from_url(
-                url, retry_config=_retries(_WRITE_RETRY_TIMEOUT), **options
-            )
-            self._reads: Any = from_url(url, retry_config=_retries(_READ_RETRY_TIMEOUT), **options)
-        except (exceptions.BaseError, ValueError) as error:
-            raise ConfigurationError(
-                f"{url} cannot be opened: {without_secrets(str(error))}"
-            ) from None
+        self._lock = ProcessLock()  # guards what follows
+        self._clients = _open(url)
+        self._most_deleted: Final = 1000 if url.startswith("s3") else 256
+        """The most objects that one request deletes."""
+        self._deletes_many: bool | None = None
+        """Whether the server knows requests that delete several objects; None: not tried yet."""
 
     def put(self, key: str, data: Buffer) -> None:
-        with self._explained("storing", key):
-            obstore.put(self._writes, key, bytes_like(data), use_multipart=False)
+        content = bytes_like(data)
+        self._write(
+            "storing", key, lambda own: obstore.put(own.calls, key, content, use_multipart=False)
+        )
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        with self._explained("storing", key):
-            try:
-                obstore.put(self._writes, key, bytes_like(data), mode="create")
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-                return False
-        return True
+        return self._put_if(key, data, "create")
 
     def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
         if version is None:
             return self.put_if_absent(key, data)
-        with self._explained("storing", key):
+        known = {"e_tag": version.e_tag, "version": version.number}
+        mode = {name: value for name, value in known.items() if value is not None}
+        return self._put_if(key, data, mode)
+
+    def _put_if(self, key: str, data: Buffer, mode: Any) -> bool:
+        content = bytes_like(data)
+
+        def put(own: _Clients) -> bool:
             try:
-                known = {"e_tag": version.e_tag, "version": version.number}
-                mode: Any = {name: value for name, value in known.items() if value is not None}
-                obstore.put(self._writes, key, bytes_like(data), mode=mode)
-            except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
+                obstore.put(own.calls, key, content, mode=mode)
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+                if says_conflict(str(error)):
+                    raise
                 return False
-            except FileNotFoundError:  # what was to be replaced is gone
-                return False
-        return True
+            except FileNotFoundError:
+                if mode == "create":
+                    raise
+                return False  # what was to be replaced is gone
+            return True
+
+        return self._write("storing", key, put)
 
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
-        with self._explained("storing", key):
-            obstore.put(
-                self._writes,
-                key,
-                pieces,
-                use_multipart=True,
-                chunk_size=part_bytes,
-                max_concurrency=parts_in_flight,
-            )
+        clients = self._clients
+        try:
+            with self._explained("storing", key):
+                obstore.put(
+                    clients.streams,
+                    key,
+                    pieces,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=parts_in_flight,
+                )
+        except ExpiredError:
+            self._renew(clients)  # for the next upload
+            raise
 
     def get(self, key: str) -> tuple[bytes, Version, float]:
-        with self._explained("reading", key):
-            result = obstore.get(self._reads, key)
+        def get(own: _Clients) -> tuple[bytes, Version, float]:
+            result = obstore.get(own.calls, key)
             meta = result.meta
-            data = bytes(result.bytes())
-        return data, Version(meta["e_tag"], meta["version"]), meta["last_modified"].timestamp()
+            version = Version(meta["e_tag"], meta["version"])
+            return bytes(result.bytes()), version, meta["last_modified"].timestamp()
+
+        return self._read("reading", key, get)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:
             return b""
-        with self._explained("reading", key):
-            data = memoryview(obstore.get_range(self._reads, key, start=begin, end=end))
-        return data[: end - begin]
+        data = self._read(
+            "reading", key, lambda own: obstore.get_range(own.calls, key, start=begin, end=end)
+        )
+        return memoryview(data)[: end - begin]
 
     def size(self, key: str) -> int:
-        with self._explained("looking at", key):
-            return int(obstore.head(self._reads, key)["size"])
+        return int(self._read("looking at", key, lambda own: obstore.head(own.calls, key))["size"])
 
     def list(self, prefix: str) -> Listing:
-        with self._explained("listing", prefix):
-            found = obstore.list_with_delimiter(self._reads, f"{prefix}/" if prefix else None)
+        below = f"{prefix}/" if prefix else None
+        found = self._read(
+            "listing", prefix, lambda own: obstore.list_with_delimiter(own.calls, below)
+        )
         return Listing(
             tuple(
                 sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"])
@@ -144,16 +178,84 @@ class ObstoreStore:
         )
 
     def walk(self, prefix: str) -> Iterator[StoredObject]:
-        with self._explained("listing", prefix):
-            for batch in obstore.list(
-                self._reads, f"{prefix}/" if prefix else None, chunk_size=1000
-            ):
-                yield from _objects(batch, prefix)
+        below = f"{prefix}/" if prefix else None
+        last: str | None = None
+
+        def pages(own: _Clients) -> tuple[Any, Any]:
+            """The first page after ``last``, and those that follow it."""
+            rest = iter(obstore.list(own.calls, below, offset=last, chunk_size=1000))
+            return next(rest, None), rest
+
+        page, rest = self._read("listing", prefix, pages)
+        while page is not None:
+            yield from _objects(page, prefix)
+            last = page[-1]["path"] if page else last
+            try:
+                page = next(rest, None)
+            except (exceptions.BaseError, OSError):
+                page, rest = self._read("listing", prefix, pages)
 
     def delete(self, keys: Iterable[str]) -> None:
-        if names := list(keys):
-            with self._explained("deleting", names[0]), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._writes, names)
+        names = list(keys)
+        if not names:
+            return
+        if self._deletes_many is not False:
+            seconds = _WRITE_SECONDS if self._deletes_many else 0.0
+            try:
+                self._delete(names, lambda own: own.calls, seconds)
+            except StorageError as error:
+                if self._deletes_many:
+                    raise
+                refusal = error
+            else:
+                self._deletes_many = True
+                return
+        self._delete(names, lambda own: own.single, _WRITE_SECONDS)
+        if self._deletes_many is None and not isinstance(refusal, BusyError):
+            self._deletes_many = False
+            logger.info(
+                "%s does not take requests that delete several objects, so each is deleted by one of its own: %s",
+                self.url,
+                refusal.strerror,
+            )
+
+    def _delete(
+        self, names: Sequence[str], client: Callable[[_Clients], Any], seconds: float
+    ) -> None:
+        for at in range(0, len(names), self._most_deleted):
+            batch = names[at : at + self._most_deleted]
+
+            def delete(own: _Clients, batch: Sequence[str] = batch) -> None:
+                _delete(client(own), batch)
+
+            self._ask("deleting", batch[0], delete, seconds)
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _write(self, doing: str, key: str, request: Callable[[_Clients], T]) -> T:
+        return self._ask(doing, key, request, _WRITE_SECONDS)
+
+    def _read(self, doing: str, key: str, request: Callable[[_Clients], T]) -> T:
+        return self._ask(doing, key, request, _READ_SECONDS)
+
+    def _ask(self, doing: str, key: str, request: Callable[[_Clients], T], seconds: float) -> T:
+        clients = self._clients
+
+        def ask() -> T:
+            nonlocal clients
+            clients = self._clients
+            with self._explained(doing, key):
+                return request(clients)
+
+        return patiently(ask, seconds, lambda: self._renew(clients))
+
+    def _renew(self, used: _Clients) -> bool:
+        """Read the credentials anew, unless another thread has done so since ``used`` was made."""
+        with contextlib.suppress(ConfigurationError):
+            if self._clients is used:
+                self._clients = _open(self.url)
+            return True
+        return False
 
     @contextlib.contextmanager
     def _explained(self, doing: str, key: str) -> Iterator[None]:
@@ -176,13 +278,59 @@ class ObstoreStore:
                 ) from None
             # Without the cause: its text may have credentials.
             number = next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
-            raise StorageError(
-                number, f"{doing} failed: {without_secrets(str(error))}", url
-            ) from None
+            text = str(error)
+            said = without_secrets(text)
+            if _BUSY.search(text):
+                raise BusyError(number, f"{doing} failed: {_REASON.sub('', said)}", url) from None
+            if says_conflict(text):
+                raise BusyError(errno.EAGAIN, f"{doing} failed: {said}", url) from None
+            if says_expired(said):
+                raise ExpiredError(number, f"{doing} failed: {said}", url) from None
+            if "AccessDenied" in text:  # of one of several objects
+                number = errno.EACCES
+            raise StorageError(number, f"{doing} failed: {said}", url) from None
 
 
-def _retries(seconds: timedelta) -> Any:
-    return {"max_retries": 10_000, "retry_timeout": seconds, "backoff": _BACKOFF}
+def _delete(client: Any, names: Sequence[str]) -> None:
+    try:
+        obstore.delete(client, names)
+    except FileNotFoundError:  # at the first that is missing, the library leaves the others
+        for name in names if len(names) > 1 else ():
+            _delete(client, [name])
+
+
+def _open(url: str) -> _Clients:
+    """Clients with the credentials that the environment, a file or a provider has now. Asks no server, but a provider
+    may.
+    """
+    client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
+    endpoints = (
+        os.environ.get(name, "")
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+    )
+    if any(endpoint.startswith("http://") for endpoint in endpoints):
+        client["allow_http"] = True
+    options: dict[str, Any] = {"client_options": client}
+    if (provider := _aws_credentials(url)) is not None:
+        options["credential_provider"] = provider
+    short, long = _retries(_LIBRARY_TRIES, _READ_SECONDS), _retries(10_000, _WRITE_SECONDS)
+    try:
+        calls: Any = from_url(url, retry_config=short, **options)
+        streams: Any = from_url(url, retry_config=long, **options)
+        if url.startswith("s3"):
+            options["config"] = {"disable_bulk_delete": True}
+        single: Any = from_url(url, retry_config=short, **options)
+    except (exceptions.BaseError, ValueError) as error:
+        raise ConfigurationError(f"{url} cannot be opened: {without_secrets(str(error))}") from None
+    return _Clients(calls, streams, single)
+
+
+def _retries(tries: int, seconds: float) -> Any:
+    return {
+        "max_retries": tries,
+        "retry_timeout": timedelta(seconds=seconds),
+        "backoff": _BACKOFF,
+    }
 
 
 _AWS_SOURCES: Final = (

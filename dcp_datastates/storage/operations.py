@@ -23,6 +23,7 @@ from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
+    "NO_DIRECTORY_SYNC",
     "NO_EXCHANGE",
     "exchange",
     "link",
@@ -39,6 +40,11 @@ __all__ = [
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 
 NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What an fsync of a directory says where there is none, as in SMB: the server keeps the entries by itself. The native
+engine goes by the same (``output_file.cpp``).
+"""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -144,10 +150,13 @@ def remove_directory(path: Path, phase: str) -> None:
 
 
 def sync_directory(path: Path, phase: str) -> None:
-    """Make the entries of a directory durable (fsync(2))."""
+    """Make the entries of a directory durable (fsync(2)), where the file system knows that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _sync(descriptor, path, phase, "sync_directory")
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -116,6 +116,18 @@ void each_failing_call_fails_its_save_only() {
     }
 }
 
+void a_file_system_without_fsync_of_directories_is_no_error() {
+    Broken broken;
+    for (const int error : {EINVAL, ENOSYS, EOPNOTSUPP}) {
+        broken.set([&](const Event& event) {
+            return event.call == Call::kSync ? failing(error) : Instead{};
+        });
+        const std::string name = std::to_string(error);
+        check(!broken.save(name));
+        broken.check_file(name);
+    }
+}
+
 void a_failed_job_is_done_only_when_its_files_are_closed() {
     Broken broken;
     std::atomic<bool> closing = false;
@@ -322,6 +334,8 @@ int main() {
     using namespace datastates::testing;
     return run_cases(
         {{"each_failing_call_fails_its_save_only", each_failing_call_fails_its_save_only},
+         {"a_file_system_without_fsync_of_directories_is_no_error",
+          a_file_system_without_fsync_of_directories_is_no_error},
          {"a_failed_job_is_done_only_when_its_files_are_closed",
           a_failed_job_is_done_only_when_its_files_are_closed},
          {"a_failed_fdatasync_is_not_repeated", a_failed_fdatasync_is_not_repeated},

@@ -107,6 +107,73 @@ def test_the_host_of_the_url_is_passed_on_and_listings_are_never_cached():
     assert PublishingFiles.made[-1].host == "other"
 
 
+class ExpiringFiles(PublishingFiles):
+    """Takes the token of its environment when it is made."""
+
+    protocol = "expiring"
+    token = valid = "1"
+    objects_of_all: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.objects = self.objects_of_all
+        self.own = ExpiringFiles.token
+
+    def check(self):
+        if self.own != ExpiringFiles.valid:
+            raise PermissionError("The provided token has expired.")
+
+    def pipe_file(self, path, value, mode="overwrite", **options):
+        self.check()
+        self.objects[path] = value
+
+    def cat_file(self, path, start=None, end=None, **options):
+        self.check()
+        return self.objects[path][start:end]
+
+    def info(self, path, **options):
+        self.check()
+        return {"name": path, "size": len(self.objects[path]), "type": "file"}
+
+    def find(self, path, detail=False, **options):
+        self.check()
+        return {name: self.info(name) for name in self.objects}
+
+    def ls(self, path, detail=True, **options):
+        self.check()
+        return super().ls(path, detail)
+
+    def rm_file(self, path):
+        self.check()
+        super().rm_file(path)
+
+
+@pytest.mark.parametrize(
+    "call", ["put", "create", "get", "range", "size", "list", "walk", "delete"]
+)
+def test_credentials_that_have_expired_are_read_again(monkeypatch, call):
+    fsspec.register_implementation("expiring", ExpiringFiles, clobber=True)
+    monkeypatch.setattr(ExpiringFiles, "token", "1")
+    monkeypatch.setattr(ExpiringFiles, "valid", "1")
+    store = FsspecStore("expiring://host", None)
+    store.put("a", b"old")
+    calls = {
+        "put": lambda: store.put("a", b"new"),
+        "create": lambda: store.put_if_absent("b", b"new"),
+        "get": lambda: store.get("a"),
+        "range": lambda: store.get_range("a", 0, 2),
+        "size": lambda: store.size("a"),
+        "list": lambda: store.list(""),
+        "walk": lambda: list(store.walk("")),
+        "delete": lambda: store.delete(["a"]),
+    }
+    monkeypatch.setattr(ExpiringFiles, "valid", "2")
+    with pytest.raises(StorageError, match=r"has expired.*credentials were read again"):
+        calls[call]()
+    monkeypatch.setattr(ExpiringFiles, "token", "2")
+    calls[call]()
+
+
 def test_a_scheme_or_an_option_that_is_not_known_is_refused_without_the_options():
     with pytest.raises(ConfigurationError, match="nowhere"):
         FsspecStore("nowhere://host", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import logging
 import os
 import threading
 
@@ -15,6 +17,7 @@ from support.waiting import await_that
 
 from dcp_datastates import StorageError
 from dcp_datastates.storage import obstore_adapter
+from dcp_datastates.storage.bounded import HungError, bounded, is_hung
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 
 PART = 5 << 20
@@ -95,11 +98,10 @@ def test_pieces_that_fail_leave_no_upload(store, bucket):
     [
         (faults.lost_answer, True),
         (faults.duplicated, True),
-        (answered(409, "ConditionalRequestConflict"), False),
         (answered(412, "PreconditionFailed"), False),
         (answered(400, "InvalidRequest"), False),
     ],
-    ids=["lost answer", "duplicated", "conflict", "precondition", "refused"],
+    ids=["lost answer", "duplicated", "precondition", "refused"],
 )
 def test_a_creation_in_doubt_is_never_said_to_be_done(store, bucket, proxy, fault, is_there):
     injected = proxy.inject(fault, "PUT", "a$")
@@ -107,6 +109,20 @@ def test_a_creation_in_doubt_is_never_said_to_be_done(store, bucket, proxy, faul
         assert not store.put_if_absent("a", b"mine")
     assert injected.seen == 1
     assert (bucket.keys() == ["a"]) == is_there
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_a_conflict_decides_nothing(store, bucket, proxy, code):
+    injected = proxy.inject(answered(409, code), "PUT", "a$", times=2)
+    assert store.put_if_absent("a", b"first")
+    assert injected.seen == 2
+    _, seen, _ = store.get("a")
+    injected = proxy.inject(answered(409, code), "PUT", "a$", times=5)  # more than the library asks
+    assert store.put_if_unchanged("a", b"second", seen)
+    assert injected.seen == 5
+    assert bucket.get("a") == b"second"
+    proxy.inject(answered(409, code), "PUT", "a$")
+    assert not store.put_if_absent("a", b"third")
 
 
 def test_a_creation_waits_for_a_busy_server(store, bucket, proxy):
@@ -142,6 +158,52 @@ def test_a_server_that_stalls_is_asked_again(monkeypatch, proxy, bucket):
         over.set()
 
 
+@pytest.mark.parametrize("status", [400, 405, 501])
+def test_objects_are_deleted_one_by_one_where_the_server_cannot_delete_many(
+    store, bucket, proxy, caplog, status
+):
+    refused = proxy.inject(answered(status, "NotImplemented"), "POST", "delete", times=99)
+    for _ in range(2):
+        for name in ("a", "b", "c"):
+            bucket.put(name, b"")
+        with caplog.at_level(logging.INFO):
+            store.delete(["a", "missing", "b"])
+        assert bucket.keys() == ["c"]
+    assert refused.seen <= 3
+    assert caplog.text.count("one of its own") == 1
+
+
+def test_a_busy_server_is_not_taken_for_one_that_cannot_delete_many(store, bucket, proxy):
+    proxy.inject(answered(503, "SlowDown"), "POST", "delete", times=3)
+    store.delete(["a", "b"])
+    proxy.requests.clear()
+    store.delete(["a", "b"])
+    assert proxy.counts() == {"POST": 1}
+
+
+def test_a_deletion_that_is_not_allowed_is_said_to_be(store, bucket, proxy):
+    proxy.inject(answered(403, "AccessDenied"), "POST", "delete")
+    proxy.inject(answered(403, "AccessDenied"), "DELETE")
+    bucket.put("a", b"")
+    with pytest.raises(StorageError, match="AccessDenied") as raised:
+        store.delete(["a"])
+    assert raised.value.errno == errno.EACCES
+
+
+def test_a_call_that_is_given_up_says_what_the_server_answers(store, proxy):
+    proxy.inject(answered(503, "SlowDown", "reduce your rate"), "PUT", "a$", times=999)
+    with pytest.raises(HungError, match=r"not returned for 1 s: storing failed: 503 .*reduce your"):
+        bounded("claiming", "a place", 1.0, lambda: store.put("a", b""))
+    await_that(lambda: not is_hung("a place"))  # it asks no more
+
+
+def test_a_server_that_stays_busy_is_an_error_that_says_for_how_long(monkeypatch, store, proxy):
+    monkeypatch.setattr(obstore_adapter, "_WRITE_SECONDS", 1.0)
+    proxy.inject(answered(503, "SlowDown", "reduce your rate"), "PUT", "a$", times=999)
+    with pytest.raises(StorageError, match=r"503 .*SlowDown: reduce your rate \(for \d s\)"):
+        store.put("a", b"")
+
+
 def test_an_outage_is_waited_for(store, bucket, proxy):
     proxy.down = True
     upload = threading.Thread(target=stream, args=(store,))
@@ -149,6 +211,76 @@ def test_an_outage_is_waited_for(store, bucket, proxy):
     await_that(lambda: len(proxy.requests) >= 4)
     proxy.down = False
     upload.join()
+    assert bucket.get("a") == WHOLE
+
+
+def expired_unless(key):
+    """The server takes requests that are signed with ``key``, and says of others that their token has expired."""
+    refuse = answered(400, "ExpiredToken", "The provided token has expired.")
+
+    def fault(exchange):
+        if f"Credential={key}/" in exchange.headers.get("authorization", ""):
+            exchange.reply(exchange.forward())
+        else:
+            refuse(exchange)
+
+    return fault
+
+
+def from_environment(monkeypatch, tmp_path, key):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+
+
+def from_file(monkeypatch, tmp_path, key):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    file = tmp_path / "credentials"
+    file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+
+CALLS = {
+    "put": lambda store: store.put("a", b"new"),
+    "create": lambda store: store.put_if_absent("b", b"new"),
+    "replace": lambda store: store.put_if_unchanged("a", b"new", store.get("a")[1]),
+    "get": lambda store: store.get("a"),
+    "range": lambda store: store.get_range("a", 0, 2),
+    "list": lambda store: store.list(""),
+    "walk": lambda store: list(store.walk("")),
+    "delete": lambda store: store.delete(["a"]),
+}
+
+
+@pytest.mark.parametrize("give", [from_environment, from_file])
+@pytest.mark.parametrize("call", CALLS)
+def test_credentials_that_have_expired_are_read_again(
+    monkeypatch, tmp_path, proxy, bucket, call, give
+):
+    use(proxy.url)
+    give(monkeypatch, tmp_path, "old")
+    store = ObstoreStore(f"s3://{bucket.name}")
+    store.put("a", b"old")
+    for method in ("PUT", "GET", "POST", "DELETE"):
+        proxy.inject(expired_unless("new"), method, times=99)
+    with pytest.raises(StorageError, match=r"ExpiredToken.*credentials were read again"):
+        CALLS[call](store)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "gone")
+    give(monkeypatch, tmp_path, "new")
+    CALLS[call](store)
+
+
+def test_the_upload_after_one_that_met_expired_credentials_succeeds(
+    monkeypatch, tmp_path, proxy, bucket
+):
+    use(proxy.url)
+    from_environment(monkeypatch, tmp_path, "old")
+    store = ObstoreStore(f"s3://{bucket.name}")
+    for method in ("PUT", "POST", "DELETE"):
+        proxy.inject(expired_unless("new"), method, times=99)
+    from_environment(monkeypatch, tmp_path, "new")
+    with pytest.raises(StorageError, match="ExpiredToken"):
+        stream(store)
+    stream(store)
     assert bucket.get("a") == WHOLE
 
 
