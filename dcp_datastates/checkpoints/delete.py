@@ -57,8 +57,9 @@ def delete(
         raise NotDeleted(directory, "it was committed a moment ago")
 
 
-def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
+def delete_committed(victim: Found, *, dry_run: bool = False, whole: bool = False) -> None:
     """Delete a committed checkpoint, even with damaged metadata. ``dry_run``: only check whether it may be deleted.
+    ``whole``: other files in its directory, too (in a file system).
 
     Raises :class:`NotDeleted`, or :class:`StorageError` if the system refused.
     """
@@ -68,14 +69,14 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
     if isinstance(path, ObjectPath):
         delete_objects.delete_committed(path, victim, dry_run)
     else:
-        delete_directory.delete_committed(path, victim, dry_run)
+        delete_directory.delete_committed(path, victim, dry_run, whole)
 
 
-def delete_rest(path: Location, *, dry_run: bool = False) -> bool:
+def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -> bool:
     """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there.
 
     Raises as :func:`delete_committed`.
     """
     if isinstance(path, ObjectPath):
         return delete_objects.delete_rest(path, dry_run)
-    return delete_directory.delete_rest(path, dry_run)
+    return delete_directory.delete_rest(path, dry_run, whole)

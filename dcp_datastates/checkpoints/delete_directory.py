@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -31,7 +32,7 @@ _PHASE: Final = "delete"
 _LOCK_SECONDS: Final = 1.0
 
 
-def delete_committed(path: Path, victim: Found, dry_run: bool) -> None:
+def delete_committed(path: Path, victim: Found, dry_run: bool, whole: bool) -> None:
     """See :func:`checkpoints.delete.delete_committed`."""
     with _locked(path):
         seen = local.signature(path)
@@ -42,7 +43,7 @@ def delete_committed(path: Path, victim: Found, dry_run: bool) -> None:
         if dry_run:
             return
         claimed = _unpublish(path, victim, seen)
-        if not _remove(path, claimed) and path.exists():
+        if not _remove(path, claimed, whole) and path.exists():
             names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
             logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
 
@@ -105,7 +106,7 @@ def _check_still_there(path: Path, seen: local.Signature | None) -> None:
         raise NotDeleted(path, "it was replaced a moment ago")
 
 
-def delete_rest(path: Path, dry_run: bool) -> bool:
+def delete_rest(path: Path, dry_run: bool, whole: bool) -> bool:
     """See :func:`checkpoints.delete.delete_rest`. Without locks, a slow save looks like an abandoned one: then only the
     rest of an interrupted deletion is deleted.
     """
@@ -124,7 +125,7 @@ def delete_rest(path: Path, dry_run: bool) -> bool:
             raise NotDeleted(path, "it was committed a moment ago")
         for attempt in claimed:
             (path / attempt.archive_pin).unlink(missing_ok=True)  # of a save that was killed
-        return _remove(path, claimed)
+        return _remove(path, claimed, whole)
 
 
 def _in_flight(path: Path, attempt: Attempt, held: bool | None) -> NotDeleted:
@@ -145,12 +146,16 @@ def _withdraw(path: Path, claimed: list[Attempt]) -> None:
         attempts.withdraw(path, attempt)
 
 
-def _remove(path: Path, claimed: list[Attempt]) -> bool:
-    """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone."""
+def _remove(path: Path, claimed: list[Attempt], whole: bool) -> bool:
+    """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone. ``whole``:
+    remove other files, too.
+    """
     readme.remove(path)
     for attempt in claimed:
         attempts.remove_attempt(path, attempt, _PHASE)
     attempts.remove_unborn(path)  # one that is only slow begins again
+    if whole:
+        _remove_others(path)
     try:
         operations.remove_directory(path, _PHASE)
     except OSError as error:
@@ -160,6 +165,18 @@ def _remove(path: Path, claimed: list[Attempt]) -> bool:
             raise
     operations.sync_directory(path.parent, _PHASE)
     return True
+
+
+def _remove_others(path: Path) -> None:
+    """Remove the files and directories that no save of this package has made."""
+    for entry in list(os.scandir(path)):
+        ours = Attempt.parse(entry.name.removeprefix(".")) is not None
+        if ours or entry.name == local.METADATA_NAME:  # without locks, a save may have come
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry)
+        else:
+            operations.unlink(Path(entry), _PHASE)
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ def retain_here(
     verify: Verification = "structure",
     among: Callable[[Location], bool] | None = None,
     dry_run: bool = False,
+    whole: bool = False,
 ) -> Retained:
     """Do the work of :func:`retain` in this process alone. Any thread.
 
@@ -115,6 +116,8 @@ def retain_here(
         root, keep, verify: as for :func:`retain`.
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
+        whole: delete other files in a deleted checkpoint's directory, too: for a framework to which the directories
+            belong.
     """
     keep = Keep.of(keep)
     check_verification(verify)
@@ -146,13 +149,13 @@ def retain_here(
     for found in older:
         if found in best or keep.asks_for(found, newest) or _may_be_pinned(found.path):
             retained.kept.append(found.path)
-        elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run):
+        elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run, whole):
             retained.deleted.append(found.path)
     retained.kept.extend(path for path in reversed(paths) if path in unopened)
     committed = unopened.union(found.path for found in everything).difference(retained.deleted)
     for path in directories(root):
         mine = path not in retained.deleted and (among is None or among(path))
-        if mine and path not in committed and _finish_deleting(path, last, dry_run):
+        if mine and path not in committed and _finish_deleting(path, last, dry_run, whole):
             retained.deleted.append(path)
     return retained
 
@@ -203,9 +206,9 @@ def _is_older(attempt: Attempt, path: Location, good: list[Found]) -> bool:
     return True
 
 
-def _delete(victim: Found, dry_run: bool) -> bool:
+def _delete(victim: Found, dry_run: bool, whole: bool) -> bool:
     try:
-        delete_committed(victim, dry_run=dry_run)
+        delete_committed(victim, dry_run=dry_run, whole=whole)
     except NotDeleted as error:
         level = logging.WARNING if victim.committed is None else logging.INFO
         logger.log(level, "not deleting checkpoint %s: %s", victim.path, error.strerror)
@@ -213,7 +216,7 @@ def _delete(victim: Found, dry_run: bool) -> bool:
     return True
 
 
-def _finish_deleting(path: Location, good: list[Found], dry_run: bool) -> bool:
+def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
     """Complete an interrupted deletion: remove attempts that no process holds or will need."""
     if path.is_symlink():
         return False
@@ -231,6 +234,6 @@ def _finish_deleting(path: Location, good: list[Found], dry_run: bool) -> bool:
     if saves and not is_fenced(path) and not _is_older(saves[-1], path, good):
         return False
     try:
-        return delete_rest(path, dry_run=dry_run)
+        return delete_rest(path, dry_run=dry_run, whole=whole)
     except NotDeleted:
         return False

@@ -6,12 +6,25 @@ holds what a release of the library saves, whatever that is, and is committed wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any, Final, TypeVar
+
+from accelerate.utils import gather_object
 
 from dcp_datastates.errors import CheckpointCorruptError
+from dcp_datastates.storage import local, readme
+from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["read_files", "write_files"]
+__all__ = ["MOST_BYTES", "alike", "read_files", "read_others", "write_files"]
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES: Final = 64 << 20
+"""So many bytes of files that callbacks have written beside a checkpoint become part of it."""
+
+T = TypeVar("T")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -21,6 +34,50 @@ def read_files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def read_others(directory: Path) -> dict[str, bytes]:
+    """As :func:`read_files`, of the files and folders that other programs have put into a checkpoint's directory.
+
+    If these have more than :data:`MOST_BYTES` together, they are not read: they stay beside the checkpoint.
+    """
+    files = [
+        path
+        for path in sorted(directory.rglob("*"))
+        if not _is_ours(path.relative_to(directory).parts[0]) and path.is_file()
+    ]
+    size = sum(path.stat().st_size for path in files)
+    if size > MOST_BYTES:
+        logger.warning(
+            "%s has %d files of callbacks with %d bytes: these stay there, but are no part of the checkpoint's commit",
+            directory,
+            len(files),
+            size,
+        )
+        return {}
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def _is_ours(name: str) -> bool:
+    return name in (local.METADATA_NAME, readme.NAME) or (
+        Attempt.parse(name.removeprefix(".")) is not None
+    )
+
+
+def alike(compute: Callable[[], T]) -> T:
+    """``compute()`` of this rank. If it raises on any rank, all ranks raise: this rank's own error, or else the first
+    one's. All ranks call this, at a point where the framework's own collectives run.
+    """
+    found: T | None = None
+    mine: Exception | None = None
+    try:
+        found = compute()
+    except Exception as error:
+        mine = error
+    errors: list[Any] = [each for each in gather_object([mine]) if each is not None]
+    if errors:
+        raise mine or errors[0]
+    return found  # type: ignore[return-value]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

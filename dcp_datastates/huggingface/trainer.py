@@ -3,19 +3,23 @@
 It differs from that of transformers only in these points:
 
 * a checkpoint is one save of this package: the shards of model and optimizer, and the small files that the Trainer
-  writes (its state, the scheduler, the random numbers of each rank). The Trainer goes on at once;
-* ``train(resume_from_checkpoint=True)`` resumes from the newest committed checkpoint;
+  writes (configuration, tokenizer, its state, the scheduler, the random numbers of each rank), and those that callbacks
+  write into its directory in ``on_save``. The Trainer goes on immediately;
+* ``train(resume_from_checkpoint=True)`` resumes from the newest committed checkpoint that can be loaded; so does the
+  path of the newest one, if that was not committed or is damaged;
 * ``save_total_limit`` counts committed checkpoints, and old ones are deleted when a newer one is committed;
-* of a model with adapters of PEFT, a checkpoint has what is trained, and no frozen parameter;
+* of a model with adapters of PEFT, a checkpoint has all adapters and what else is trained, not the frozen base;
 * at its end, the training waits for the saves in flight.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
 import os
+import shutil
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,28 +28,33 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import is_peft_available
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
-from dcp_datastates.huggingface.files import read_files, write_files
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+)
+from dcp_datastates.huggingface.adapters import adapters_of, placeholders, saved_names
+from dcp_datastates.huggingface.files import alike, read_files, read_others, write_files
+from dcp_datastates.huggingface.resuming import PREFIX, Resumption, is_lost, is_stock
 from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.manager.library_state import (
     files_from,
     holds,
     is_ours,
-    is_ours_here,
     load_models,
     load_optimizers,
     state_of,
     with_files,
 )
-from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
 
@@ -53,9 +62,15 @@ logger = logging.getLogger(__name__)
 
 tell_if_untested("transformers", transformers.__version__)
 
-_PREFIX: Final = "checkpoint-"
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
+_UNLOADABLE: Final = (CheckpointCorruptError, CheckpointNotFoundError)
+
+_WEIGHTS: Final = (
+    *("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.bin"),
+    "*.safetensors.index.json",
+)
+"""The files of an export that have weights: a checkpoint has those as tensors."""
 
 
 class DataStatesTrainerMixin(SavesInBackground):
@@ -71,8 +86,14 @@ class DataStatesTrainerMixin(SavesInBackground):
     _resumed_from: str | None = None
     """The checkpoint that ``train`` resumes from, if it is one of this package."""
 
-    _trainable: Trainable | None = None
-    """What is saved of a model with adapters."""
+    _prepared: tuple[Path, dict[str, Any], dict[str, bytes]] | None = None
+    """The path, state and files of a save that waits for the callbacks of ``on_save``."""
+
+    _waits_for_callbacks = False
+    """Whether the Trainer calls ``on_save`` of the callbacks after ``_save_checkpoint``."""
+
+    _continued = -1
+    """The number of the checkpoint from which this run went on: those up to it belong to this run."""
 
     _written_to: str | None = None
     """During a save: the temporary directory to which the Trainer writes its small files."""
@@ -95,19 +116,29 @@ class DataStatesTrainerMixin(SavesInBackground):
 
     # ---- saving --------------------------------------------------------------------------------
 
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
+        self._waits_for_callbacks = True
+        try:
+            super()._maybe_log_save_evaluate(*arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self._waits_for_callbacks = False
+            self._start_prepared()
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._start_prepared()
         run = super()._get_output_dir(trial)  # type: ignore[misc]
         state = self.state  # type: ignore[attr-defined]
         if state.best_global_step and state.best_global_step == state.global_step:
-            state.best_model_checkpoint = os.path.join(run, f"{_PREFIX}{state.best_global_step}")
+            state.best_model_checkpoint = os.path.join(run, f"{PREFIX}{state.best_global_step}")
         best = state.best_model_checkpoint
+        name = f"{PREFIX}{state.global_step}"
+        os.makedirs(os.path.join(run, name), exist_ok=True)  # callbacks write there
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             self._written_to = folder
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
             finally:
                 self._written_to = None
-            name = f"{_PREFIX}{state.global_step}"
             if state.best_model_checkpoint != best:  # the Trainer has found the temporary directory
                 state.best_model_checkpoint = best
                 if self.args.should_save:  # type: ignore[attr-defined]
@@ -115,8 +146,19 @@ class DataStatesTrainerMixin(SavesInBackground):
             files = read_files(Path(folder, name))
         optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
         saved = state_of(self._saved_models, optimizers)
-        self._saves.start(with_files(saved, files), os.path.join(run, name))
-        self._delete_old(Path(run))
+        self._prepared = Path(run, name), saved, files
+        if not self._waits_for_callbacks:
+            self._start_prepared()
+
+    def _start_prepared(self) -> None:
+        """Start the save that was prepared: after ``on_save`` of the callbacks, whose files belong to it."""
+        if self._prepared is None:
+            return
+        (path, saved, files), self._prepared = self._prepared, None
+        if self.args.should_save:  # type: ignore[attr-defined]
+            files = {**read_others(path), **files}
+        self._saves.start(with_files(saved, files), path)
+        self._delete_old(path.parent)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._written_to is not None:
@@ -124,13 +166,16 @@ class DataStatesTrainerMixin(SavesInBackground):
         return super()._get_output_dir(trial)  # type: ignore[misc, no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Export the model, as the Trainer does. (Not called for checkpoints.)"""
+        """Export the model, as the Trainer does. (For a checkpoint, all that the export has but the weights.)"""
         if self._written_to is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif output_dir is not None and self.args.should_save:  # type: ignore[attr-defined]
-            os.makedirs(output_dir, exist_ok=True)
-            if (model := self._adapters) is not None:
-                _save_adapter_config(model, output_dir)
+            adapters = self._adapters
+            state = {} if adapters is None else placeholders(adapters)
+            self._save(output_dir, state_dict=state)  # type: ignore[attr-defined]
+            for pattern in _WEIGHTS:
+                for path in Path(output_dir).rglob(pattern):
+                    path.unlink()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._written_to is None:
@@ -151,56 +196,71 @@ class DataStatesTrainerMixin(SavesInBackground):
             # The best one when it was asked for, and the best one now: the deletion comes later.
             now = self.state.best_model_checkpoint  # type: ignore[attr-defined]
             spared = {os.path.basename(each) for each in (best, now) if each is not None}
-            return path.name not in spared and number_of(path, _PREFIX) >= 0
+            return path.name not in spared and number_of(path, PREFIX) >= 0
 
         keep = max(1, limit if best is None else limit - 1)
-        self._saves.when_committed(partial(retain_here, run, keep=keep, among=counts))
+        self._saves.when_committed(partial(_delete_old, run, keep, counts, self._continued))
 
     # ---- resuming ------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Train. ``resume_from_checkpoint=True`` resumes from the newest committed checkpoint in ``args.output_dir``.
+        """Train. With ``resume_from_checkpoint=True``, go on from the newest committed checkpoint in
+        ``args.output_dir``; if that is damaged, from the next older one, with a line in the log.
 
-        Checkpoints that the Trainer itself has saved are loaded by it.
+        A path with the highest number in its folder means the same, as programs choose it so: if no whole checkpoint is
+        there, the newest one beside it is taken, with a warning. Checkpoints that the Trainer itself has saved are
+        loaded by it.
 
-        Raises ValueError, as the Trainer does, if True finds none; :class:`CheckpointNotFoundError` for a path to a
-        checkpoint that was not committed; and the errors of :func:`~dcp_datastates.load`.
+        Raises ValueError, as the Trainer does, if True finds none; :class:`CheckpointNotFoundError` for another path to
+        a checkpoint that was not committed, :class:`CheckpointCorruptError` for a damaged one, or if all are damaged;
+        and the other errors of :func:`~dcp_datastates.load`.
         """
-        path: Any = resume_from_checkpoint or None
-        if path is True:
-            path = self._newest()
-        if path is None or not is_ours(path):
-            return super().train(path, *arguments, **keywords)  # type: ignore[misc]
-        logger.info("resuming from %s", path)
+        if not resume_from_checkpoint:
+            return super().train(None, *arguments, **keywords)  # type: ignore[misc]
+        resumption = Resumption(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
+        while True:
+            path, ours = resumption.next()
+            self._continued = max(self._continued, number_of(locate(path), PREFIX))
+            if not ours:
+                return super().train(path, *arguments, **keywords)  # type: ignore[misc]
+            try:
+                files = alike(partial(files_from, path))
+            except _UNLOADABLE as error:
+                resumption.leave_out(path, error)
+                continue
+            logger.info("resuming from %s", path)
+            try:
+                return self._train_from(path, files, *arguments, **keywords)
+            except _Unloadable as found:
+                resumption.leave_out(path, found.error)
+
+    def _train_from(
+        self, path: str, files: Mapping[str, bytes], *arguments: Any, **keywords: Any
+    ) -> Any:
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
-            write_files(Path(folder), files_from(path))
-            self._resumed_from = os.fspath(path)
+            write_files(Path(folder), files)
+            self._resumed_from = path
             try:
                 return super().train(folder, *arguments, **keywords)  # type: ignore[misc]
             finally:
                 self._resumed_from = None
-
-    def _newest(self) -> str:
-        folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
-        newest = newest_numbered(folder, _PREFIX, _is_stock)
-        if newest is None:
-            raise ValueError(f"no committed checkpoint in the output directory ({folder})")
-        return str(newest)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed_from is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
             models = self._saved_models if model in (None, self.model) else {_MODEL: model}  # type: ignore[attr-defined]
-            load_models(self._resumed_from, models)
+            with _loading():
+                load_models(self._resumed_from, models)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed_from is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif holds(self._resumed_from, _OPTIMIZER):
-            load_optimizers(self._resumed_from, self._saved_models, self._saved_optimizers)
+            with _loading():
+                load_optimizers(self._resumed_from, self._saved_models, self._saved_optimizers)
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 
@@ -214,10 +274,11 @@ class DataStatesTrainerMixin(SavesInBackground):
     # ---- ending --------------------------------------------------------------------------------
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
+        self._start_prepared()
         self._saves.wait()
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if best is not None and from_first_rank(
-            partial(_is_lost, best), "is_lost", "the best checkpoint"
+            partial(is_lost, best), "is_lost", "the best checkpoint"
         ):
             logger.warning("the save of the best checkpoint, %s, was not committed", best)
             self.state.best_model_checkpoint = None  # type: ignore[attr-defined]
@@ -226,22 +287,15 @@ class DataStatesTrainerMixin(SavesInBackground):
     @property
     def _adapters(self) -> Any:
         """The model without wrappers, if it is one of PEFT; else None."""
-        if not is_peft_available():
-            return None
-        from peft import PeftModel
-
-        inner = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[attr-defined]
-        return inner if isinstance(inner, PeftModel) else None
+        model = self.model  # type: ignore[attr-defined]
+        return adapters_of(self.accelerator.unwrap_model(model, keep_torch_compile=False))  # type: ignore[attr-defined]
 
     @property
     def _saved_models(self) -> dict[str, torch.nn.Module | Trainable]:
-        """The model; of one with adapters of PEFT, what is trained."""
+        """The model; of one with adapters of PEFT, what is trained, and all that PEFT saves."""
         model = self.model  # type: ignore[attr-defined]
-        if self._adapters is None:
-            return {_MODEL: model}
-        if self._trainable is None or self._trainable.model is not model:
-            self._trainable = Trainable(model)
-        return {_MODEL: self._trainable}
+        adapters = self._adapters
+        return {_MODEL: model if adapters is None else Trainable(model, also=saved_names(adapters))}
 
     @property
     def _saved_optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -253,25 +307,30 @@ class DataStatesTrainer(DataStatesTrainerMixin, Trainer):  # type: ignore[misc]
     """The ``Trainer`` of transformers, with saves that do not stop training."""
 
 
-def _save_adapter_config(model: Any, folder: str) -> None:
-    """What ``save_pretrained`` of PEFT writes beside the weights of an adapter."""
-    config = copy.copy(model.peft_config[model.active_adapters[0]])
-    config.inference_mode = True
-    mapping = None
-    if config.task_type is None:
-        kind = type(model.get_base_model())
-        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    config.save_pretrained(folder, auto_mapping_dict=mapping)
+class _Unloadable(Exception):
+    """A checkpoint was committed, and cannot be loaded."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
-def _is_stock(path: Location) -> bool:
-    return isinstance(path, Path) and path.joinpath(TRAINER_STATE_NAME).exists()
-
-
-def _is_lost(path: str | Path) -> bool:
-    """Whether a save of this package to ``path`` was not committed."""
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
     try:
-        is_ours_here(path)
-    except CheckpointNotFoundError:
-        return True
-    return False
+        yield
+    except _UNLOADABLE as error:
+        raise _Unloadable(error) from error
+
+
+def _delete_old(run: Path, keep: int, counts: Callable[[Location], bool], continued: int) -> None:
+    """Keep the ``keep`` newest of those that count. Those that the Trainer itself has saved, up to the number
+    ``continued`` from which this run goes on, are the oldest.
+    """
+    kept = retain_here(run, keep=keep, among=counts, whole=True).kept
+    stock = [path for path in directories(run) if counts(path) and is_stock(path)]
+    stock = [path for path in stock if number_of(path, PREFIX) <= continued]
+    for path in stock[: max(0, len(kept) + len(stock) - keep)]:
+        assert isinstance(path, Path)
+        shutil.rmtree(path)
+        logger.info("deleted checkpoint %s", path)

@@ -49,6 +49,7 @@ def newest_numbered(
     prefix: str,
     is_stock: Callable[[Location], bool],
     verify: Verification = "structure",
+    leave_out: Collection[str] = (),
 ) -> Location | None:
     """The newest checkpoint of this package that passes ``verify``; or that of a framework's own with the highest
     number, if it is higher. None if there is none. The first rank looks; all ranks call this.
@@ -56,14 +57,18 @@ def newest_numbered(
     Args:
         prefix: of the directories' names, before the number. Others do not count.
         is_stock: whether a checkpoint of the framework's own is in a directory.
+        leave_out: names of directories that do not count: of checkpoints that could not be loaded.
     """
 
     def look() -> Location | None:
-        newest = latest_here(folder, verify, lambda path: number_of(path, prefix) >= 0)
+        def counts(path: Location) -> bool:
+            return number_of(path, prefix) >= 0 and path.name not in leave_out
+
+        newest = latest_here(folder, verify, counts)
         highest = -1 if newest is None else number_of(newest, prefix)
         for path in directories(folder):
             number = number_of(path, prefix)
-            if number > highest and is_stock(path):
+            if number > highest and counts(path) and is_stock(path):
                 newest, highest = path, number
         return newest
 

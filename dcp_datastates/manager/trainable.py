@@ -38,6 +38,7 @@ class Trainable:
     Args:
         model: The model.
         buffers: Whether the persistent buffers belong to it. False for a base whose weights are buffers.
+        also: The names of further parameters that belong to it, though they are frozen: a reference adapter's, say.
 
     Raises:
         ConfigurationError: ``model`` is no module.
@@ -45,13 +46,16 @@ class Trainable:
     Threads: the thread that saves.
     """
 
-    def __init__(self, model: torch.nn.Module, *, buffers: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, buffers: bool = True, also: Collection[str] = ()
+    ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(
                 f"Trainable() takes a torch.nn.Module, not a {type(model).__name__}"
             )
         self.model = model
         self._buffers = buffers
+        self._also = also
         self._once: set[str] = vars(model).setdefault(_ONCE, set())
         """The names of the parameters that were trained at a call before, or that were loaded."""
 
@@ -73,7 +77,8 @@ class Trainable:
             memory = _storages([value]) if isinstance(value, torch.Tensor) else set()
             if memory & trained:
                 self._once.add(name)
-            if name in self._once or name in stored or not memory or memory - left_out:
+            named = name in self._once or name in self._also or name in stored
+            if named or not memory or memory - left_out:
                 found[name] = value
         return found
 

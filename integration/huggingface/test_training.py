@@ -178,7 +178,7 @@ def test_a_save_that_was_not_committed_is_not_resumed_from(
     for resume in (True, str(path)):
         for one in job(library, 2, tmp_path / "killed", tmp_path, resume=resume):
             assert "CheckpointNotFoundError: no committed" in one.error or (
-                "ValueError: no committed checkpoint in the output directory" in one.error
+                "ValueError: No valid checkpoint found in output directory" in one.error
             )
     again = train(library, tmp_path / "killed", tmp_path)
     assert again["losses"] == whole(library)[1]

@@ -24,6 +24,7 @@ from support.tiers import sampled
 
 from dcp_datastates import ConfigurationError, Keep, StorageError, latest, retain, verify
 from dcp_datastates.checkpoints import listing
+from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.storage import lock, operations
 
 
@@ -153,6 +154,24 @@ def test_foreign_files_stay_and_so_does_their_directory(root, caplog):
     assert sorted(os.listdir(folder)) == ["deleting", "mine.bin"]
     assert "config.json" in caplog.text
     assert retain(root, keep=1) == [], "what is left is not deleted again and again"
+
+
+def test_a_frameworks_directories_go_with_all_that_is_in_them(root):
+    """They are the framework's own: its callbacks write there."""
+    (root / "step-9" / "export").mkdir()
+    (root / "step-9" / "export" / "model.bin").write_text("a callback's")
+    (root / "step-9" / "link").symlink_to(root / "notes.txt")
+    uncommitted(root / "step-8", OLDER)  # of a save that was killed
+    (root / "step-8" / "note").write_text("a callback's")
+    (root / "other-1").mkdir()
+    retained = retain_here(
+        root, keep=2, whole=True, among=lambda path: path.name.startswith("step-")
+    )
+    assert sorted(retained.deleted) == [root / "step-8", root / "step-9"]
+    assert not (root / "step-9").exists()
+    assert not (root / "step-8").exists()
+    assert (root / "notes.txt").exists()
+    assert (root / "other-1").exists()
 
 
 @pytest.mark.parametrize("attempt", [NEWER, OLDER])

@@ -54,3 +54,13 @@ def test_one_of_ours_that_is_damaged_does_not_count(tmp_path: Path) -> None:
     (data,) = (tmp_path / "run-2").glob("*/*.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     assert newest(tmp_path) == "run-1"
+
+
+def test_what_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
+    save(tmp_path / "run-1", tmp_path / "run-2")
+    (tmp_path / "run-3").mkdir()
+    (tmp_path / "run-3" / "stock").touch()
+    for left_out, found in ((["run-3"], "run-2"), (["run-2", "run-3"], "run-1")):
+        newest = newest_numbered(tmp_path, "run-", is_stock, leave_out=left_out)
+        assert newest is not None
+        assert newest.name == found

@@ -116,6 +116,17 @@ def test_buffers_may_be_left_out() -> None:
     assert set(Trainable(Net(), buffers=False).state_dict()) == ADAPTERS
 
 
+def test_a_frozen_part_may_be_named(tmp_path: Path) -> None:
+    net = Net()
+    net.body.down.requires_grad_(False)
+    assert "body.down" not in Trainable(net).state_dict()
+    ds.save({"net": Trainable(net, also=["body.down"])}, tmp_path / "saved")
+    other = Net()
+    torch.nn.init.zeros_(other.body.down)
+    ds.load(tmp_path / "saved", {"net": Trainable(other, also=["body.down"])})
+    assert torch.equal(other.body.down, net.body.down)
+
+
 def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
     """First the head, then the adapters: the checkpoint of the second phase has both, and so have those after it."""
     model = Net()

@@ -1,0 +1,136 @@
+"""Which checkpoint of an output directory a Trainer goes on from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.checkpoints.listing import directories
+from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
+from dcp_datastates.manager.library_state import is_ours, is_ours_here
+from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.storage.object_path import Location, locate
+
+__all__ = ["PREFIX", "Resumption", "is_lost", "is_stock"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "checkpoint-"
+
+
+class Resumption:
+    """The checkpoints from which a training may go on, one after another: if one is damaged, the next older one.
+
+    All ranks make the same calls.
+
+    Args:
+        given: the argument of ``train``: True for the newest checkpoint in ``output_dir``, or a path.
+        output_dir: of the Trainer.
+    """
+
+    def __init__(self, given: str | os.PathLike[str] | bool, output_dir: str) -> None:
+        self._given = None if isinstance(given, bool) else os.fspath(given)
+        self._output_dir = output_dir
+        self._left_out: dict[str, Exception] = {}
+
+    def next(self) -> tuple[str, bool]:
+        """The path of the checkpoint, and whether it is one of this package.
+
+        A path with the highest number in its folder means the newest checkpoint, since programs choose it so: if no
+        whole checkpoint is there, the newest one in the folder takes its place.
+
+        Raises ValueError, as the Trainer does, if there is none in ``output_dir``; :class:`CheckpointNotFoundError` for
+        another path to a checkpoint that was not committed, :class:`CheckpointCorruptError` for one that is damaged.
+        """
+        path = self._given
+        if path is None:
+            path = self._newest(Path(self._output_dir))
+        elif (problem := self._problem(path)) is not None:
+            path = self._instead(path, problem)
+        return path, is_ours(path)
+
+    def leave_out(self, path: str, error: Exception) -> None:
+        """The checkpoint at ``path`` cannot be loaded. Raises ``error`` if there is no other one to try."""
+        if self._given is not None and not _is_highest(self._given):
+            raise error
+        logger.error("leaving out checkpoint %s: %s", path, error)
+        self._left_out[Path(path).name] = error
+
+    def _problem(self, path: str) -> Exception | None:
+        """Why the checkpoint that was named cannot be loaded, as far as one knows without reading it."""
+        if (found := self._left_out.get(Path(path).name)) is not None:
+            return found
+        try:
+            ours = is_ours(path)
+        except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+            return error
+        if ours or from_first_rank(lambda: is_stock(locate(path)), "is_stock", "who saved"):
+            return None
+        return ValueError(f"Can't find a valid checkpoint at {path}")  # as the Trainer says
+
+    def _instead(self, path: str, problem: Exception) -> str:
+        """The newest checkpoint beside the one that was named. Raises ``problem`` if there is none, or if another one
+        was meant.
+        """
+        newest = None
+        if _is_highest(path):
+            left_out = {*self._left_out, Path(path).name}
+            folder = Path(path).absolute().parent
+            newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
+        if newest is None:
+            raise problem
+        logger.warning(
+            "resume_from_checkpoint=%r cannot be loaded (%s); going on from %s, the newest checkpoint beside it",
+            path,
+            problem,
+            newest,
+        )
+        return str(newest)
+
+    def _newest(self, folder: Path) -> str:
+        newest = newest_numbered(folder, PREFIX, is_stock, leave_out=self._left_out)
+        if newest is not None:
+            return str(newest)
+        if self._left_out:
+            named = "; ".join(f"{name}: {why}" for name, why in list(self._left_out.items())[:3])
+            raise CheckpointCorruptError(
+                f"none of the {len(self._left_out)} checkpoints in {folder} can be loaded ({named}); repair or move "
+                f"them, or begin in another directory"
+            )
+        raise ValueError(
+            f"No valid checkpoint found in output directory ({folder}): a first run starts with trainer.train(). This "
+            f"line starts or resumes: trainer.train(resume_from_checkpoint=dcp_datastates.latest(args.output_dir))"
+        )
+
+
+def _is_highest(given: str) -> bool:
+    """Whether a path has the highest number in its folder. All ranks call this."""
+    path = locate(given)
+    if not isinstance(path, Path):
+        return False
+    path = path.absolute()
+
+    def look() -> bool:
+        numbers = [number_of(each, PREFIX) for each in directories(path.parent)]
+        return 0 <= number_of(path, PREFIX) == max(numbers, default=-1)
+
+    return from_first_rank(look, "highest", "the newest checkpoint")
+
+
+def is_stock(path: Location) -> bool:
+    """Whether a checkpoint that the Trainer itself has saved is at ``path``."""
+    return isinstance(path, Path) and path.joinpath(TRAINER_STATE_NAME).is_file()
+
+
+def is_lost(path: str | Path) -> bool:
+    """Whether a save of this package to ``path`` was not committed."""
+    try:
+        is_ours_here(path)
+    except CheckpointNotFoundError:
+        return True
+    return False
