@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
@@ -66,8 +66,10 @@ class Keeping:
         self._newest: Location | None = None
         self._nbytes = 0  # of a checkpoint
         self._then: Callable[[], object] | None = None
+        self._own: list[set[str]] = [set() for _ in steps.roots]
+        """On each tier, the names of this run's checkpoints: only these are deleted."""
         if archive_keep is not None:
-            self._then = partial(steps.delete_old, 1, Keep.of(archive_keep))
+            self._then = partial(steps.delete_old, 1, Keep.of(archive_keep), self._own[-1])
         self._archive: Archive | None = None
         fast, *further = steps.roots
         for slow in further:
@@ -76,6 +78,12 @@ class Keeping:
             self._archive = archive_of(slow, commit_group(rank_set))
             self._archive.open(fast)
         self._deletes = rank_set.rank == 0 and (keep is not None or bool(further))
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Checkpoints of these names are this run's, too: it goes on from them."""
+        if self._deletes:
+            for own in self._own:
+                own.update(names)
 
     def make_room(self, seconds: float) -> None:
         """Before a save: where the nearest tier is full, delete what is archived there, or wait until more is; for at
@@ -100,6 +108,7 @@ class Keeping:
         """A save is on its way."""
         if self._deletes:
             self._newest = handle.path
+            self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
 
     def wait(self, seconds: float | None = None) -> None:
@@ -115,4 +124,4 @@ class Keeping:
             with contextlib.suppress(CheckpointNotFoundError):  # the newest save may have failed
                 self._nbytes = open_committed(self._newest).nbytes
         if self._keep is not None:
-            self._steps.delete_old(0, self._keep)
+            self._steps.delete_old(0, self._keep, self._own[0])

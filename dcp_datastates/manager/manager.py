@@ -6,28 +6,28 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, SupportsIndex, TypeVar
+from typing import Any, Final, SupportsIndex
 
 import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import TierOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fit import Fit, LoadOptions
+from dcp_datastates.dcp.fit import Answer, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
     ConfigurationError,
     SaveStalledError,
 )
-from dcp_datastates.io.committed import open_nearest
+from dcp_datastates.format.name_patterns import Rename
+from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import SaveTracker, has_failed
@@ -44,8 +44,6 @@ from dcp_datastates.storage.object_path import Location, locate_all
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -84,6 +82,11 @@ class CheckpointManager:
         on_save: Called in the same way for each save, whatever came of it, as ``on_save(step, record)``
             (:class:`SaveRecord`). Before the others; it is told of every save, also if it raises for one.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
+        fresh: What to do if the root has checkpoints, and the loop saves at a step that is not above theirs without a
+            restore: ``"refuse"``; or ``"replace"``: start from scratch, and move them to ``root/set-aside-TIME`` (a
+            store must copy each byte for that).
+        rename, missing, exclude: :class:`LoadOptions` of each restore, for a program that has changed. Those of a call
+            go before.
         process_group: The ranks that save; None: all.
         archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
             deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
@@ -112,6 +115,10 @@ class CheckpointManager:
         on_failure: Callable[[int, BaseException], object] | None = None,
         on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
+        fresh: Fresh = "refuse",
+        rename: Rename | None = None,
+        missing: Answer = "error",
+        exclude: str | Iterable[str] = (),
         process_group: dist.ProcessGroup | None = None,
         archive: str | os.PathLike[str] | None = None,
         archive_every: int = 1,
@@ -141,6 +148,9 @@ class CheckpointManager:
         )
         rules = self._keep, archive_every, archive_keep
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
+        ranks = self._rank_set, process_group, self._alone
+        self._continuing = Continuing(self._steps, *ranks, fresh, fit, self._keeping.adopt)
         self._signals = Signals(on_signal)
         consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):
@@ -193,7 +203,19 @@ class CheckpointManager:
 
         Raises the errors of :meth:`save`.
         """
-        return self._schedule.is_due(self._checked(step))
+        return self._schedule.is_due(self._checked(step), self._signals.came)
+
+    def poll(self) -> bool:
+        """Whether the next :meth:`save` will save and end the loop, because a signal has come: for evaluations and
+        compilations, in which :meth:`save` is not called.
+
+        Every rank calls it as often as the others, and all get the same answer in the same call. It does not wait,
+        unless a rank is a whole call behind: with one rank, a signal is seen immediately; with more, the ranks tell
+        each other in one call, and know in the next. Without ``on_signal``, False.
+
+        Raises as :meth:`save`, if the ranks cannot tell each other.
+        """
+        return bool(self._signals.watched) and self._schedule.poll(self._signals.came)
 
     def _checked(self, step: SupportsIndex) -> int:
         if self._closed:
@@ -232,6 +254,7 @@ class CheckpointManager:
         """
         step = self._checked(step)
         self._unsaved = None
+        self._continuing.called(step)
         self._saves.take()
         decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
@@ -260,6 +283,7 @@ class CheckpointManager:
         began = time.monotonic()
         try:
             self._check_ranks()
+            self._continuing.before_save()
             parts = TrainingState(state, self._rank_set)
             if self._newest_save is None:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
@@ -317,23 +341,12 @@ class CheckpointManager:
 
         Raises:
             CheckpointCorruptError: all checkpoints are damaged. The loop must not start over unnoticed.
+            ConfigurationError: there are only checkpoints of other names than ``step-N``; an option cannot work.
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
-            IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
+            IncompatibleStateError, StorageError: as for :func:`load`.
         """
-        fit = Fit.of_restore(options)
-        self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
-        damaged: list[int] = []
-        while True:
-            newest = self._on_first_rank(
-                lambda: self._steps.newest(damaged), "newest", "the step to go on from", timeout
-            )
-            if newest is None:
-                return None
-            try:
-                return self._restore(newest, state, fit, options)
-            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                logger.error("leaving out checkpoint %s: %s", self.path(newest), error)
-                damaged.append(newest)
+        self._prepare_restore()
+        return self._restored(self._continuing.restore_latest(state, options, timeout))
 
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
@@ -341,28 +354,18 @@ class CheckpointManager:
         The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
         Raises the errors of :func:`load`.
         """
-        return self._restore(step, state, Fit.of_restore(options), options)
+        self._prepare_restore()
+        self._restored(self._continuing.restore(step, state, options))
+        return step
 
-    def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, options: LoadOptions) -> int:
-        self._saves.drain()
-        self._newest_save = self._unsaved = None
-        path, places = self.path(step), self._steps.places(step)
+    def _prepare_restore(self) -> None:
+        self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         self._check_ranks()
-        parts = TrainingState(state, self._rank_set)
-        names = self._on_first_rank(
-            lambda: open_nearest(places).table.catalog.names, "names", f"the names in {path}"
-        )
-        parts.load(
-            places,
-            fit,
-            frozenset(fit.names(names)),
-            process_group=self._group,
-            no_dist=self._alone,
-            allow_objects=options.get("allow_objects", True),
-            share_reads=options.get("share_reads"),
-        )
-        self._schedule.restored(step)
-        logger.info("restored %s", path)
+        self._newest_save = self._unsaved = None
+
+    def _restored(self, step: int | None) -> int | None:
+        if step is not None:
+            self._schedule.restored(step)
         return step
 
     # ---- keeping -------------------------------------------------------------------------------------
@@ -374,26 +377,17 @@ class CheckpointManager:
         """
         for handle in self._saves.in_flight(self.path(step)):
             handle.result()
-        self._on_first_rank(
-            lambda: self._steps.on_each(step, lambda path: pin(path, name)),
-            "pin",
-            "that a checkpoint is pinned",
-        )
+        self._on_each(step, lambda path: pin(path, name), "pin")
 
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
-        self._on_first_rank(
-            lambda: self._steps.on_each(step, lambda path: unpin(path, name)),
-            "unpin",
-            "that a checkpoint is unpinned",
-        )
+        self._on_each(step, lambda path: unpin(path, name), "unpin")
 
-    def _on_first_rank(
-        self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
-    ) -> T:
-        if self._alone:
-            return compute()
-        return from_first_rank(compute, key, purpose, self._group, timeout)
+    def _on_each(self, step: int, work: Callable[[Location], object], key: str) -> None:
+        self._check_ranks()
+        work_on_all = partial(self._steps.on_each, step, work)
+        purpose = f"that a checkpoint is {key}ned"
+        from_first_of(self._rank_set, work_on_all, key, purpose, DEFAULT_TIMEOUT)
 
     def wait(self) -> None:
         """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.

@@ -114,7 +114,7 @@ class Schedule:
             self._ended, self._in_flight, self._quiet = None, False, 0
             self._meter.end_save(*ended)
         heard = self._heard()
-        stop = self._must_stop(heard)
+        stop = self._must_stop(heard, signalled)
         self._stopped = self._stopped or stop
         due = self._is_due(step, heard) or stop or force
         if due:  # before this rank tells the others
@@ -125,10 +125,19 @@ class Schedule:
         self._left = time.monotonic()
         return Decision(due, stop)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, signalled: bool) -> bool:
         """Whether :meth:`at` will save at ``step``, the next one. Raises as :meth:`StepConsensus.take`."""
         heard = self._heard()
-        return self._is_due(step, heard) or self._must_stop(heard)
+        return self._is_due(step, heard) or self._must_stop(heard, signalled)
+
+    def poll(self, signalled: bool) -> bool:
+        """Whether the next :meth:`at` will stop, or one has: an exchange between two steps. Raises as
+        :meth:`StepConsensus.take`.
+        """
+        heard = self._heard()
+        if self._consensus is not None:
+            self._consensus.give(self._say(signalled, time.monotonic()))
+        return self._stopped or self._must_stop(heard, signalled)
 
     def saved(self, began: float, call: float, handle: SaveHandle) -> None:
         """The save that was due began at ``began``, and its call took ``call`` seconds."""
@@ -161,7 +170,10 @@ class Schedule:
         agreed = None if self._consensus is None else self._consensus.take()
         return None if agreed is None else _Said(*agreed)
 
-    def _must_stop(self, heard: _Said | None) -> bool:
+    def _must_stop(self, heard: _Said | None, signalled: bool) -> bool:
+        """``signalled``: a signal has come to this rank. A rank alone need not hear of it from others first."""
+        if self._consensus is not None and self._consensus.is_alone and signalled:
+            return not self._stopped
         return heard is not None and bool(heard.signalled) and not self._stopped
 
     def _is_due(self, step: int, heard: _Said | None) -> bool:

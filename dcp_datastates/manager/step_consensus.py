@@ -63,6 +63,11 @@ class StepConsensus:
         self._last: list[int] = []
         """The result of the exchange before: a rank that lost its connection in it may still need it."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._rank_set.world == 1
+
     def take(self) -> list[int] | None:
         """The greatest of the numbers that all ranks gave at the step before; None at the first step.
 

@@ -11,7 +11,13 @@ from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, step_of
+from dcp_datastates.checkpoints.listing import (
+    Found,
+    checkpoints,
+    directories,
+    newest_first,
+    step_of,
+)
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.checkpoints.tiers import copies_newest_first, flaw_of_copies
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
@@ -24,7 +30,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "step-"
 T = TypeVar("T")
 
-_NAME: Final = re.compile(PREFIX + "(0|[1-9][0-9]*)")
+_NAME: Final = re.compile(PREFIX + "[0-9]+")
 
 
 def number_of(path: Location, prefix: str) -> int:
@@ -83,18 +89,26 @@ class StepDirectories:
         self._verify: Verification = verify
 
     def path(self, step: int) -> Location:
-        """The directory of the checkpoint of ``step``, on the nearest tier."""
+        """The directory to which ``step`` is saved, on the nearest tier."""
         return self.roots[0] / f"{PREFIX}{step}"
 
-    def places(self, step: int) -> list[Location]:
-        """The directory of the checkpoint of ``step`` on each tier."""
-        return [root / f"{PREFIX}{step}" for root in self.roots]
+    def places(self, name: str) -> list[Location]:
+        """The directory of the checkpoint ``name`` on each tier."""
+        return [root / name for root in self.roots]
+
+    def name_of(self, step: int) -> str:
+        """The name of the newest checkpoint of ``step``, which may have zeros in front of the number; that to which it
+        would be saved, if there is none.
+        """
+        named = [path for path in self._paths() if number_of(path, PREFIX) == step]
+        newest = next(newest_first(named), None)
+        return f"{PREFIX}{step}" if newest is None else newest.path.name
 
     def on_each(self, step: int, work: Callable[[Location], object]) -> None:
         """Call ``work`` with the place of the checkpoint of ``step`` on each tier that has it; on the nearest if none
         has.
         """
-        places = self.places(step)
+        places = self.places(self.name_of(step))
         for path in committed_among(places) or places[:1]:
             work(path)
 
@@ -109,7 +123,12 @@ class StepDirectories:
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""
-        return next((step_of(found.path.name) for found in newest_first(self._paths())), None)
+        newest = self.newest_found()
+        return None if newest is None else step_of(newest.path.name)
+
+    def newest_found(self) -> Found | None:
+        """The newest checkpoint of this package, whether it can be restored or not; None if there is none."""
+        return next(newest_first(self._paths()), None)
 
     def best(self, keep: Keep) -> int | None:
         """The step of the best checkpoint by ``keep``; None if it does not rank them, or none has the metric."""
@@ -118,18 +137,22 @@ class StepDirectories:
         )
         return step_of(best[0].path.name) if best else None
 
-    def delete_old(self, tier: int, keep: Keep) -> None:
-        """Delete the checkpoints of a tier that ``keep`` does not ask for."""
-        root = self.roots[tier]
-        retained = retain_here(root, keep=keep, verify=self._verify, among=self.is_one)
+    def delete_old(self, tier: int, keep: Keep, own: set[str]) -> None:
+        """Delete the checkpoints of a tier, among those of the names ``own``, that ``keep`` does not ask for; their
+        names leave ``own``.
+        """
+        retained = retain_here(
+            self.roots[tier], keep=keep, verify=self._verify, among=lambda path: path.name in own
+        )
         for path in retained.deleted:
+            own.discard(path.name)
             logger.info("deleted checkpoint %s", path)
 
     def _paths(self) -> list[Location]:
         return [path for root in self.roots for path in checkpoints(root) if self.is_one(path)]
 
-    def newest(self, leave_out: Collection[int]) -> int | None:
-        """The step of the newest checkpoint that can be restored: each file from some tier. None if there are no
+    def newest(self, leave_out: Collection[str]) -> str | None:
+        """The name of the newest checkpoint that can be restored: each file from some tier. None if there are no
         checkpoints.
 
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
@@ -138,13 +161,12 @@ class StepDirectories:
         problems = []
         for copies in copies_newest_first(self.roots, self.is_one):
             path = copies[0].path
-            step = step_of(path.name)
-            if step in leave_out:
+            if path.name in leave_out:
                 problems.append(f"{path.name} cannot be loaded")
                 continue
             problem = flaw_of_copies(copies, self._verify)
             if problem is None:
-                return step
+                return path.name
             logger.warning("leaving out checkpoint %s: %s", path, problem)
             problems.append(f"{path.name}: {problem}")
         roots = " and ".join(repr(str(root)) for root in self.roots)

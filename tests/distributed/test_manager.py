@@ -58,6 +58,34 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_stop(shared_dir):
     assert committed_names(shared_dir) == ["step-8"]
 
 
+@ranks(3)
+def test_a_poll_in_an_evaluation_tells_all_ranks_of_a_signal_in_the_same_call(shared_dir):
+    with manager(shared_dir, 1000, on_signal=(signal.SIGUSR1,)) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(10)})
+        answers = [checkpoints.poll() for _ in range(3)]
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        answers += [checkpoints.poll() for _ in range(2)]
+        assert not checkpoints.stopping
+        checkpoints.save(2, {"w": torch.ones(10)})
+        assert checkpoints.stopping
+    assert answers == [False, False, False, False, True]
+    dist.barrier()
+    assert committed_names(shared_dir) == ["step-2"]
+
+
+@ranks(2)
+def test_all_ranks_are_refused_in_the_root_of_a_former_run(shared_dir):
+    with manager(shared_dir, 1) as checkpoints:
+        checkpoints.save(7, {"w": torch.ones(10)})
+    with manager(shared_dir, 1) as checkpoints, raises(ConfigurationError, "has step-7"):
+        checkpoints.save(0, {"w": torch.ones(10)})
+    with manager(shared_dir, 1, keep=1, fresh="replace") as checkpoints:
+        checkpoints.save(0, {"w": torch.ones(10)})
+    dist.barrier()
+    assert committed_names(shared_dir) == ["step-0"]
+
+
 @ranks(2)
 def test_ranks_may_spell_the_root_differently(shared_dir):
     """As with other mount points on other hosts."""
