@@ -285,7 +285,8 @@ void only_what_was_done_is_traced() {
 }
 
 void a_trace_that_cannot_be_written_fails_the_save() {
-    Watched watched({}, "/nonexistent/trace");
+    const TemporaryDirectory empty;
+    Watched watched({}, empty.file("none/trace"));
     const auto fault = watched.save();
     check(fault && fault->error == ENOENT && fault->operation == "open");
 }
