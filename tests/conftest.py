@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import shutil
@@ -73,6 +74,14 @@ def _quiet_dcp() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.endswith("dcp_logger"):
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that may take longer, by a mark or by `--timeout 0`, is not ended by ``faulthandler_timeout``."""
+    mark = item.get_closest_marker("timeout")
+    seconds = mark.args[0] if mark else item.config.getoption("timeout", None)
+    if seconds is not None and not 0 < seconds < float(item.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:

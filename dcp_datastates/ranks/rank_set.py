@@ -7,7 +7,9 @@ The store is the default group's, under a prefix.
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -26,6 +28,8 @@ _CONNECT_SECONDS: Final = timedelta(seconds=5)
 
 _GLOO_SECONDS: Final = timedelta(seconds=30)
 """How long gloo waits for another rank's key when it uses a c10d store itself."""
+
+_DESTROYED: Final = "the default process group was destroyed"
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,7 @@ class RankSet:
     @property
     def host(self) -> str:
         """The host of the store's server, by the name that this process uses; empty if it has none."""
-        store = self.store
-        while (inner := getattr(store, "underlying_store", None)) is not None:
-            store = inner
-        return str(getattr(store, "host", ""))
+        return str(getattr(_innermost(self.store), "host", ""))
 
     @property
     def digest(self) -> str:
@@ -75,14 +76,17 @@ class RankSet:
 
         A request waits up to ten seconds until this rank has met rank 0; then it raises RuntimeError.
         """
-        client = self._base.shared if shared else Client(self._base.address.clone)
+        client = self._base.shared if shared else Client(self._base.address.connect)
         incarnation = self.incarnation
         return Connection(client, lambda: f"{incarnation.prefix()}/{purpose}")
 
     def raw_store(self, purpose: str) -> Any:
-        """Like :meth:`connect`, as a c10d store with one more connection, which does not reconnect."""
-        store = self._base.address.clone()
-        store.set_timeout(_GLOO_SECONDS)
+        """Like :meth:`connect`, as a c10d store with one more connection, which does not reconnect; if the job's store
+        is a file, it is that store.
+        """
+        store = self._base.address.client()
+        if not _is_file(store):
+            store.set_timeout(_GLOO_SECONDS)
         return dist.PrefixStore(f"{self.incarnation.prefix()}/{purpose}", store)  # type: ignore[attr-defined]
 
     @property
@@ -98,6 +102,7 @@ class _Address:
     """The store's address. Connecting to it waits for the network.
 
     The store itself may be a server that must end with the group, so this keeps only a weak reference, and uses clones.
+    A store that is a file gets none (:class:`_LentFile`).
     """
 
     def __init__(self, store: Any) -> None:
@@ -109,15 +114,57 @@ class _Address:
         gone = self.store() is None
         return gone, gone and dist.is_initialized()
 
-    def clone(self) -> Any:
-        """A new connection. Raises RuntimeError if the store cannot be reached, or the group is gone."""
+    def connect(self) -> Any:
+        """A new connection, to keep for many requests. Raises RuntimeError as :meth:`client` does."""
+        store = self.client()
+        return _LentFile(self.store) if _is_file(store) else store
+
+    def client(self) -> Any:
+        """A new client; if the store is a file, the store itself. Raises RuntimeError if the store cannot be reached,
+        or the group is gone.
+        """
         store = self._newest if self._newest is not None else self.store()
         if store is None:
-            raise RuntimeError("the default process group was destroyed")
+            raise RuntimeError(_DESTROYED)
+        if _is_file(store):
+            return store
         connection = store.clone()
         connection.set_timeout(_CONNECT_SECONDS)  # its clones must connect within that time
         self._newest = connection
         return connection
+
+
+class _LentFile:
+    """The group's own store, which is a file, held only during a request.
+
+    torch counts the clients of the file. A clone would keep the file after the group has gone; and when a clone is
+    dropped, it reads the file once more from where it has stopped. If the file was removed and made anew meanwhile,
+    that reads past the end of the new one, for ever, and with the GIL held.
+    """
+
+    def __init__(self, store: Callable[[], Any]) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        store = self._store()
+        if store is None:
+            raise RuntimeError(_DESTROYED)
+        path = _innermost(store).path
+        try:
+            os.stat(path)  # a request would wait for the file, as long as the group's own may
+        except FileNotFoundError:
+            raise RuntimeError(f"the file at which the ranks meet was removed: {path}") from None
+        return getattr(store, name)
+
+
+def _innermost(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _is_file(store: Any) -> bool:
+    return isinstance(_innermost(store), dist.FileStore)  # type: ignore[attr-defined]
 
 
 class _Base:
@@ -129,7 +176,7 @@ class _Base:
 
     def __init__(self, store: Any, kept: Any = None) -> None:
         self.address: Final = _Address(store)
-        self.shared: Final = Client(self.address.clone)  # must not hold this: see connection.py
+        self.shared: Final = Client(self.address.connect)  # must not hold this: see connection.py
         self._kept = kept
         self._lock = ProcessLock()  # guards _incarnations
         self._incarnations: dict[tuple[int, str], Incarnation] = {}
