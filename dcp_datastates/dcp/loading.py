@@ -126,6 +126,11 @@ def load_with(
                 no_dist=no_dist,
             )
     except CheckpointException as error:
+        own = error.failures.get(0 if no_dist else _rank_in(process_group))
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[
+                0
+            ] from None  # an interrupt here: the other ranks are told by an ordinary error
         rank = min(error.failures)
         cause = error.failures[rank][0]
         if isinstance(cause, DataStatesError):
@@ -140,6 +145,11 @@ def load_with(
                 state[name] = value
     planner.put_tensors(state)
     return state
+
+
+def _rank_in(process_group: dist.ProcessGroup | None) -> int:
+    """This process's rank in a group; 0 without one."""
+    return dist.get_rank(process_group) if dist.is_available() and dist.is_initialized() else 0
 
 
 class _Reader(DataStatesReader):

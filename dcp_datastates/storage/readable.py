@@ -26,7 +26,7 @@ class ReadableFile(Protocol):
         """Have the bytes read from storage next time, and leave the page cache to others (0: all from ``offset``)."""
 
     def close(self) -> None:
-        """Close it. No thread reads."""
+        """Close it. No thread reads. Idempotent."""
 
 
 def open_readable(location: Location) -> ReadableFile:
@@ -36,17 +36,19 @@ def open_readable(location: Location) -> ReadableFile:
 
 class _File:
     def __init__(self, path: Path) -> None:
-        self._descriptor = local.open_regular(path)
-        self.nbytes = os.fstat(self._descriptor).st_size
+        # A file object, not a descriptor: an interrupt may come between a close and the note of it, and a file object
+        # is closed once, however often it is told to.
+        self._file = open(local.open_regular(path), "rb", buffering=0)  # noqa: SIM115
+        self.nbytes = os.fstat(self._file.fileno()).st_size
 
     def read_at(self, offset: int, into: memoryview) -> int:
-        return local.read_at(self._descriptor, offset, into)
+        return local.read_at(self._file.fileno(), offset, into)
 
     def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
-        local.drop_cached(self._descriptor, offset, nbytes)
+        local.drop_cached(self._file.fileno(), offset, nbytes)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 class _Object:
