@@ -56,6 +56,7 @@ from dcp_datastates.storage.object_path import (
     locate_all,
     resolved,
 )
+from dcp_datastates.tiers.run_identity import loaded_from
 
 __all__ = ["DataStatesReader", "explain_missing"]
 
@@ -186,6 +187,7 @@ class DataStatesReader(StorageReader):
         self._note = note_of(metadata)
         self._wrappers = wrappers(metadata.state_dict_metadata)
         place_of(resolved(self._directory())).warn_if_replaced()
+        loaded_from(self._located_places())
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read, and, if it shares

@@ -21,7 +21,7 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save
 from dcp_datastates.tiers.eviction import make_room
-from dcp_datastates.tiers.run_identity import check_one_run
+from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 __all__ = ["Keeping"]
 
@@ -70,14 +70,29 @@ class Keeping:
         """On each tier, the names of this run's checkpoints: only these are deleted."""
         if archive_keep is not None:
             self._then = partial(steps.delete_old, 1, Keep.of(archive_keep), self._own[-1])
+        self._rank_set = rank_set
         self._archive: Archive | None = None
-        fast, *further = steps.roots
-        for slow in further:
-            check = partial(check_one_run, fast, slow)
-            from_first_of(rank_set, check, "run", "the run's identity", DEFAULT_TIMEOUT)
+        self._is_one_run = len(steps.roots) == 1
+        for slow in steps.roots[1:]:
             self._archive = archive_of(slow, commit_group(rank_set))
+            self._open_archive()
+        self._deletes = rank_set.rank == 0 and (keep is not None or len(steps.roots) > 1)
+
+    def _open_archive(self) -> None:
+        fast, slow = self._steps.roots
+        check = partial(check_one_run, fast, slow)
+        self._is_one_run = from_first_of(
+            self._rank_set, check, "run", "the run's identity", DEFAULT_TIMEOUT
+        )
+        if self._is_one_run and self._archive is not None:
             self._archive.open(fast)
-        self._deletes = rank_set.rank == 0 and (keep is not None or bool(further))
+
+    def check(self) -> None:
+        """Before a save: raises :class:`ConfigurationError` if the archive is another run's. All ranks call this."""
+        if not self._is_one_run:
+            self._open_archive()
+        if not self._is_one_run:
+            raise another_run(*self._steps.roots)
 
     def adopt(self, names: Iterable[str]) -> None:
         """Checkpoints of these names are this run's, too: it goes on from them."""

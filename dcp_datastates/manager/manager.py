@@ -284,6 +284,7 @@ class CheckpointManager:
         try:
             self._check_ranks()
             self._continuing.before_save()
+            self._keeping.check()
             parts = TrainingState(state, self._rank_set)
             if self._newest_save is None:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:

@@ -36,7 +36,7 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.carrying import Carrier
-from dcp_datastates.tiers.run_identity import check_one_run
+from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 __all__ = ["Archive", "archive_lag", "archive_of", "archive_save"]
 
@@ -105,10 +105,19 @@ class Archive:
             return [item.since for item in self._items]
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return True when all that was committed is archived, or has failed to be; False after ``seconds``."""
+        """Return True when all that was committed is archived, or has failed to be; False after ``seconds``.
+
+        What a former job has left to archive counts, too.
+        """
+        began = time.monotonic()
+        with self._lock:
+            opened = list(self._opened.values())
+        if wait(opened, seconds).not_done:
+            return False
         with self._lock:
             items = list(self._items)
-        return not wait([item.archived for item in items], seconds).not_done
+        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+        return not wait([item.archived for item in items], left).not_done
 
     def close(self) -> None:
         """Give up what is not archived: a pin keeps it for the next start."""
@@ -158,20 +167,21 @@ class Archive:
             logger.error("nothing of %s is archived: %s", fast, error)
             opened.set_exception(error)
             return
+        items = [_Item(fast / name, attempt) for name, attempt in found]
+        with self._lock:
+            self._items += items  # before the future is done: who waits for both misses none
         opened.set_result(None)
         # Here and now: all ranks carry the same checkpoints in the same order.
-        for name, attempt in found:
-            item = _Item(fast / name, attempt)
+        for item in items:
             logger.info("%s is not archived yet: going on", item.path)
-            with self._lock:
-                self._items.append(item)
             self._carry(item)
 
     def _unfinished(self, fast: Location) -> list[tuple[str, Attempt]]:
         """On the first rank: the checkpoints that an earlier process has pinned, the oldest first. Removes the rests of
         copies that no fast tier has any more.
         """
-        check_one_run(fast, self.slow, [item.path for item in list(self._items)])
+        if not check_one_run(fast, self.slow, [item.path for item in list(self._items)]):
+            raise another_run(fast, self.slow)
         pinned = []
         for found in newest_first(checkpoints(fast)):
             for name in pins(found.path):
@@ -220,8 +230,12 @@ class Archive:
         self._end(item, None)
 
     def _unpin(self, item: _Item) -> None:
+        """Remove the pin, and those of older attempts, which were never committed."""
         with _logged(f"{item.path} stays pinned"):
-            unpin(item.path, item.attempt.archive_pin.removeprefix("pin."))
+            for name in pins(item.path):
+                attempt = Attempt.parse(name.removeprefix("archive."))
+                if attempt is not None and attempt <= item.attempt:
+                    unpin(item.path, name)
 
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:

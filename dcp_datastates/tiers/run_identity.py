@@ -1,30 +1,63 @@
-"""The identity of a run, in each of its tiers: so that a reused local directory never loads another run."""
+"""The identity of a run, in each of its tiers: so that a reused local directory never loads another run, and two runs
+never share an archive.
+
+A file in each tier has a random name of the run. The archive's also says which fast tier made it, as a digest of its
+path: a job that starts with an empty fast tier of that path goes on with the run. A fast tier elsewhere (a new scratch
+directory for each job) does so once this process has loaded a checkpoint from the archive.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
 
 from dcp_datastates.checkpoints.listing import checkpoints
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import after_fork
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError
 
-__all__ = ["IDENTITY_NAME", "check_one_run"]
+__all__ = ["IDENTITY_NAME", "another_run", "check_one_run", "loaded_from"]
 
 IDENTITY_NAME: Final = ".datastates-run"
 _PHASE: Final = "run"
 _LONGEST: Final = 256
 
 
-def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = ()) -> None:
-    """Check that two directories of checkpoints belong to one run; a new one becomes the run's. One process calls this.
-    Checkpoints at ``ours`` are of the run: this process has saved them.
+class _Identity(NamedTuple):
+    run: str
+    origin: str
+    """The digest of the fast tier's path, in the archive; empty in a fast tier."""
 
-    Raises :class:`ConfigurationError` if they are of two runs, or one of them has checkpoints and no identity while the
-    other has one; and :class:`StorageError`.
+
+_loaded_from: Final[set[Location]] = set()
+"""The directories whose checkpoints this process has loaded."""
+
+
+def loaded_from(places: Iterable[Location]) -> None:
+    """Note that this process loads the checkpoint at ``places``."""
+    _loaded_from.update(place.parent for place in places)
+
+
+def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = ()) -> bool:
+    """Check that two directories of checkpoints belong to one run; a new one becomes the run's. One process calls this.
+
+    Args:
+        fast: The tier of the saves.
+        slow: The archive.
+        ours: Checkpoints of the run, which this process has saved.
+
+    Returns:
+        Whether they do. False if ``fast`` is new, the archive was made by a run with another fast tier, and this
+        process has loaded no checkpoint of it.
+
+    Raises:
+        ConfigurationError: they are of two runs; or one of them has checkpoints and no identity while the other has
+            one.
+        StorageError: storage fails.
     """
     if fast == slow:
         raise ConfigurationError(
@@ -35,14 +68,26 @@ def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = (
         _check_new(slow, fast, ours)
     if mine is None and theirs is not None:
         _check_new(fast, slow, ours)
+        if theirs.origin not in ("", _digest(fast)) and slow not in _loaded_from:
+            return False
     # The fast tier's first: where this is cut off, it is not taken for another run's.
-    mine = mine or _create(fast, theirs or secrets.token_hex(8))
-    theirs = theirs or _create(slow, mine)
-    if mine != theirs:
+    mine = mine or _create(fast, _Identity(theirs.run if theirs else secrets.token_hex(8), ""))
+    theirs = theirs or _create(slow, _Identity(mine.run, _digest(fast)))
+    if mine.run != theirs.run:
         raise ConfigurationError(
-            f"{str(fast)!r} belongs to run {mine} and {str(slow)!r} to run {theirs}: they are not tiers of one run; "
-            f"use another directory, or empty it"
+            f"{str(fast)!r} belongs to run {mine.run} and {str(slow)!r} to run {theirs.run}: they are not tiers of "
+            f"one run; use another directory, or empty it"
         )
+    return True
+
+
+def another_run(fast: Location, slow: Location) -> ConfigurationError:
+    """The error for a save to ``fast`` where :func:`check_one_run` has returned False."""
+    return ConfigurationError(
+        f"archive={str(slow)!r} belongs to a run that saves elsewhere than in {str(fast)!r}; to continue that run, "
+        f"call restore_latest() or load() first, or copy its file {IDENTITY_NAME} there; another run needs another "
+        f"archive"
+    )
 
 
 def _check_new(root: Location, other: Location, ours: Collection[Location]) -> None:
@@ -55,7 +100,7 @@ def _check_new(root: Location, other: Location, ours: Collection[Location]) -> N
         )
 
 
-def _read(root: Location) -> str | None:
+def _read(root: Location) -> _Identity | None:
     path = root / IDENTITY_NAME
     if isinstance(path, ObjectPath):
         try:
@@ -69,13 +114,19 @@ def _read(root: Location) -> str | None:
             return None
 
 
-def _decoded(data: bytes) -> str:
-    return data[:_LONGEST].decode(errors="replace").strip()
+def _decoded(data: bytes) -> _Identity:
+    run, _, origin = data[:_LONGEST].decode(errors="replace").strip().partition(" ")
+    return _Identity(run, origin)
 
 
-def _create(root: Location, identity: str) -> str:
+def _digest(root: Location) -> str:
+    path = str(root) if isinstance(root, ObjectPath) else str(root.absolute())
+    return hashlib.sha256(path.encode()).hexdigest()[:16]
+
+
+def _create(root: Location, identity: _Identity) -> _Identity:
     """Make the identity, unless another process has; returns the one that is there."""
-    data = identity.encode() + b"\n"
+    data = " ".join(identity).strip().encode() + b"\n"
     if isinstance(root, ObjectPath):
         root.store.put_if_absent((root / IDENTITY_NAME).key, data)
     else:
@@ -86,3 +137,8 @@ def _create(root: Location, identity: str) -> str:
             operations.rename(unfinished, root / IDENTITY_NAME, _PHASE)
             operations.sync_directory(root, _PHASE)
     return _read(root) or identity
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _loaded_from.clear()

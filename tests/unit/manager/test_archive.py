@@ -256,3 +256,73 @@ def test_what_was_never_archived_is_not_evicted(tmp_path, slow, monkeypatch, cap
     # For step 2, step 0 went, which is archived. For step 3 nothing could: step 1 is not, and 2 was the newest.
     assert there == {"step-1", "step-2", "step-3"}
     assert "a save needs about" in caplog.text
+
+
+def _leave_unarchived(fast, slow, steps):
+    """As a job leaves them that is killed before its checkpoints are archived."""
+    _run(fast, slow, [])  # makes the identities
+    _restart()
+    with CheckpointManager(fast, every=1) as manager:
+        for step in steps:
+            manager.save(step, {"w": torch.full((1000,), float(step))})
+    for step in steps:
+        attempt = dcp_datastates.inspect(fast / f"step-{step}").attempt
+        dcp_datastates.pin(fast / f"step-{step}", f"archive.{attempt}")
+
+
+@pytest.mark.parametrize("ends", ["wait", "the process"])
+def test_a_restart_without_saves_archives_what_the_job_before_has_left(
+    ends, tmp_path, slow, store, monkeypatch
+):
+    _leave_unarchived(tmp_path / "fast", slow, [1, 2])
+    listed = threading.Event()
+    pins = archive.pins
+    monkeypatch.setattr(archive, "pins", lambda path: listed.wait(30) and pins(path))
+    manager = CheckpointManager(tmp_path / "fast", every=1, archive=slow, save_last=False)
+    threading.Timer(0.2, listed.set).start()
+    if ends == "wait":
+        manager.wait()
+    else:
+        archive._finish_at_end()
+    assert _steps_in(store) == [1, 2]
+    manager.close()
+
+
+def test_pins_of_attempts_that_died_go_with_the_archived_one(tmp_path, slow, store):
+    fast = tmp_path / "fast"
+    (fast / "step-1").mkdir(parents=True)
+    (
+        fast / "step-1" / "pin.archive.18eb7384dd419f61-00000002"
+    ).touch()  # killed before it was committed
+    _run(fast, slow, [1])
+    assert _steps_in(store) == [1]
+    assert not list((fast / "step-1").glob("pin.*"))
+
+
+def test_two_managers_do_not_share_an_archive(tmp_path, slow, store):
+    def state(value):
+        return {"w": torch.full((1000,), float(value))}
+
+    with CheckpointManager(tmp_path / "generator", every=1, archive=slow) as first:
+        with (
+            pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"),
+            CheckpointManager(
+                tmp_path / "critic", every=1, archive=slow, save_last=False
+            ) as second,
+        ):
+            second.save(1, state(-1))
+        first.save(1, state(1))
+        first.wait()
+    shutil.rmtree(tmp_path / "generator")
+    found = state(0)
+    with CheckpointManager(tmp_path / "generator", every=1, archive=slow, save_last=False) as again:
+        assert again.restore_latest(found) == 1
+    assert torch.equal(found["w"], state(1)["w"])
+
+
+def test_a_run_goes_on_from_the_archive_with_a_fast_tier_elsewhere(tmp_path, slow, store):
+    _run(tmp_path / "job-1", slow, [0, 1])
+    _restart()
+    resumed, _, _ = _run(tmp_path / "job-2", slow, [2])
+    assert resumed == 1
+    assert _steps_in(store) == [0, 1, 2]

@@ -18,6 +18,7 @@ from dcp_datastates import (
     ConfigurationError,
     StorageError,
     latest,
+    load,
     retain,
     verify,
 )
@@ -265,8 +266,26 @@ def test_a_reused_directory_is_of_another_run(tmp_path, slow):
 
 def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
     _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    load(locate(slow) / "step-1")
     _save(tmp_path / "new-node/step-2", slow).archived.result(30)
     assert latest([tmp_path / "new-node", slow])[0] == tmp_path / "new-node/step-2"
+
+
+def test_the_same_fast_tier_joins_the_run_when_it_was_lost(tmp_path, slow):
+    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    shutil.rmtree(tmp_path / "fast")
+    _save(tmp_path / "fast/step-2", slow).archived.result(30)
+
+
+def test_another_run_does_not_share_the_archive(tmp_path, slow):
+    """Neither before anything is in the archive, nor later."""
+    first = _save(tmp_path / "one/step-1", slow)
+    first.archived.result(30)
+    with pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"):
+        _save(tmp_path / "two/step-1", slow).archived.result(30)
+    with pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"):
+        _save(tmp_path / "two/step-2", slow).archived.result(30)
+    assert latest(slow).name == "step-1"
 
 
 def test_checkpoints_of_no_known_run_do_not_join_one(tmp_path, slow):
