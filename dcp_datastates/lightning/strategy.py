@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,6 +82,9 @@ class DataStatesStrategyMixin(SavesInBackground):
 
     _fills_model = True
     """Whether a load fills the model's shards in place; else Lightning puts whole tensors into it."""
+
+    _loaded: str | None = None
+    """The path of the checkpoint of this package that is being loaded."""
 
     _rng: bytes | None = None
     """The random numbers of a loaded checkpoint, until the next batch."""
@@ -154,42 +157,70 @@ class DataStatesStrategyMixin(SavesInBackground):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load model and optimizers, and return all other values that Lightning has saved: those of this rank, or those
-        of the first rank if there were fewer ranks.
+        """Load the checkpoint, and return what Lightning has saved. Where ranks differ, that is this rank's own, or the
+        first rank's if there were fewer ranks.
+
+        Shards of models and optimizers are loaded in place. A whole model is returned, as Lightning's own strategies
+        return it: ``on_load_checkpoint`` may change it. Waits for the saves in flight, since one may be that of
+        ``checkpoint_path``.
 
         Raises :class:`CheckpointNotFoundError` for a checkpoint that was not committed, and the errors of
         :func:`~dcp_datastates.load`.
         """
+        self._saves.wait()
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
         if not is_ours(path):
+            self._loaded = None
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []  # type: ignore[attr-defined]
-        strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
-        models = {_MODEL: self._module}
-        if self._fills_model:
-            load_models(path, models, strict=strict)
-        load_optimizers(path, models, _numbered(optimizers))
+        self._loaded = path
         files = files_from(path)
         if _META not in files:
             raise CheckpointNotFoundError(
                 f"{path} is a checkpoint of this package, but Lightning did not save it: it has no {_META}"
             )
-        if fitting and self._rng_name in files:
-            # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
-            self._rng = files[self._rng_name]
-            unpack(RngState(), self._rng)
         meta: dict[str, Any] = torch.load(io.BytesIO(files[_META]), weights_only=weights_only)
+        self._rng = files.get(self._rng_name) if self._is_fitting else None
         whole = meta.pop(_TENSORS, [])
-        if not self._fills_model:
+        if self._fills_model:
+            strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
+            load_models(path, {_MODEL: self._module}, strict=strict)
+            if self._is_fitting:
+                self._load_optimizers(path)
+        else:
             whole.append(_MODEL)
-            meta[_OPTIMIZERS] = []  # Lightning looks for the key; they are loaded
+            if "lr_schedulers" in meta:  # not save_weights_only
+                meta[_OPTIMIZERS] = []  # Lightning looks for the key
         return {**meta, **load(path, only=whole)} if whole else meta
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's, with names as they were saved: without those that ``torch.compile`` adds."""
+        if self._loaded is None or self._fills_model:
+            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+            return
+        module = self.lightning_module  # type: ignore[attr-defined]
+        keys = {_plain(key): key for key in module.state_dict()}
+        state = {keys.get(_plain(key), key): value for key, value in checkpoint[_MODEL].items()}
+        super().load_model_state_dict({**checkpoint, _MODEL: state}, strict)  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers of a whole model. Lightning has made them from what ``on_load_checkpoint`` left."""
+        if self._loaded is None:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        elif not self._fills_model:
+            self._load_optimizers(self._loaded)
+
+    def _load_optimizers(self, path: str) -> None:
+        load_optimizers(path, {_MODEL: self._module}, _numbered(self.optimizers))  # type: ignore[attr-defined]
+        if self._rng is not None:
+            # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
+            unpack(RngState(), self._rng)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # optimizers are loaded in place
+        return (
+            self._fills_model
+        )  # else as Lightning does: optimizers are made of what the hooks left
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
@@ -204,6 +235,10 @@ class DataStatesStrategyMixin(SavesInBackground):
     def _module(self) -> torch.nn.Module:
         assert self.model is not None  # type: ignore[attr-defined]
         return self.model  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def _is_fitting(self) -> bool:
+        return bool(self._trainer.state.fn == TrainerFn.FITTING)
 
     @property
     def _trainer(self) -> Any:
@@ -268,6 +303,11 @@ def _is_of_tensors(value: Any) -> bool:
         and bool(value)
         and all(isinstance(each, torch.Tensor) for each in value.values())
     )
+
+
+def _plain(key: str) -> str:
+    """The name of a model's value, without what ``torch.compile`` of its modules adds."""
+    return key.replace("_orig_mod.", "")
 
 
 def _numbered(values: list[Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ def job(
     world: int,
     tmp_path: Path,
     environment: dict[str, str] | None = None,
+    module: str = "lightning_jobs",
+    seconds: float = 60.0,
     **arguments: Any,
 ) -> list[Ended]:
     environments = [
@@ -45,10 +47,11 @@ def job(
         for rank in range(world)
     ]
     return run_ranks(
-        f"lightning_jobs:{function}",
+        f"{module}:{function}",
         world,
         tmp_path / "scratch",
         environments=environments,
+        seconds=seconds,
         **arguments,
     )
 

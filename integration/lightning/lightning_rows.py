@@ -1,0 +1,378 @@
+"""What users of Lightning do when they save and resume: one function for each habit.
+
+Each is run with Lightning's own strategies and with those of this package, on one device and with DDP, and must have
+the same outcome. It returns that outcome: losses, values, or the name of an error.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
+
+from dcp_datastates.lightning import DataStatesDDPStrategy, DataStatesSingleDeviceStrategy
+
+FAILED = "failed: "
+"""An outcome that nobody expected begins so."""
+
+ROWS: dict[str, Callable[[Use], Any]] = {}
+STRATEGIES = {
+    "own single": lambda **options: SingleDeviceStrategy("cpu", **options),
+    "single": lambda **options: DataStatesSingleDeviceStrategy("cpu", **options),
+    "own ddp": lambda **options: DDPStrategy(process_group_backend="gloo", **options),
+    "ddp": lambda **options: DataStatesDDPStrategy(process_group_backend="gloo", **options),
+}
+
+
+@dataclass
+class Use:
+    """Makes trainers of one kind, whose checkpoints lie in a folder."""
+
+    kind: str
+    folder: Path
+
+    def trainer(self, epochs: int, *callbacks: Callback, **options: Any) -> pl.Trainer:
+        """A trainer for so many epochs."""
+        return pl.Trainer(
+            strategy=STRATEGIES[self.kind](**options.pop("strategy", {})),
+            accelerator="cpu",
+            devices=dist.get_world_size() if dist.is_initialized() else 1,
+            max_epochs=epochs,
+            callbacks=list(callbacks),
+            default_root_dir=self.folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **options,
+        )
+
+    def save(self, model: pl.LightningModule, epochs: int = 1, **saving: Any) -> str:
+        """Train, and return the path of the last checkpoint."""
+        saves = ModelCheckpoint(self.folder, **{"save_last": True, "save_top_k": 0, **saving})
+        self.trainer(epochs, saves).fit(model, batches())
+        return saves.last_model_path
+
+    def resume(self, model: Net, path: str, epochs: int = 2, **options: Any) -> dict[int, str]:
+        """Resume and train, and return the losses by step."""
+        self.trainer(epochs, enable_checkpointing=False, **options).fit(
+            model, batches(), ckpt_path=path
+        )
+        return model.losses
+
+
+class Net(pl.LightningModule):
+    """Two layers. Notes its losses by step."""
+
+    def __init__(self, width: int = 16, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
+        self.losses: dict[int, str] = {}
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss = self(batch).square().mean()
+        self.losses[self.trainer.global_step] = float(loss.detach()).hex()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        self.log("val", self(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+
+def batches(rows: int = 40, size: int = 4) -> torch.utils.data.DataLoader[torch.Tensor]:
+    drawn = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(list(drawn), batch_size=size)
+
+
+def row(function: Callable[[Use], Any]) -> Callable[[Use], Any]:
+    """Add a row of the table."""
+    ROWS[function.__name__] = function
+    return function
+
+
+def all_rows(folder: str, device: str) -> dict[str, list[Any]]:
+    """The outcome of each row: with Lightning's own strategy, and with this package's."""
+    warnings.simplefilter("ignore")
+    found: dict[str, list[Any]] = {name: [] for name in ROWS}
+    for kind in (f"own {device}", device):
+        for name, function in ROWS.items():
+            place = Path(folder, kind, name)
+            try:
+                outcome = function(Use(kind, place))
+            except Exception:
+                outcome = f"{FAILED}{traceback.format_exc()}"
+            found[name].append(outcome)
+    return found
+
+
+def weights(model: torch.nn.Module) -> list[float]:
+    return [float(value.double().sum()) for value in model.parameters()]
+
+
+# ---- compiled modules ----------------------------------------------------------------------------
+
+
+class Compiled(Net):
+    """Compiles a module of its own: the names of its values get another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+@row
+def a_module_compiled_in_init_resumes(use: Use) -> Any:
+    return use.resume(Compiled(), use.save(Compiled()))
+
+
+@row
+def a_module_compiled_in_init_is_validated(use: Use) -> Any:
+    path = use.save(Compiled())
+    return use.trainer(1).validate(Compiled(), batches(4), ckpt_path=path, verbose=False)
+
+
+# ---- the tuner -----------------------------------------------------------------------------------
+
+
+class Tuned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return batches(80, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return batches(8, self.batch_size)
+
+
+def _tuned(use: Use, tune: Callable[[Tuner, Tuned], Any]) -> Any:
+    model = Tuned()
+    before = weights(model)
+    trainer = use.trainer(1, enable_checkpointing=False)
+    found = tune(Tuner(trainer), model)
+    assert weights(model) == before
+    model.losses.clear()
+    trainer.fit(model)
+    left = [each.name for each in use.folder.iterdir()] if use.folder.exists() else []
+    return found, model.losses, left
+
+
+@row
+def the_batch_size_is_searched(use: Use) -> Any:
+    if "ddp" in use.kind:
+        return "Lightning refuses"
+    return _tuned(use, lambda tuner, model: tuner.scale_batch_size(model, max_trials=2))
+
+
+# ---- what hooks do to a checkpoint --------------------------------------------------------------
+
+
+class AsStored(Net):
+    """Is as wide as the checkpoint says."""
+
+    def __init__(self) -> None:
+        super().__init__(width=4)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        width = len(checkpoint["state_dict"]["net.0.weight"])
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
+
+
+@row
+def a_hook_makes_the_modules_that_the_checkpoint_has(use: Use) -> Any:
+    return use.resume(AsStored(), use.save(Net()))
+
+
+class Extra(Net):
+    """Saves further values of its own."""
+
+    seen: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"table": torch.arange(3), "of": [1, {"two": (3, None)}]}
+        checkpoint["mean"] = torch.tensor(0.5)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["mine"]["table"].tolist(), checkpoint["mine"]["of"]
+        self.seen = *self.seen, float(checkpoint["mean"])
+
+
+@row
+def hooks_save_and_load_values_of_their_own(use: Use) -> Any:
+    model = Extra()
+    return use.resume(model, use.save(Extra())), model.seen
+
+
+class NotStrict(Net):
+    """Has a head that the checkpoint lacks, and lacks another."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.add_module(head, torch.nn.Linear(2, 2).requires_grad_(False))
+
+
+@row
+def a_model_that_is_not_strict_is_validated_with_what_there_is(use: Use) -> Any:
+    path = use.save(NotStrict("old"))
+    return use.trainer(1).validate(NotStrict("new"), batches(4), ckpt_path=path, verbose=False)
+
+
+# ---- kinds of checkpoints ------------------------------------------------------------------------
+
+
+@row
+def weights_alone_are_saved(use: Use) -> Any:
+    path = use.save(Net(), save_weights_only=True)
+    found = use.trainer(1).validate(Net(width=16), batches(4), ckpt_path=path, verbose=False)
+    try:
+        use.resume(Net(), path)
+    except KeyError as error:
+        return found, str(error)
+
+
+@row
+def the_best_is_validated_tested_and_predicts(use: Use) -> Any:
+    model = Net()
+    saves = ModelCheckpoint(use.folder, monitor="val", save_top_k=2, filename="{epoch}")
+    trainer = use.trainer(3, saves)
+    trainer.fit(model, batches(), batches(8))
+    model.test_step = model.validation_step
+    model.predict_step = lambda batch, batch_idx: model(batch).tolist()
+    return (
+        trainer.validate(ckpt_path="best", dataloaders=batches(4), verbose=False),
+        trainer.test(ckpt_path="best", dataloaders=batches(4), verbose=False),
+        trainer.predict(model, batches(4), ckpt_path="best"),
+        Path(saves.best_model_path).name,
+        sorted(each.name for each in use.folder.iterdir()),
+    )
+
+
+@row
+def early_stopping_goes_on_counting(use: Use) -> Any:
+    def stopping() -> EarlyStopping:
+        return EarlyStopping("val", patience=3, min_delta=10.0)
+
+    first = use.trainer(2, stopping(), ModelCheckpoint(use.folder, save_last=True, save_top_k=0))
+    first.fit(Net(), batches(), batches(8))
+    second = use.trainer(9, stopping(), enable_checkpointing=False)
+    second.fit(Net(), batches(), batches(8), ckpt_path=str(use.folder / "last.ckpt"))
+    return second.current_epoch
+
+
+@row
+def a_checkpoint_from_within_an_epoch_resumes(use: Use) -> Any:
+    saves = ModelCheckpoint(use.folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    use.trainer(1, saves).fit(Net(), batches())
+    return use.resume(Net(), str(use.folder / "step=3.ckpt"), epochs=1)
+
+
+@row
+def a_checkpoint_that_was_saved_by_hand_is_loaded_right_away(use: Use) -> Any:
+    trainer = use.trainer(1, enable_checkpointing=False)
+    trainer.fit(Net(), batches())
+    trainer.save_checkpoint(use.folder / "mine.ckpt")
+    return use.resume(Net(), str(use.folder / "mine.ckpt"))
+
+
+class Modes(pl.LightningDataModule):
+    """Counts how often it was asked for batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"rows": 40})
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return batches()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = 100 + state["asked"]
+
+
+@row
+def a_data_module_has_a_state(use: Use) -> Any:
+    first = use.trainer(1, ModelCheckpoint(use.folder, save_last=True, save_top_k=0))
+    first.fit(Net(), datamodule=Modes())
+    data = Modes()
+    second = use.trainer(2, enable_checkpointing=False)
+    second.fit(Net(), datamodule=data, ckpt_path=str(use.folder / "last.ckpt"))
+    return data.asked
+
+
+class Adversaries(Net):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> None:
+        made, judged = self.optimizers()
+        for optimizer, loss in (
+            (made, (self.judge(self.net(batch)) - 1).square().mean()),
+            (judged, self.judge(self.net(batch).detach()).square().mean()),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses[self.trainer.global_step] = float(loss.detach()).hex()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.net.parameters(), lr=1e-2),
+            torch.optim.SGD(self.judge.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+@row
+def two_optimizers_are_stepped_by_hand(use: Use) -> Any:
+    settings = {"strategy": {"find_unused_parameters": True}} if "ddp" in use.kind else {}
+    saves = ModelCheckpoint(use.folder, save_last=True, save_top_k=0)
+    use.trainer(1, saves, **settings).fit(Adversaries(), batches())
+    return use.resume(Adversaries(), str(use.folder / "last.ckpt"), **settings)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@row
+def a_scheduler_is_left_out(use: Use) -> Any:
+    return use.resume(Net(), use.save(Scheduled()))
+
+
+class WithLBFGS(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-2)
+
+
+@row
+def lbfgs_resumes(use: Use) -> Any:
+    return use.resume(WithLBFGS(), use.save(WithLBFGS()))
