@@ -163,7 +163,7 @@ def _add_convert(commands: _Commands) -> None:
     convert.add_argument(
         "--config-from",
         metavar="DIR",
-        help="with --to hf: copy configuration and tokenizer files from this folder (default: SRC)",
+        help="with --to hf: copy configuration and tokenizer files from this folder (default: from SRC)",
     )
     convert.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
     convert.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -16,8 +16,9 @@ from typing_extensions import Unpack
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
-from dcp_datastates.conversion.adapters import adapter_config, adapter_of
+from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
+from dcp_datastates.conversion.hugging_face import small_files
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
@@ -175,8 +176,8 @@ def convert(
             - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
             - ``shard_size``: the most bytes of tensors in one file of "hf", "datastates" and "dcp"; default: "5GB".
             - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
-              source, if it is a Hugging Face folder. For "peft", one with ``adapter_config.json``; default: the one
-              that the Trainer has saved.
+              source, if it is a Hugging Face folder, or what the Trainer has saved. For "peft", one with
+              ``adapter_config.json``; default: the one that the Trainer has saved.
             - ``overwrite``: whether a checkpoint or file at ``target`` is replaced; default: False.
             - ``strict``: whether an object that the format cannot hold is an error, rather than a warning.
             - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
@@ -186,7 +187,8 @@ def convert(
 
     Raises:
         ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
-            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice.
+            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice; or transformers
+            cannot open the folder ("hf"), since names or shapes are not those of its configuration.
         CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
         CheckpointNotFoundError: there is nothing to convert at ``source``.
         CheckpointCorruptError: the source is damaged.
@@ -211,11 +213,13 @@ def convert(
     chosen_format = _target_format(opened, to, checked)
     check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
     selected = select(opened, checked.selection)
-    config = b""
+    companions: Location | Mapping[str, bytes] | None = checked.config_from
     if chosen_format == "peft":
-        config = adapter_config(opened, checked.config_from)
+        companions = {ADAPTER_CONFIG: adapter_config(opened, checked.config_from)}
         selected = adapter_of(selected, frozenset(optimizers_in(opened)))
-    elif chosen_format in _FLAT and not checked.selection.chooses:
+    elif chosen_format == "hf" and companions is None:
+        companions = opened.path if opened.format == "Hugging Face" else small_files(opened)
+    if chosen_format in ("hf", "safetensors") and not checked.selection.chooses:
         _refuse_optimizers(selected, chosen_format)
     skipped = _without_objects(selected, chosen_format, checked.strict)
     if chosen_format not in _FLAT:
@@ -228,7 +232,7 @@ def convert(
             if chosen_format not in _FILES:
                 with local.explained("creating directory", path):
                     operations.make_directory(path, "convert")
-            output = _output(selected, path, there, chosen_format, limits, checked, config)
+            output = _output(selected, path, there, chosen_format, limits, checked, companions)
             write_outputs(output.files, selected, limits, progress)
             output.finish()
         files = len(output.files)
@@ -252,15 +256,15 @@ def _output(
     to: Target,
     limits: Limits,
     options: _Options,
-    config: bytes,
+    companions: Location | Mapping[str, bytes] | None,
 ) -> Output:
-    """``path`` is where ``target`` is written before it appears; a directory is there. ``config``: of an adapter."""
+    """``path`` is where ``target`` is written before it appears; a directory is there. ``companions``: the folder or
+    the files that go with a model or an adapter.
+    """
     if to == "peft":
-        return peft_output(source, path, config)
+        assert isinstance(companions, Mapping)
+        return peft_output(source, path, companions[ADAPTER_CONFIG])
     if to == "hf":
-        companions = options.config_from
-        if companions is None and source.format == "Hugging Face":
-            companions = source.path
         return hf_output(source, path, limits.shard_bytes, companions)
     if to == "safetensors":
         return safetensors_output(source, path)

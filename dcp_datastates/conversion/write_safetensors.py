@@ -14,6 +14,7 @@ from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
 from dcp_datastates.conversion.files import read_whole
+from dcp_datastates.conversion.hugging_face import CONFIG, check_opens
 from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source, shards
@@ -26,13 +27,14 @@ __all__ = ["hf_output", "peft_output", "safetensors_output"]
 
 logger = logging.getLogger(__name__)
 
-_CONFIG: Final = "config.json"
-
 _ALIGNMENT: Final = 64
 """Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
 
 _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
+
+_OTHERS: Final = ("trainer_state.json",)
+"""Files of these endings that belong to a training, not to a model."""
 
 
 def safetensors_output(source: Source, target: Path) -> Output:
@@ -42,11 +44,15 @@ def safetensors_output(source: Source, target: Path) -> Output:
 
 
 def hf_output(
-    source: Source, folder: Path, shard_bytes: int, companions: Location | None
+    source: Source,
+    folder: Path,
+    shard_bytes: int,
+    companions: Location | Mapping[str, bytes] | None,
 ) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
-    ``companions``: a folder whose configuration and tokenizer files are copied.
+    ``companions``: a folder whose configuration and tokenizer files are copied; or such files. At its end, the output
+    raises :class:`ConfigurationError` if transformers cannot open the model.
     """
     parts = shards(source, shard_bytes)
     files = {"model.safetensors": parts[0]}
@@ -58,16 +64,23 @@ def hf_output(
     outputs = [_output_file(folder / file, source, names) for file, names in files.items()]
 
     def finish() -> None:
-        if companions is not None:
+        if isinstance(companions, Mapping):
+            for name, data in companions.items():
+                if _is_companion(name):
+                    write_small_file(folder / name, data)
+        elif companions is not None:
             _copy_companions(companions, folder)
-        if not (folder / _CONFIG).exists():
+        if len(files) > 1:
+            _write_index(source, folder, files)
+        if CONFIG in names_at(folder):
+            given = "the checkpoint" if isinstance(companions, Mapping) else repr(str(companions))
+            check_opens(folder, given)
+        else:
             logger.warning(
                 "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
                 "config_from=FOLDER (--config-from)",
-                _CONFIG,
+                CONFIG,
             )
-        if len(files) > 1:
-            _write_index(source, folder, files)
 
     return Output(outputs, finish)
 
@@ -136,10 +149,16 @@ def _write_index(source: Source, folder: Path, files: Mapping[str, Sequence[str]
     write_small_file(folder / HUGGING_FACE_INDEX, text.encode())
 
 
+def _is_companion(name: str) -> bool:
+    """Whether a file of this name belongs to a model's folder."""
+    is_index = name.endswith(".index.json")
+    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name not in _OTHERS
+
+
 def _copy_companions(companions: Location, folder: Path) -> None:
     for name in sorted(names_at(companions)):
         file = companions / name
-        if file.suffix not in _COMPANIONS or name.endswith(".index.json") or is_directory(file):
+        if not _is_companion(name) or is_directory(file):
             continue
         write_small_file(folder / name, read_whole(file))
         if isinstance(file, Path):

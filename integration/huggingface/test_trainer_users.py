@@ -15,6 +15,8 @@ from support.state.files import data_files, flip_bit
 from support.state.roots import committed_names
 from tokenizers import Tokenizer, models
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -336,3 +338,43 @@ def test_the_state_of_the_trainer_is_in_the_checkpoint(tmp_path: Path) -> None:
     run(Ours, tmp_path, max_steps=2)
     files = ds.load(tmp_path / "checkpoint-2", only="files")["files"]["rank-0"]
     assert json.loads(files["trainer_state.json"])["global_step"] == 2
+
+
+# ---- exports -----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_becomes_a_model_with_its_own_tokenizer_and_configuration(
+    tmp_path: Path,
+) -> None:
+    """The vocabulary was resized, so the folder of the base model does not fit."""
+    base, words = llama(), tokenizer(tmp_path)
+    base.save_pretrained(tmp_path / "base")
+    words.save_pretrained(tmp_path / "base")
+    words.add_tokens(["<a>", "<b>"])
+    base.resize_token_embeddings(len(words))
+    run(Ours, tmp_path, model=base, processing_class=words, max_steps=2)
+    checkpoint, out = tmp_path / "checkpoint-2", tmp_path / "out"
+    with pytest.raises(ds.ConfigurationError, match="would not load them"):
+        ds.convert(checkpoint, out, "hf", part="model", config_from=tmp_path / "base")
+    assert not out.exists()
+    ds.convert(checkpoint, out, "hf", part="model")
+    assert len(AutoTokenizer.from_pretrained(out)) == VOCABULARY + 2
+    found = AutoModelForCausalLM.from_pretrained(out)
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    run(Ours, tmp_path, max_steps=2)
+    for option, problem in (
+        ({"exclude": ["model.model.norm"]}, "missing keys: 'model.norm.weight'"),
+        ({"rename": {"model.norm": "model.other"}}, "missing keys"),
+        ({"dtype": "bfloat16"}, None),
+    ):
+        if problem is None:
+            ds.convert(tmp_path / "checkpoint-2", tmp_path / "out", "hf", part="model", **option)
+        else:
+            with pytest.raises(ds.ConfigurationError, match=problem):
+                ds.convert(
+                    tmp_path / "checkpoint-2", tmp_path / "out", "hf", part="model", **option
+                )
