@@ -26,7 +26,7 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
-from dcp_datastates.format.name_patterns import KeyPath
+from dcp_datastates.format.key_paths import EMPTY, KeyPath, name_of, part_of
 from dcp_datastates.storage.object_path import Location
 
 __all__ = [
@@ -58,12 +58,14 @@ class TorchSource(Source):
         self._values: dict[str, Any] = {}
         paths: dict[str, KeyPath] = {}
         for key_path, value in leaves(state):
-            name = ".".join(map(str, key_path))
+            name = name_of(key_path)
             if name in paths:
                 raise IncompatibleStateError(
                     f"{path} has two values with the name {name!r}: at {paths[name]} and {key_path}"
                 )
             paths[name] = key_path
+            if key_path[-1] == EMPTY:
+                continue
             if isinstance(value, torch.Tensor):
                 self._arrays[name] = array_of(value, records, path, 0, name)
             else:
@@ -176,15 +178,18 @@ def array_of(tensor: torch.Tensor, records: Records, path: Location, base: int, 
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The values of a nested state, as DCP flattens one: dicts are containers, and lists with tensors or dicts in them;
-    all else is a value. In a path, a string is a key, and an integer is an index into a list.
+    """The values of a nested state, as DCP flattens one: dicts are containers, and lists with tensors or dicts in them
+    (tuples only with tensors); all else is a value. An empty dict has a path that says so (``key_paths.py``).
     """
-    items: Iterable[tuple[str | int, Any]] | None = None
+    items: Iterable[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping):
-        items = ((str(key), each) for key, each in value.items())
+        if path and not value:
+            path = (*path, EMPTY)
+        else:
+            items = ((part_of(key), each) for key, each in value.items())
     elif isinstance(value, (list, tuple)) and _is_container(value):
         items = enumerate(value)
-    if items is None or (path and not value):
+    if items is None:
         yield path, value
         return
     for key, each in items:
@@ -192,6 +197,17 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, Mapping)):
-        return True
-    return isinstance(value, (list, tuple)) and any(map(_is_container, value))
+    """Whether a list or tuple is taken apart. A tuple is so only for its tensors' sake, as it comes back as a list."""
+    if isinstance(value, tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, list) and any(
+        isinstance(each, (torch.Tensor, Mapping)) or _is_container(each) for each in value
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple)) and any(map(_has_tensors, value))
+    )

@@ -76,7 +76,7 @@ def select(source: Source, selection: Selection) -> Source:
     Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
     :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing.
     """
-    taken = names = source.names()
+    taken = names = [*source.names(), *source.empty_dicts()]
     part = None if selection.part is None else NamePatterns("part", selection.part)
     if part is not None:
         taken = part.choose(names)
@@ -112,7 +112,7 @@ class Selected(Source):
             for name, old in old_of.items()
             if old in source.tensors
         }
-        self.objects = dict.fromkeys(name for name in old_of if name not in self.tensors)
+        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
         self.paths = {
             name: renamed_path(source.paths.get(old, (old,)), old, name)
             for name, old in old_of.items()

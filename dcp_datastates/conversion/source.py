@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import CheckpointCorruptError, UnsafeObjectError
+from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
 from dcp_datastates.format.metadata import DCP_VERSION
-from dcp_datastates.format.name_patterns import KeyPath
 from dcp_datastates.format.validate import check_covered
 from dcp_datastates.storage.object_path import Location
 
@@ -98,11 +98,19 @@ class Source(abc.ABC):
     objects: Collection[str] = ()
     """The names of objects, in the order of the source."""
     paths: Mapping[str, KeyPath] = {}
-    """Where values lie in the nested state, as far as the source knows. No other names."""
+    """Where values and empty dicts lie in the nested state, as far as the source knows. No other names."""
 
     def names(self) -> list[str]:
         """The names of all values."""
         return [*self.tensors, *self.objects]
+
+    def empty_dicts(self) -> list[str]:
+        """The names of empty dicts, which have no value."""
+        return [
+            name
+            for name in empties(self.paths)
+            if name not in self.tensors and name not in self.objects
+        ]
 
     def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
         """The chunks in which a tensor is stored."""
@@ -135,12 +143,12 @@ class DCPSource(Source):
             if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = dict.fromkeys(name for name in entries if name not in self.tensors)
-        known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        known = with_types(metadata.planner_data)
         self.paths = {
             name: path
-            for name, path in known.items()
-            if name in entries and type(path) is tuple and path
-            if set(map(type, path)) <= {str, int}
+            for name, path in (known.items() if isinstance(known, dict) else ())
+            if type(path) is tuple and path and (name in entries or path[-1] == EMPTY)
+            if set(map(type, path)) <= {str, int, tuple}
         }
 
     def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
@@ -207,7 +215,8 @@ def metadata_of_source(
         for name, info in source.tensors.items()
     }
     entries.update((name, BytesStorageMetadata()) for name in source.objects)
-    paths = {name: source.paths.get(name, (name,)) for name in entries}
+    names = [*entries, *source.empty_dicts()]
+    paths = {name: source.paths.get(name, (name,)) for name in names}
     return Metadata(entries, paths, places, StorageMeta(save_id=save_id), DCP_VERSION)
 
 

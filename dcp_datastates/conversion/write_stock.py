@@ -28,6 +28,7 @@ from dcp_datastates.conversion.output_file import (
 from dcp_datastates.conversion.read_torch import records_in
 from dcp_datastates.conversion.source import Source, TensorInfo, metadata_of_source, shards
 from dcp_datastates.conversion.write_torch import save_without_data
+from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.storage import local
 
 __all__ = ["stock_output"]
@@ -63,7 +64,9 @@ def stock_output(source: Source, folder: Path, limits: Limits) -> Output:
                     tensors.append(Placed(name, data, first, first + chunk.sizes.numel()))
                     first = tensors[-1].end
         outputs.append(OutputFile(path, path.stat().st_size, (), tensors))
-    metadata = pickle.dumps(metadata_of_source(source, chunks, places))
+    described = metadata_of_source(source, chunks, places)
+    described.planner_data = dict(as_dcp_has_them(described.planner_data))
+    metadata = pickle.dumps(described)
     finish = partial(write_small_file, folder / local.METADATA_NAME, metadata)
     return Output(outputs, finish)
 

@@ -29,11 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.dcp.fit import Fit
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.name_patterns import (
-    KeyPath,
-    renamed_path,
-)
-from dcp_datastates.format.nesting import path_of, put
+from dcp_datastates.format.key_paths import KeyPath, key_of, typed_paths
+from dcp_datastates.format.name_patterns import renamed_path
+from dcp_datastates.format.nesting import empty_in, path_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, wrappers
 from dcp_datastates.process.garbage import collection_paused
 
@@ -78,6 +76,10 @@ class FittingPlanner(DefaultLoadPlanner):
         """The program's names of wrapper subclasses, of which the checkpoint has the parts."""
         self._grown: dict[str, KeyPath] = {}
         """The values that the state did not have, and where they come to be."""
+        self._paths: Mapping[str, KeyPath] = {}
+        """Where the values of the state are."""
+        self._empty: dict[str, KeyPath] = {}
+        """The empty dicts to load, and where they come to be."""
         self._tensors: dict[str, torch.Tensor] = {}
         """The tensors at the top of the state, if DCP does not get them."""
 
@@ -117,6 +119,7 @@ class FittingPlanner(DefaultLoadPlanner):
             if any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
                 self.flatten_sharded_tensors = True
                 super().set_up_planner(state_dict, metadata, is_coordinator)
+            self._paths = typed_paths(state_dict, self.mappings)
         except ValueError as error:
             raise IncompatibleStateError(
                 f"two values of the state have one name: {error}"
@@ -132,7 +135,10 @@ class FittingPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         boxed = wrappers(stored)
-        self._names = self.fit.names([*stored, *boxed])
+        empty = frozenset(empty_in(self.metadata))
+        names = self.fit.names([*stored, *boxed, *empty])
+        self._empty = {name: self._path(name, old) for name, old in names.items() if old in empty}
+        self._names = {name: old for name, old in names.items() if old not in empty}
         self._wrapped = frozenset(name for name, old in self._names.items() if old in boxed)
         self._chosen = frozenset(self._names.values())
         unfit: dict[str, str] = {}
@@ -157,6 +163,13 @@ class FittingPlanner(DefaultLoadPlanner):
                 items += _read_items(name, value, old, stored[old])
         return LoadPlan(items)
 
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks' states fit. Put the empty dicts that were saved below names that take all into the state."""
+        for name, path in self._empty.items():
+            if is_under(name, self._filled):
+                put(self.original_state_dict, path, None)
+        return new_plan
+
     @property
     def held(self) -> list[str]:
         """The stored names of what is in the state."""
@@ -176,10 +189,8 @@ class FittingPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state."""
         name = read_item.dest_index.fqn
-        if (path := self._grown.get(name)) is None:
-            super().load_bytes(read_item, value)
-        else:
-            put(self.original_state_dict, path, torch.load(value, weights_only=False))
+        path = self._grown.get(name, self._paths.get(name, (name,)))
+        put(self.original_state_dict, path, torch.load(value, weights_only=False))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Put a tensor that the state did not have into it."""
@@ -191,13 +202,13 @@ class FittingPlanner(DefaultLoadPlanner):
         """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
         where more is stored.
         """
-        known = frozenset(chain.from_iterable(map(prefixes_of, self._names)))
+        known = frozenset(chain.from_iterable(map(prefixes_of, (*self._names, *self._empty))))
         replaced = self._replaced & known
         for name in reversed(list(self.state_dict)):  # of a list, its last elements first
             if name in self._names or not self.fit.takes(name):
                 continue
             if is_under(name, replaced):
-                _remove(self.original_state_dict, self.mappings[name])
+                _remove(self.original_state_dict, self._paths[name])
                 del self.state_dict[name]
             elif (
                 name in known and is_under(name, self._filled) and _is_empty(self.state_dict[name])
@@ -218,8 +229,13 @@ class FittingPlanner(DefaultLoadPlanner):
             if isinstance(entry, TensorStorageMetadata):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             self.state_dict[name] = value
-            self._grown[name] = renamed_path(path_of(old, self.metadata.planner_data), old, name)
+            self._grown[name] = self._path(name, old)
         return unfit
+
+    def _path(self, name: str, old: str) -> KeyPath:
+        """Where the value called ``name``, which is stored as ``old``, comes to be."""
+        assert self.metadata is not None
+        return renamed_path(path_of(old, self.metadata.planner_data), old, name)
 
     def _in_the_way(self, new: list[str]) -> dict[str, str]:
         """The names of values of the state where a dict was saved, or the reverse; and that, in words."""
@@ -338,7 +354,7 @@ def _is_empty(value: object) -> bool:
 def _remove(root: dict[str, Any], path: KeyPath) -> None:
     """Remove what is at ``path``; of a list, only its last element."""
     container: Any = root
-    *before, last = path
+    *before, last = map(key_of, path)
     for key in before:
         container = container[key]
     if isinstance(container, list) and last != len(container) - 1:

@@ -20,7 +20,7 @@ from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
-from dcp_datastates.format.nesting import nested, path_of
+from dcp_datastates.format.nesting import empty_in, nested, path_of
 from dcp_datastates.format.validate import check_covered
 from dcp_datastates.storage.object_path import AnyPath
 
@@ -176,8 +176,8 @@ def _load_everything(reader: _Reader, planner: FittingPlanner) -> dict[str, Any]
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     stored = metadata.state_dict_metadata
-    names = planner.fit.names(stored)
-    values = {name: _place_for(old, stored[old]) for name, old in names.items()}
+    names = planner.fit.names([*stored, *empty_in(metadata)])
+    values = {name: _place_for(old, stored[old]) for name, old in names.items() if old in stored}
     planner.set_up_planner(values, metadata, True)
     plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(plans[0]), planner)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.planning.save_planning import Compose, SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.saving.document import document, write_results
@@ -82,6 +83,9 @@ class ObjectPlanning(GivenPlan):
         else:  # a planner from before torch 2.3
             planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]
         plan: SavePlan = planner.create_local_plan()
+        paths = getattr(planner, "mappings", None)  # DCP's planners have them
+        if paths and plan.planner_data is paths:
+            plan = dataclasses.replace(plan, planner_data=typed_paths(state, paths))
         assert self._staged is not None, "released"
         items = self._staged.as_captured(plan.items)
         return pickle.dumps(plan if items is plan.items else dataclasses.replace(plan, items=items))

@@ -57,8 +57,8 @@ class Catalog:
     sizes: Ints
     """Ragged, C entries: the sizes of each chunk, in elements."""
     mappings: Any
-    """``Metadata.planner_data``. For DCP's planners and this package's: the path of each name in the state dict, a
-    tuple of keys and list indices; None if the state dict was not flattened.
+    """``Metadata.planner_data``. For DCP's planners and this package's: the path of each name in the state dict
+    (``key_paths.py``); None if the state dict was not flattened.
     """
 
     def tensor_shapes(self) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dcp_datastates.format.checksums import file_bytes
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.key_paths import EMPTY
 from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import Undecided, validate
 
@@ -218,7 +219,7 @@ def _name(catalog: Catalog, row: int) -> str:
 
 
 def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
-    """Stock planners rebuild the nested state from ``planner_data``: names' paths of keys and list indices.
+    """The nested state is rebuilt from ``planner_data``: names' paths (``key_paths.py``), also of empty dicts.
 
     Rebuilding allocates a list up to its largest index, so a file's indices must be bounded. Other data of a planner
     are not checked.
@@ -233,21 +234,26 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
         str
     }:
         return  # no indices
-    for fqn in entries:
+    empty = [
+        fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
+    ]
+    for fqn in chain(entries, empty):
         path = planner_data.get(fqn)
         if not isinstance(path, (tuple, list)):
             continue
         kinds = set(map(type, path))
-        if kinds <= {str} or not any(issubclass(kind, int) for kind in kinds):
+        if kinds <= {str} or not any(issubclass(kind, (int, tuple)) for kind in kinds):
             continue
-        if not kinds <= {str, int}:
+        if not kinds <= {str, int, tuple}:
             raise MetadataError(f"the path of {described(fqn)} has a part that is no key or index")
         parent = 0
-        for key in path:
+        for key in path[:-1] if path[-1] == EMPTY else path:
             if type(key) is int:
                 if key < 0:
                     raise MetadataError(f"the path of {described(fqn)} has a negative index")
                 largest[parent] = max(largest.get(parent, 0), key)
+            elif type(key) is tuple and not _is_key(key):
+                raise MetadataError(f"the path of {described(fqn)} has what is no key of a dict")
             # the key contains a string, so a file cannot predict its hash
             node = ("root", parent, key)
             if node not in nodes:
@@ -256,3 +262,12 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
             parent = nodes[node]
     if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
         raise MetadataError("planner_data describe lists that are longer than what is in them")
+
+
+def _is_key(part: tuple[Any, ...]) -> bool:
+    """Whether it is a key of a dict that is no string, and perhaps its text."""
+    try:
+        hash(part)
+    except TypeError:
+        return False
+    return len(part) == 1 or (len(part) == 2 and type(part[1]) is str)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.fields import IN_COLUMNS, unknown_fields
+from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json
@@ -104,7 +105,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
     return Catalog(
         names=tuple(names),
         table=tuple(table),
-        mappings=metadata.planner_data,
+        mappings=with_types(metadata.planner_data),
         **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
@@ -51,7 +52,7 @@ def metadata_of(table: MetadataTable) -> Metadata:
     columns = _Columns(table.catalog, table.further)
     metadata = Metadata(
         state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
-        planner_data=table.catalog.mappings,
+        planner_data=as_dcp_has_them(table.catalog.mappings),
         storage_data=_Places(columns, table.placement),
         storage_meta=table.storage_meta,
         version=table.version,
@@ -73,7 +74,7 @@ def note_of(metadata: Metadata) -> Note:
 
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
-    mappings = None if catalog.mappings is None else dict(catalog.mappings)
+    mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
     return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
 
 

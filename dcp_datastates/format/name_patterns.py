@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.key_paths import EMPTY, KeyPath, name_of
 from dcp_datastates.format.stored_names import as_keys, near, prefixes_of
 
 __all__ = [
     "NO_NAMES",
-    "KeyPath",
     "NamePatterns",
     "Rename",
     "check_rename",
@@ -24,9 +24,6 @@ __all__ = [
     "renamed",
     "renamed_path",
 ]
-
-KeyPath = tuple[str | int, ...]
-"""The keys and list indices that lead to a value in the saved state."""
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """New prefixes by old ones, or new globs by old ones, of which the first that fits counts; or a function from a name to
@@ -176,17 +173,17 @@ def renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
     """The path of ``old`` for a value called ``new``: with the longest end that is still the end of the name."""
     if old == new:
         return path
-    for place in range(len(path)):
-        tail = ".".join(map(str, path[place:]))
+    for place in range(len(path) - (path[-1] == EMPTY)):
+        tail = name_of(path[place:])
         if new == tail:
             head: KeyPath = ()
         elif new.endswith(f".{tail}"):
             head = (new.removesuffix(f".{tail}"),)
         else:
             continue
-        if head or isinstance(path[place], str):  # a state is no list
+        if head or not isinstance(path[place], int):  # a state is no list
             return (*head, *path[place:])
-    return (new,)
+    return (new, EMPTY) if path[-1] == EMPTY else (new,)
 
 
 def _fits(glob: re.Pattern[str], name: str) -> bool:

@@ -12,7 +12,7 @@ its type::
     torch.channels_last             {"memory_format": "channels_last"}
     an enumeration's member         {"enum": ["Name", "MEMBER"]}    only those in torch.distributed.checkpoint.metadata
 
-Keys of dicts are strings: their hashes differ between processes, so a file cannot provoke hash collisions.
+Keys of dicts are strings: their hashes differ between processes, so a file cannot provoke hash collisions here.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.format.fields import unknown_fields
+from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.local_chunks import LocalChunks
 
@@ -39,7 +40,7 @@ class FlatState:
         self._planner.set_up_planner(state, None, is_coordinator)
         self.values: dict[str, Any] = self._planner.state_dict
         self.mappings: Mapping[str, tuple[Any, ...]] | None = (
-            self._planner.mappings if flatten else None
+            typed_paths(state, self._planner.mappings) if flatten else None
         )
         self._is_coordinator = is_coordinator
         self._chunks = LocalChunks(self.values, is_coordinator)

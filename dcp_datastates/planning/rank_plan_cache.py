@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.key_paths import key_of
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.exchange import Answer, Offer
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
@@ -101,7 +102,7 @@ class Leaves:
     ) -> Leaves | None:
         """The places of a plan's items in the state that was planned; None if names do not identify them.
 
-        ``root`` is that state with all its tensors, and ``mappings`` are DCP's paths in it.
+        ``root`` is that state with all its tensors, and ``mappings`` are the paths in it (``key_paths.py``).
         """
         columns = staged.traversal.columns
         # By name: one tensor may occur in several places, where the next state may have different tensors.
@@ -211,10 +212,10 @@ class RankPlanCache:
 
 
 def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The actual keys of a path, which DCP's paths have as strings."""
+    """The actual keys of a path, which may have a key as a string that cannot be stored."""
     keys: list[Any] = []
     value = root
-    for part in path:
+    for part in map(key_of, path):
         if isinstance(value, list) or part in value:
             key = part
         else:

@@ -28,7 +28,7 @@ def make_state() -> dict[str, Any]:
         "scale": torch.tensor(2.5, dtype=torch.float64),
         "empty": torch.empty(0, 3),
     }
-    slots = {"0": {"step": torch.tensor(3.0), "exp_avg": filled((33, 65), torch.float32, 9)}}
+    slots = {0: {"step": torch.tensor(3.0), "exp_avg": filled((33, 65), torch.float32, 9)}}
     groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1]}]
     return {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 7}
 

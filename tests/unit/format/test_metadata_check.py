@@ -194,6 +194,13 @@ WRONG = {
     ),
     "list of a billion, as a list": _put("planner_data", "dict", "w", ["w", 1 << 40]),
     "list from behind": _put("planner_data", "dict", "w", {"tuple": ["w", -1]}),
+    "a key that is a list": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [[1]]}]}),
+    "a key of three parts": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [1, "1", 1]}]}),
+    "a key whose text is none": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [1, 1]}]}),
+    "an empty dict on the way": _put("planner_data", "dict", "w", {"tuple": [{"tuple": []}, "w"]}),
+    "an empty dict far down a list": _put(
+        "planner_data", "dict", "none", {"tuple": ["none", 1 << 40, {"tuple": []}]}
+    ),
     # --- columns, which have as many values as the names, tensors and chunks say
     **{f"{name} longer": _longer(name) for name in COLUMNS},
     **{f"{name} shorter": _shorter(name) for name in COLUMNS},

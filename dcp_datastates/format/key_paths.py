@@ -1,0 +1,163 @@
+"""The paths of values in a saved state, with the types of keys.
+
+DCP's own paths have every key as a string, and lack empty dicts. This package's have both. A part of a path is
+
+- a string: that key of a dict;
+- an integer: that index of a list;
+- ``(key,)``: that key of a dict, which is no string; ``(key, text)`` if the name has another text for it;
+- ``()``, at the end only: there is an empty dict, which has no stored value.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import chain
+from typing import Any, Final
+
+from dcp_datastates.format import values
+
+__all__ = [
+    "EMPTY",
+    "KeyPath",
+    "Paths",
+    "as_dcp_has_them",
+    "empties",
+    "key_of",
+    "name_of",
+    "part_of",
+    "typed_paths",
+    "with_types",
+]
+
+logger = logging.getLogger(__name__)
+
+KeyPath = tuple[str | int | tuple[Any, ...], ...]
+
+EMPTY: Final = ()
+
+
+class Paths(dict[str, Any]):
+    """Paths as DCP has them, for its planners. ``typed``: the same paths with types, and those of empty dicts."""
+
+    typed: Mapping[str, KeyPath] = {}
+
+
+def part_of(key: Any) -> str | tuple[Any, ...]:
+    """The part of a path for the ``key`` of a dict. Warns of a key that can be stored as a string only."""
+    text = str(key)
+    if type(key) is str:
+        return text
+    try:
+        # Equal, with the same hash: a subclass of int such as an enumeration's member, or NumPy's integers.
+        stored = next(
+            (each for each in _simple(key) if each == key and hash(each) == hash(key)), key
+        )
+        values.to_json(stored)
+    except (values.ValueRefused, TypeError, ValueError, OverflowError):
+        _say(type(key).__name__, text[:100])
+        return text
+    if type(stored) is str and stored == text:
+        return text
+    return (stored,) if str(stored) == text else (stored, text)
+
+
+def _simple(key: Any) -> Iterator[Any]:
+    if type(key) is not bool:
+        if isinstance(key, str):
+            yield str.__str__(key)
+        elif hasattr(key, "__index__"):
+            yield int(key)
+
+
+@cache
+def _say(kind: str, text: str) -> None:
+    logger.warning(
+        "a dict of the state has the key %r, a %s, which checkpoints cannot store: it comes back as a string",
+        text,
+        kind,
+    )
+
+
+def key_of(part: str | int | tuple[Any, ...]) -> Any:
+    """The key or index that a part, other than :data:`EMPTY`, stands for."""
+    return part[0] if isinstance(part, tuple) else part
+
+
+def name_of(path: KeyPath) -> str:
+    """The stored name: the parts' texts, joined by dots."""
+    return ".".join(
+        str(part[-1]) if isinstance(part, tuple) else str(part) for part in path if part != EMPTY
+    )
+
+
+def empties(paths: Mapping[str, KeyPath]) -> Iterator[str]:
+    """The names of empty dicts."""
+    return (
+        name for name, path in paths.items() if isinstance(path, tuple) and path[-1:] == (EMPTY,)
+    )
+
+
+def typed_paths(state: Mapping[Any, Any], paths: Mapping[str, KeyPath]) -> Mapping[str, KeyPath]:
+    """DCP's ``paths`` of the values in ``state`` with the types of keys, and with paths of empty dicts.
+
+    Raises ValueError if an empty dict has the name of a value.
+    """
+    parts: dict[KeyPath, KeyPath] = {}
+    added: dict[str, KeyPath] = {}
+
+    def look(container: Any, plain: KeyPath, typed: KeyPath) -> None:
+        is_mapping = isinstance(container, Mapping)
+        for key, value in container.items() if is_mapping else enumerate(container):
+            is_odd = is_mapping and type(key) is not str
+            if not is_odd and not isinstance(value, (Mapping, list)):
+                continue
+            here = (*plain, str(key) if is_mapping else key)
+            known = (*typed, part_of(key) if is_mapping else key)
+            if is_odd:
+                parts[here] = known
+            if isinstance(value, Mapping):
+                if not value:
+                    name = name_of(known)
+                    if name in paths or name in added:
+                        raise ValueError(f"duplicated flatten key {name}")
+                    added[name] = (*known, EMPTY)
+                look(value, here, known)
+            elif isinstance(value, list) and name_of(known) not in paths:  # DCP takes it apart
+                look(value, here, known)
+
+    look(state, (), ())
+    if not parts and not added:
+        return paths
+    found = {name: _typed(path, parts) for name, path in paths.items()} if parts else dict(paths)
+    return found | added
+
+
+def _typed(path: KeyPath, parts: Mapping[KeyPath, KeyPath]) -> KeyPath:
+    for end in range(len(path), 0, -1):
+        if (known := parts.get(path[:end])) is not None:
+            return (*known, *path[end:])
+    return path
+
+
+def as_dcp_has_them(paths: Any) -> Any:
+    """What DCP's planners are told of ``paths``: a :class:`Paths` if they have more than DCP knows."""
+    if not isinstance(paths, dict) or not set(map(type, paths.values())) <= {tuple}:
+        return paths
+    if tuple not in set(map(type, chain.from_iterable(paths.values()))):
+        return paths
+    found = Paths(
+        {
+            name: tuple(str(part[-1]) if isinstance(part, tuple) else part for part in path)
+            for name, path in paths.items()
+            if path[-1:] != (EMPTY,)
+        }
+    )
+    found.typed = paths
+    return found
+
+
+def with_types(paths: Any) -> Any:
+    """The paths that :func:`as_dcp_has_them` was given; other values are returned as they are."""
+    return paths.typed if isinstance(paths, Paths) else paths
