@@ -12,7 +12,13 @@ with the next until it has caught up; ranks with the greatest number meet again.
 **No rank waits forever.** A rank that leaves closes its sockets: its neighbours fail the entry too, then their
 neighbours. Before it leaves, it writes a note to the store that the entry is given up, and why: a rank that arrives
 late finds the note in place of the other ranks. If a rank is dead, silent or cut off, sockets may not show it; the
-failure detector does. ``look`` bounds the wait for a rank that does not call or makes no progress. If a note is lost,
+failure detector does.
+
+**A note is for its own save.** A rank may come to an entry that others have given up under another name: they made a
+call that this rank has left out. Its save is not the one that failed (:class:`OtherEntryGivenUp`), and it goes on with
+the next entry.
+
+``look`` bounds the wait for a rank that does not call or makes no progress. If a note is lost,
 the late rank learns from the other ranks' next entry, or from ``look``.
 """
 
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +39,7 @@ from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["Collectives", "Exchange"]
+__all__ = ["Collectives", "Exchange", "OtherEntryGivenUp"]
 
 T = TypeVar("T")
 
@@ -53,8 +60,11 @@ _TRIES: Final = 8
 _KEPT_ENTRIES: Final = 2 * MAX_IN_FLIGHT
 """How many entries' notes stay in the store. A rank is at most as many saves behind as may be in flight."""
 
-_UNKNOWN: Final = "?"
-"""Prefix of a note whose writer does not know which rank is at fault."""
+
+class OtherEntryGivenUp(Exception):
+    """Other ranks have given up an entry of this number and of another name. The next entry may be that of this rank's
+    save.
+    """
 
 
 @dataclass(frozen=True)
@@ -95,11 +105,13 @@ class Collectives:
         self._store = rank_set.connect(name)
         self._tree = GlooTree(rank_set, name)
         self._noted: list[int] = []  # entries that this rank has noted
+        self._unnoted: dict[int, str] = {}  # notes from before the job's ranks were known
         self._in_step = (
             False  # no rank waits for this one: if it fails its entry, it need not leave
         )
         self._look: Callable[[], None] = lambda: None
         self._looked = 0.0
+        self._name = ""
 
     @contextlib.contextmanager
     def entry(
@@ -108,8 +120,10 @@ class Collectives:
         look: Callable[[], None],
         said: int = 0,
         hear: Callable[[int], None] = lambda greatest: None,
+        name: str = "",
     ) -> Iterator[Exchange]:
-        """Meet the other ranks for this ``entry`` (each rank counts them), then provide an exchange.
+        """Meet the other ranks for this ``entry`` (each rank counts them), then provide an exchange. ``name`` is that
+        of the save on all ranks; empty if it is not known.
 
         Each rank also sends the number ``said``; every rank passes the greatest to ``hear``. If ``hear`` raises, it
         must raise on all ranks, and the entry ends. If the block raises before the exchange is over, the entry fails on
@@ -117,9 +131,10 @@ class Collectives:
 
         While waiting, this calls ``look``, which raises :class:`RankLostError` if the wait has become too long. Raises
         :class:`RankLostError`, too, if a rank is lost or the other ranks have given this entry up; :class:`GroupBroken`
-        if connections broke for an unknown reason.
+        if connections broke for an unknown reason; :class:`OtherEntryGivenUp` if they have given up one of another
+        name, before any rank has met this one.
         """
-        self._look, self._in_step = look, False
+        self._look, self._in_step, self._name = look, False, name
         self._forget_notes(entry)
         try:
             greatest = self._meet(entry, said)
@@ -147,6 +162,8 @@ class Collectives:
         tries = 0
         while True:
             try:
+                self._tree.join(check)
+                self._write_notes()
                 newest, oldest, greatest = self._tree.meet(entry, [said], check)
             except GroupBroken:
                 self._find_note(entry)
@@ -169,7 +186,10 @@ class Collectives:
         try:
             return step()
         except GroupBroken:
-            self._find_note(entry)  # a rank writes the note before it closes its connections
+            with contextlib.suppress(
+                OtherEntryGivenUp
+            ):  # the ranks have met: it is too late for the next entry
+                self._find_note(entry)  # a rank writes the note before it closes its connections
             raise
 
     def _last_step(self, entry: int, parts: Sequence[bytes] | None) -> bytes:
@@ -206,14 +226,19 @@ class Collectives:
     # ---- notes in the store; without the store, the failure detector says so ----------------------------------
 
     def _note(self, entry: int, error: BaseException) -> None:
-        if not (self._numbered and self._rank_set.incarnation.is_known):
+        if not self._numbered:
             return
         why = str(error) or type(error).__name__
-        if isinstance(error, GroupBroken):
-            why = f"{_UNKNOWN}{why}"
+        # Of a broken connection, its writer does not know which rank is at fault.
+        self._unnoted[entry] = json.dumps([self._name, why, not isinstance(error, GroupBroken)])
+        self._write_notes()
+
+    def _write_notes(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_key(entry), "", why)
-            self._noted.append(entry)
+            while self._unnoted and self._rank_set.incarnation.is_known:
+                entry = next(iter(self._unnoted))
+                self._store.compare_set(_key(entry), "", self._unnoted.pop(entry))
+                self._noted.append(entry)
 
     def _find_note(self, entry: int) -> None:
         """Raise the noted reason if another rank has given the entry up."""
@@ -223,12 +248,14 @@ class Collectives:
                 and self._rank_set.incarnation.is_known
                 and self._store.check([_key(entry)])
             ):
-                why = self._store.get(_key(entry)).decode()
-                if why.startswith(_UNKNOWN):
-                    raise GroupBroken(why[len(_UNKNOWN) :])
-                raise RankLostError(why)
+                name, why, is_known = json.loads(self._store.get(_key(entry)))
+                if name and self._name and name != self._name:
+                    raise OtherEntryGivenUp(why)
+                raise (RankLostError if is_known else GroupBroken)(why)
 
     def _forget_notes(self, entry: int) -> None:
+        while len(self._unnoted) > _KEPT_ENTRIES:
+            del self._unnoted[next(iter(self._unnoted))]
         with contextlib.suppress(RuntimeError):
             while self._noted and self._noted[0] <= entry - _KEPT_ENTRIES:
                 self._store.delete_key(_key(self._noted[0]))

@@ -45,6 +45,10 @@ class PeerWatch:
         self._save = save
         self._log = WaitLog(logger, what)
 
+    def move_on(self) -> None:
+        """The save belongs to the ranks' next call."""
+        self._number += 1
+
     def look(self) -> None:
         """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds."""
         self._check_open()

@@ -8,7 +8,8 @@ thread never waits for another rank or the network.
 **One call is one save.** The k-th call on one rank belongs to the k-th call on each other rank. A call that raises
 counts, too, and fails the save on all ranks. If a rank leaves a call out, the ranks meet with different paths: that
 save fails on all ranks. Each rank then skips its later calls for the paths that the others had in that meeting, so that
-the ranks are in step again.
+the ranks are in step again. If the others' save of this number had another path, and has failed before this rank came,
+this rank's call goes on to the next number.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup
@@ -39,7 +40,7 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
-from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange
+from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange, OtherEntryGivenUp
 from dcp_datastates.saving.admission import await_reads
 from dcp_datastates.saving.agreement import NotAgreed, SaveName, agree
 from dcp_datastates.saving.call import LEFT_OUT
@@ -86,6 +87,7 @@ class RankContext:
             self._hook = DestroyHook(f"dcp_datastates/{group.rank_set.digest}", finish_saves)
         self._closed_at: float | None = None
         self._entries = 0  # number of the latest meeting
+        self._moved_on = 0  # how many entries more than calls this rank has come to
         self._dcp_lock = ProcessLock()  # held while the ranks agree on a save that DCP runs
         self._dcp_thread: threading.Thread | None = None  # that holds it
         self._dcp_collectives: Collectives | None = None  # made when first needed
@@ -131,6 +133,7 @@ class RankContext:
         number = self.group.count_call()
         if self._collectives is None:
             return
+        name = _last_part(path)
 
         def fail() -> tuple[SaveName, SavePlanning, bytes]:
             raise error
@@ -138,7 +141,7 @@ class RankContext:
         def run() -> None:
             try:
                 watch = self._watch(f"the save to {str(path)!r}", _REFUSING_SECONDS, number)
-                with self._meet(watch) as ranks:
+                with self._meet(watch, name) as ranks:
                     agree(ranks.gather, ranks.scatter, fail, lambda: None)
             except NotAgreed:
                 pass  # expected: this is how the ranks learn of it
@@ -159,7 +162,7 @@ class RankContext:
 
         def run() -> None:
             try:
-                with self._meet(self._watch(what, timeout, number)) as ranks:
+                with self._meet(self._watch(what, timeout, number), "") as ranks:
                     planning, assignment = agree(ranks.gather, ranks.scatter, propose, lambda: None)
                 planning.take(assignment.plan)
                 planning.release()
@@ -205,7 +208,7 @@ class RankContext:
         try:
             watch = self._watch(what, timeout, save.call.number, save)
             meet = self._meet if save.call.own else self._meet_in_dcp
-            with meet(watch, save.left_out) as on:
+            with meet(watch, save.directory().name, save.left_out) as on:
                 agreed, assignment = agree(on.gather, on.scatter, propose, save.draw_ticket)
                 assert assignment.ticket is not None
                 save.agree(assignment.ticket)
@@ -254,15 +257,36 @@ class RankContext:
         save.begin()
         return self.plan(save, planning)
 
-    def _meet(self, watch: PeerWatch, left_out: int = 0) -> AbstractContextManager[Exchange]:
+    @contextlib.contextmanager
+    def _meet(self, watch: PeerWatch, name: str, left_out: int = 0) -> Iterator[Exchange]:
+        """Meet the other ranks for the next entry, or the one after those that they have given up for other saves."""
         if self._collectives is None:
             _leave_out(left_out)
-            return nullcontext(ALONE)
-        self._entries += 1
-        return self._collectives.entry(self._entries, watch.look, left_out, _leave_out)
+            yield ALONE
+            return
+        with contextlib.ExitStack() as stack:
+            exchange: Exchange | None = None
+            while exchange is None:
+                self._entries += 1
+                entry = self._collectives.entry(
+                    self._entries, watch.look, left_out, _leave_out, name
+                )
+                try:
+                    exchange = stack.enter_context(entry)
+                except OtherEntryGivenUp as other:
+                    logger.warning(
+                        "the other ranks have made one call more than this one, for another path, and it has failed "
+                        "(%s): this rank's call for %r counts as their next one",
+                        other,
+                        name,
+                    )
+                    self._moved_on += 1
+                    self.group.count_call()
+                    watch.move_on()
+            yield exchange
 
     @contextlib.contextmanager
-    def _meet_in_dcp(self, watch: PeerWatch, left_out: int = 0) -> Iterator[Exchange]:
+    def _meet_in_dcp(self, watch: PeerWatch, name: str, left_out: int = 0) -> Iterator[Exchange]:
         """Meet the ranks whose calls DCP has paired, apart from the meetings for calls of this package."""
         detector = self.group.detector
         if detector is None:
@@ -288,7 +312,7 @@ class RankContext:
     def _watch(
         self, what: str, timeout: float, number: int, save: SaveOperation | None = None
     ) -> PeerWatch:
-        return PeerWatch(self.group, what, timeout, number, self.check_open, save)
+        return PeerWatch(self.group, what, timeout, number + self._moved_on, self.check_open, save)
 
     # ---- the reading thread ------------------------------------------------------------------
 
@@ -352,6 +376,14 @@ def _propose(
     check_path(save)
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
     return SaveName(save.directory().name, planning.kind), planning, plan
+
+
+def _last_part(path: object) -> str:
+    """The name of the directory at ``path``, which a user passed; empty if there is none."""
+    try:
+        return os.path.basename(str(os.fspath(path)).rstrip("/"))  # type: ignore[call-overload]
+    except TypeError:
+        return ""
 
 
 def _leave_out(why: int) -> None:

@@ -157,6 +157,37 @@ def test_a_call_that_one_rank_leaves_out_is_named_and_the_ranks_get_in_step_agai
         assert not committed(path) or _numbers(path) == {float(number)}
 
 
+@ranks(3)
+@pytest.mark.parametrize("stray", [1, 2])
+@pytest.mark.parametrize("who", [(0,), (2,), (0, 1)])
+def test_after_calls_of_some_ranks_alone_have_failed_the_next_call_of_all_commits(
+    who, stray, shared_dir
+):
+    if dist.get_rank() in who:
+        for number in range(stray):
+            with raises(RankLostError, "not called"):
+                _begin(0, shared_dir / f"stray-{number}", commit_timeout=1.0).result(60)
+    dist.barrier()
+    for number in (1, 2, 3):
+        _begin(number, shared_dir / f"step-{number}", commit_timeout=60.0).result(60)
+        assert _numbers(shared_dir / f"step-{number}") == {float(number)}
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_rank_that_comes_late_to_a_save_that_has_failed_does_not_go_on_to_the_next(shared_dir):
+    if dist.get_rank() == 0:
+        with raises(RankLostError, "rank 1 has not called"):
+            _begin(1, shared_dir / "step-1", commit_timeout=1.0).result(60)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with raises(RankLostError, "rank 1 has not called"):
+            _begin(1, shared_dir / "step-1").result(60)
+    _begin(2, shared_dir / "step-2").result(60)
+    assert _numbers(shared_dir / "step-2") == {2.0}
+    dist.barrier()
+
+
 @ranks(2)
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, DataStatesSavePlanner])
 def test_a_call_that_fails_inside_dcp_is_seen_in_the_saves_after_it(planner, shared_dir):
