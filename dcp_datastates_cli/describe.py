@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import DAMAGED, OK, print_json, say
+from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, print_json, say
 
 __all__ = ["run"]
 
@@ -15,7 +15,8 @@ __all__ = ["run"]
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
     found = describe(options.path)
-    status = DAMAGED if _is_damaged(found) else OK
+    unjudged = isinstance(found, Directory) and any(each.unjudged for each in found.checkpoints)
+    status = DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
     if options.json:
         print_json(_document(found, options.tensors))
         return status

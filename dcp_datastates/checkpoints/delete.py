@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_datastates.checkpoints import delete_directory, delete_objects
-from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
+from dcp_datastates.checkpoints.inventory import attempts_at, is_committed, is_link
 from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.not_deleted import NotDeleted
 from dcp_datastates.errors import ConfigurationError
@@ -42,7 +42,7 @@ def delete(
             or have a version that this release does not know; or the system refused to delete a file or directory.
     """
     directory = locate(path, options=storage_options)
-    if isinstance(directory, Path) and directory.is_symlink():
+    if isinstance(directory, Path) and is_link(directory):
         raise ConfigurationError(
             f"path {str(directory)!r} is a symbolic link to {os.readlink(directory)!r}: delete what it points to, "
             f"then the link"
@@ -61,9 +61,11 @@ def delete_committed(victim: Found, *, dry_run: bool = False, whole: bool = Fals
     """Delete a committed checkpoint, even with damaged metadata. ``dry_run``: only check whether it may be deleted.
     ``whole``: other files in its directory, too (in a file system).
 
-    Raises :class:`NotDeleted`, or :class:`StorageError` if the system refused.
+    Raises :class:`NotDeleted`, or :class:`StorageError` if the system refused, or the place cannot be judged.
     """
     path = victim.path
+    if victim.error is not None:
+        raise victim.error
     if victim.committed is None and not victim.is_damaged:
         raise NotDeleted(path, str(victim.problem))
     if isinstance(path, ObjectPath):

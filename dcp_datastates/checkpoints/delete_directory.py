@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.not_deleted import NotDeleted
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage import attempts, claims, local, lock, operations, readme
+from dcp_datastates.storage import attempts, claims, local, lock, operations, presence, readme
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["delete_committed", "delete_rest"]
@@ -43,8 +42,8 @@ def delete_committed(path: Path, victim: Found, dry_run: bool, whole: bool) -> N
         if dry_run:
             return
         claimed = _unpublish(path, victim, seen)
-        if not _remove(path, claimed, whole) and path.exists():
-            names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
+        if not _remove(path, claimed, whole) and (left := sorted(presence.names_in(path))):
+            names = ", ".join(map(repr, left[:3]))
             logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
 
 
@@ -111,7 +110,7 @@ def delete_rest(path: Path, dry_run: bool, whole: bool) -> bool:
     rest of an interrupted deletion is deleted.
     """
     with _locked(path):
-        if os.path.lexists(path / local.METADATA_NAME):
+        if presence.is_there(path / local.METADATA_NAME):
             raise NotDeleted(path, "it was committed a moment ago")
         claimed = attempts.present(path)
         for attempt in claimed:
@@ -121,7 +120,7 @@ def delete_rest(path: Path, dry_run: bool, whole: bool) -> bool:
         if dry_run:
             return True
         _withdraw(path, claimed)
-        if os.path.lexists(path / local.METADATA_NAME):
+        if presence.is_there(path / local.METADATA_NAME):
             raise NotDeleted(path, "it was committed a moment ago")
         for attempt in claimed:
             (path / attempt.archive_pin).unlink(missing_ok=True)  # of a save that was killed
@@ -169,7 +168,7 @@ def _remove(path: Path, claimed: list[Attempt], whole: bool) -> bool:
 
 def _remove_others(path: Path) -> None:
     """Remove the files and directories that no save of this package has made."""
-    for entry in list(os.scandir(path)):
+    for entry in presence.entries_in(path):
         ours = Attempt.parse(entry.name.removeprefix(".")) is not None
         if ours or entry.name == local.METADATA_NAME:  # without locks, a save may have come
             continue

@@ -16,10 +16,10 @@ from typing import Any, Final, Literal
 from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
-    committed_among,
     data_sizes,
     in_flight,
     is_committed,
+    is_directory,
     may_be_committed,
     sizes_of,
 )
@@ -31,7 +31,12 @@ from dcp_datastates.checkpoints.listing import (
     step_of,
 )
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    DataStatesError,
+    ForeignCheckpointError,
+    StorageError,
+)
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts
@@ -198,6 +203,10 @@ class Listed:
     committed_at: float | None = None
     problem: str | None = None
     """Why :func:`~dcp_datastates.latest` would skip it."""
+    unjudged: bool = False
+    """Whether storage does not show what is there: :func:`~dcp_datastates.latest` then raises, and ``retain`` deletes
+    nothing, unless something newer is whole.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
 
@@ -261,7 +270,7 @@ def describe(
         if attempts_at(directory):
             uncommitted = _uncommitted(directory, None)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
-        if isinstance(directory, Path) and not directory.is_dir():
+        if isinstance(directory, Path) and not is_directory(directory):
             raise
         listed = _directory(directory)
         if not listed.checkpoints:
@@ -351,7 +360,8 @@ def _directory(root: Location) -> Directory:
     ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
     names = {listed.name for listed in ours}
     others = _others(path for path in everything if path.name not in names)
-    latest = next((each.name for each in ours if each.problem is None), None)
+    first = next((each for each in ours if each.problem is None or each.unjudged), None)
+    latest = None if first is None or first.unjudged else first.name
     return Directory(root, latest, (*ours, *others))
 
 
@@ -361,21 +371,28 @@ def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
     Reads no more metadata than that needs. Raises :class:`StorageError` if ``root`` cannot be read.
     """
     everything = directories(root)
-    committed = committed_among(everything)
-    listed = [_listed(found) for found in islice(newest_first(committed), most)]
-    return listed, list(_others(path for path in everything if path not in committed))
+    ours = [path for path in everything if may_be_committed(path)]
+    listed = [_listed(found) for found in islice(newest_first(ours), most)]
+    return listed, list(_others(path for path in everything if path not in ours))
 
 
 def _listed(found: Found) -> Listed:
+    unjudged = False
+    try:
+        problem = flaw(found, "structure")
+        pinned = pins(found.path)
+    except StorageError as error:
+        problem, pinned, unjudged = str(error), (), True
     listed = Listed(
         name=found.path.name,
         step=step_of(found.path.name),
         format="dcp_datastates",
-        committed=True,
-        attempt=found.attempt.name,
-        problem=flaw(found, "structure"),
+        committed=found.error is None,
+        attempt=None if found.error is not None else found.attempt.name,
+        problem=problem,
+        unjudged=unjudged,
         metrics=found.metrics,
-        pins=pins(found.path),
+        pins=pinned,
     )
     if (committed := found.committed) is None:
         return listed
@@ -390,9 +407,13 @@ def _listed(found: Found) -> Listed:
 def _others(paths: Iterable[Location]) -> Iterator[Listed]:
     """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
     for path in paths:
-        claimed = attempts_at(path)
         name, step = path.name, step_of(path.name)
-        if is_committed(path):
+        try:
+            claimed, committed = attempts_at(path), is_committed(path)
+        except StorageError as error:
+            yield Listed(name, step, "other", False, problem=str(error), unjudged=True)
+            continue
+        if committed:
             try:
                 open_committed(path)
             except ForeignCheckpointError:

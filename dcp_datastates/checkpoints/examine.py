@@ -23,6 +23,7 @@ from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
@@ -91,15 +92,14 @@ class Examination:
             path = self._directory / record.relative_path
             file = None
             try:
-                file = self._start(record, path)
-            except (FileNotFoundError, NotADirectoryError):
-                self._condemn(record, "missing")
-            except StorageError as error:
+                source = presence.asked(partial(open_readable, path))
+                file = self._start(record, path, source)
+            except presence.NotAFileError as error:
                 self._condemn(record, str(error.strerror))
             except OSError as error:
-                if error.errno not in _MEDIA_ERRORS:
+                if not presence.is_missing(error, str(path)):
                     raise OSError(error.errno, error.strerror, str(path)) from error
-                self._condemn(record, f"cannot be read: {error.strerror}")
+                self._condemn(record, "missing")
             if file is None:
                 yield partial(_skip, record)
                 continue
@@ -107,24 +107,28 @@ class Examination:
                 end = min(begin + _PIECE_BYTES, record.table_offset)
                 yield partial(self._examine, file, begin, end)
 
-    def _start(self, record: FileRecord, path: Location) -> _File | None:
-        """Open the file; None if it is too short to contain its checksums. Raises OSError."""
-        source = open_readable(path)
+    def _start(self, record: FileRecord, path: Location, source: ReadableFile) -> _File | None:
+        """Begin with the open file; None if its checksums cannot be read. Raises OSError."""
         with self._lock:
             self._open.add(source)
         nbytes = source.nbytes
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)
         source.drop_cached()
-        if nbytes < record.nbytes or source.read_at(record.table_offset, memoryview(words)) < len(
-            words
-        ):
+        unreadable = None
+        try:
+            read = source.read_at(record.table_offset, memoryview(words))
+        except OSError as error:
+            if error.errno not in _MEDIA_ERRORS:
+                raise
+            read, unreadable = 0, f"its checksums cannot be read: {error.strerror}"
+        if nbytes < record.nbytes or read < len(words):
             with self._lock:
                 self._close(source)
-            problem = (
+            lost = (
                 f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
             )
-            self._condemn(record, problem, nbytes, record.nbytes)
+            self._condemn(record, unreadable or lost, nbytes, record.nbytes)
             return None
         if problem is not None:
             self._condemn(record, problem, record.nbytes, nbytes)

@@ -11,9 +11,14 @@ import torch.distributed as dist
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
-from dcp_datastates.checkpoints.tiers import newest_whole, problems_by_file
+from dcp_datastates.checkpoints.tiers import (
+    first_problem,
+    newest_whole,
+    none_is_whole,
+    problems_by_file,
+)
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
-from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.storage.object_path import Location, locate_all
 
 __all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
@@ -55,7 +60,7 @@ def latest(
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Location | list[Location] | None:
-    """The newest committed checkpoint in the directory ``root``; None if there is none.
+    """The newest committed checkpoint in the directory ``root``; None if there is no checkpoint.
 
     With a list of tiers, the nearest first (``["/nvme/run", "s3://bucket/run"]``), this is the newest checkpoint of
     which each file is whole in at least one of them: the list of its places, for :func:`load` and
@@ -63,7 +68,8 @@ def latest(
 
     The newest checkpoint is the one saved last, according to the attempt in its metadata, regardless of its name. If a
     checkpoint does not pass, a warning in the log says why, and the next older one is tried. Checkpoints of stock DCP
-    are ignored.
+    are ignored. A place that storage does not show, for want of a permission or because a server is away, may hold the
+    newest: an error names it, after tries for less than a second.
 
     Every rank of ``process_group`` (default: all ranks) calls this; the first rank searches, and all return its result
     or raise its error. No collective runs on the group.
@@ -80,7 +86,8 @@ def latest(
 
     Raises:
         ConfigurationError: ``root`` is a file, or is itself a checkpoint; an option cannot work.
-        StorageError: ``root`` cannot be read.
+        CheckpointCorruptError: there are checkpoints, and none passes.
+        StorageError: ``root``, or a checkpoint that may be the newest, cannot be read.
         NoAnswerError: the first rank did not answer in time.
     """
     roots = locate_all(root, storage_options)
@@ -113,18 +120,23 @@ def latest_here(
     root: Location, verify: Verification, among: Callable[[Location], bool] = lambda path: True
 ) -> Location | None:
     """:func:`latest` in this process alone, of the directories that ``among`` takes."""
+    problems = []
     for found in newest_first(filter(among, candidates(root))):
         problem = flaw(found, verify)
         if problem is None:
             return found.path
         logger.warning("leaving out checkpoint %s: %s", found.path, problem)
+        problems.append(f"{found.path.name}: {problem}")
+    if problems:
+        raise none_is_whole([root], problems)
     return None
 
 
 def flaw(found: Found, verify: Verification) -> str | None:
     """Why a checkpoint does not pass; None if it does.
 
-    If a save replaces the checkpoint during the check, it is checked again.
+    If a save replaces the checkpoint during the check, it is checked again. Raises :class:`StorageError` if it cannot
+    be judged: an older one must not take its place.
     """
     for _ in range(_REPLACEMENTS):
         problem = _flaw(found, verify)
@@ -140,13 +152,16 @@ def flaw(found: Found, verify: Verification) -> str | None:
 
 
 def _flaw(found: Found, verify: Verification) -> str | None:
+    if found.error is not None:
+        raise found.error
     if found.committed is None:
         return found.problem
     if verify != "full":
-        problems = problems_by_file(found.path, found.committed, verify)
-        return next((f"{file}: {problem}" for file, problem in problems.items()), None)
+        return first_problem(problems_by_file(found.path, found.committed, verify))
     try:
         damages = verify_bytes(found.path).damages
+    except StorageError:
+        raise
     except DataStatesError as error:
         return str(error)
     if not damages:

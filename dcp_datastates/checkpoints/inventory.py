@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.storage import attempts, decisions, local, lock, store_attempts, store_index
+from dcp_datastates.storage import (
+    attempts,
+    decisions,
+    local,
+    lock,
+    presence,
+    store_attempts,
+    store_index,
+)
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
@@ -28,8 +36,10 @@ __all__ = [
     "is_committed_at_root",
     "is_directory",
     "is_fenced",
+    "is_link",
     "may_be_committed",
     "names_at",
+    "newest_attempt",
     "newest_possible",
     "remove_all",
     "saves_at",
@@ -40,6 +50,10 @@ _STAT_THREADS: Final = 8
 """Threads that stat files: a shared file system takes a millisecond per file."""
 
 _NEWEST: Final = Attempt(2**64, 0)
+"""Greater than every attempt's."""
+
+_LOST: Final = "lost+found"
+"""A directory of the file system's own, at its root, which only the superuser may read."""
 
 
 def folders_in(root: Location) -> list[str]:
@@ -51,36 +65,34 @@ def folders_in(root: Location) -> list[str]:
         return [
             name for name in root.store.list(root.key).folders if name != store_index.INDEX_NAME
         ]
-    with local.explained("listing checkpoints", root):
-        try:
-            with os.scandir(root) as entries:
-                return [entry.name for entry in entries if local.is_directory(entry)]
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError:
-            raise ConfigurationError(
-                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-            ) from None
+    entries = presence.entries_in(root)
+    if not entries and presence.is_file(root):
+        raise ConfigurationError(
+            f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+        )
+    return [each.name for each in entries if each.name != _LOST and local.is_directory(each)]
 
 
 def is_directory(path: Location) -> bool:
     """Whether ``path`` is a directory, or a prefix with objects below it. Raises :class:`StorageError` for a store."""
-    return path.is_dir() if isinstance(path, Path) else bool(names_at(path))
+    return presence.is_directory(path) if isinstance(path, Path) else bool(names_at(path))
+
+
+def is_link(path: Location) -> bool:
+    """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
+    return isinstance(path, Path) and presence.is_link(path)
 
 
 def names_at(path: Location) -> list[str]:
-    """The names of all that lies directly at ``path``; none if nothing does. Raises OSError."""
+    """The names of all that lies directly at ``path``; none if nothing does. Raises :class:`StorageError`."""
     if isinstance(path, ObjectPath):
         listing = path.store.list(path.key)
         return [*listing.folders, *(each.key.rpartition("/")[2] for each in listing.objects)]
-    try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return presence.names_in(path)
 
 
 def attempts_at(path: Location) -> list[Attempt]:
-    """The attempts at a checkpoint's path, oldest first. Raises OSError."""
+    """The attempts at a checkpoint's path, oldest first. Raises :class:`StorageError`."""
     return store_attempts.present(path) if isinstance(path, ObjectPath) else attempts.present(path)
 
 
@@ -99,21 +111,28 @@ def is_fenced(path: Location) -> bool:
 
 
 def is_committed(path: Location) -> bool:
-    """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program."""
+    """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program. Raises
+    :class:`StorageError` if that cannot be told.
+    """
     if isinstance(path, ObjectPath):
         return store_attempts.newest_committed(path) is not None
-    return os.path.lexists(path / local.METADATA_NAME)
+    return presence.is_there(path / local.METADATA_NAME)
 
 
 def may_be_committed(path: Location) -> bool:
-    """:func:`is_committed`, without a request to a store: there, any prefix but an attempt's may be a checkpoint."""
+    """:func:`is_committed`, or that cannot be told: who opens the checkpoint learns why. Sends no request to a store:
+    there, any prefix but an attempt's may be a checkpoint.
+    """
     if isinstance(path, ObjectPath):
         return Attempt.parse(path.name) is None
-    return is_committed(path)
+    try:
+        return is_committed(path)
+    except StorageError:
+        return True
 
 
 def committed_among(paths: Iterable[Location]) -> list[Location]:
-    """Those of ``paths`` with a committed checkpoint, in their order."""
+    """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
     with ThreadPoolExecutor(_STAT_THREADS) as executor:
         paths = list(paths)
         return [
@@ -128,13 +147,10 @@ def is_committed_at_root(root: Location, names: Iterable[str]) -> bool:
     return is_committed(root)
 
 
-def newest_possible(
-    paths: Iterable[Location], refused: Callable[[Location, OSError], None]
-) -> list[tuple[Attempt, Location]]:
+def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
     """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
 
-    The paths in one store's root are looked up in its index, by one request, whose failure is raised. ``refused`` is
-    told of directories that cannot be looked at.
+    The paths in one store's root are looked up in its index, by one request, whose failure is raised.
     """
     indexes: dict[ObjectPath, Mapping[str, Attempt]] = {}
     found: list[tuple[Attempt, Location]] = []
@@ -147,28 +163,40 @@ def newest_possible(
                 indexes[root] = {entry.name: entry.attempt for entry in entries}
             # Other tools copy checkpoints without an entry in the index.
             found.append((indexes[root].get(path.name, _NEWEST), path))
-            continue
-        # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
-        # metadata tell.
-        try:
-            found.append((max(attempts.present(path), default=_NEWEST), path))
-        except OSError as error:
-            refused(path, error)
+        else:
+            found.append((newest_attempt(path), path))
     return found
+
+
+def newest_attempt(path: Location) -> Attempt:
+    """An attempt that none committed at ``path`` exceeds, as far as the names there tell: the greatest of all if there
+    are none, or they cannot be read.
+    """
+    # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
+    # metadata tell.
+    try:
+        return max(attempts_at(path), default=_NEWEST)
+    except StorageError:
+        return _NEWEST
 
 
 def sizes_of(
     directory: Location, records: Iterable[FileRecord]
 ) -> list[tuple[FileRecord, int | OSError]]:
-    """The data files of a checkpoint, each with its size on storage, or the error of looking at it."""
+    """The data files of a checkpoint, each with its size on storage, or FileNotFoundError, or the :class:`StorageError`
+    of looking at it.
+    """
     if isinstance(directory, ObjectPath):
         return _sizes_in_store(directory, list(records))
 
     def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
         try:
-            return record, os.stat(directory / record.relative_path).st_size
-        except OSError as error:
+            status = presence.status_of(directory / record.relative_path)
+        except StorageError as error:
             return record, error
+        return record, FileNotFoundError(
+            "there is no such file"
+        ) if status is None else status.st_size
 
     with ThreadPoolExecutor(_STAT_THREADS) as executor:
         return list(executor.map(look, records))
@@ -192,9 +220,10 @@ def data_sizes(folder: Location) -> list[int]:
         objects = folder.store.list(folder.key).objects
         return [each.nbytes for each in objects if _is_data(each.key.rpartition("/")[2])]
     try:
-        return [os.stat(folder / name).st_size for name in os.listdir(folder) if _is_data(name)]
-    except OSError:
+        found = [presence.status_of(folder / name) for name in names_at(folder) if _is_data(name)]
+    except StorageError:
         return []
+    return [status.st_size for status in found if status is not None]
 
 
 def _is_data(name: str) -> bool:

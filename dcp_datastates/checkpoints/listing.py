@@ -20,7 +20,9 @@ from dcp_datastates.checkpoints.inventory import (
     folders_in,
     is_committed,
     is_committed_at_root,
+    is_link,
     may_be_committed,
+    newest_attempt,
     newest_possible,
 )
 from dcp_datastates.errors import (
@@ -34,6 +36,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.presence import NotAFileError
 from dcp_datastates.text import step_of
 
 __all__ = [
@@ -60,13 +63,15 @@ class Found:
 
     path: Location
     attempt: Attempt
-    """The committed attempt; if the metadata cannot be read, the newest attempt that has a directory."""
+    """The committed attempt; if the metadata cannot be read, one that no attempt committed there exceeds."""
     committed: Committed | None
     """None if the metadata cannot be read."""
     problem: str | None = None
     """Why the metadata cannot be read."""
     is_damaged: bool = False
     """Whether the metadata are damaged, rather than inaccessible or of another version."""
+    error: StorageError | None = None
+    """Why it cannot be judged whether a checkpoint is there, and which: storage does not show its metadata."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -123,9 +128,9 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
     """This package's checkpoints among those at ``paths``, newest first.
 
     Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
-    Checkpoints that vanish meanwhile are skipped.
+    Checkpoints that vanish meanwhile are skipped. A place that cannot be judged comes before all that may be older.
     """
-    unopened = newest_possible(paths, _warn_once)
+    unopened = newest_possible(paths)
     unopened.sort(key=lambda each: each[0])
     opened: list[Found] = []  # the newest is the last, too
     while unopened or opened:
@@ -138,7 +143,8 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
 def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
     """A sort key: newer ones are greater."""
     # A symbolic link comes after its target, if that is in the same directory.
-    return found.attempt, not found.path.is_symlink(), natural_order(found.path.name)
+    is_original = found.error is not None or not is_link(found.path)
+    return found.attempt, is_original, natural_order(found.path.name)
 
 
 _warned: set[tuple[Location, str]] = set()
@@ -153,7 +159,9 @@ def _warn_once(path: Location, error: OSError | CheckpointCorruptError) -> None:
 
 
 def open_found(path: Location) -> Found | None:
-    """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package."""
+    """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package. A place that
+    cannot be judged has an :attr:`Found.error`.
+    """
     try:
         committed = open_committed(path)
     except ForeignCheckpointError:
@@ -161,15 +169,21 @@ def open_found(path: Location) -> Found | None:
         return None
     except CheckpointNotFoundError:
         return None
-    except (CheckpointCorruptError, StorageError) as error:
-        try:
-            present = attempts_at(path)
-        except OSError:
-            present = []
-        if not present:
-            _warn_once(path, error)
-            return None
-        damaged = isinstance(error, CheckpointCorruptError)
-        unknown = isinstance(error, UnreadableMetadataError)  # a newer release may have written it
-        return Found(path, present[-1], None, str(error), damaged and not unknown)
+    except (CheckpointCorruptError, NotAFileError) as problem:
+        return _undecodable(path, problem)
+    except StorageError as error:
+        return Found(path, newest_attempt(path), None, str(error), error=error)
     return Found(path, committed.note.attempt, committed)
+
+
+def _undecodable(path: Location, problem: CheckpointCorruptError | NotAFileError) -> Found | None:
+    try:
+        present = attempts_at(path)
+    except StorageError as error:
+        return Found(path, newest_attempt(path), None, str(error), error=error)
+    if not present:
+        _warn_once(path, problem)
+        return None
+    damaged = isinstance(problem, CheckpointCorruptError)
+    unknown = isinstance(problem, UnreadableMetadataError)  # a newer release may have written it
+    return Found(path, present[-1], None, str(problem), damaged and not unknown)

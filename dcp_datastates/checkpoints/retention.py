@@ -23,6 +23,7 @@ from dcp_datastates.checkpoints.inventory import (
     attempts_at,
     is_committed,
     is_fenced,
+    is_link,
     saves_at,
 )
 from dcp_datastates.checkpoints.keep import Keep
@@ -72,7 +73,8 @@ def retain(
 
     Raises:
         ConfigurationError: ``keep`` cannot work; ``root`` is a file or itself a checkpoint.
-        StorageError: ``root`` cannot be read, or the system refused to delete a file or directory.
+        StorageError: ``root``, or a checkpoint that may be newer than those kept, cannot be read, and nothing was
+            deleted; or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
     directory = locate(root, options=storage_options)
@@ -125,7 +127,7 @@ def retain_here(
     paths = [path for path in candidates(root) if among is None or among(path)]
     if len(paths) < keep.last:
         return Retained(paths[::-1])
-    paths = [path for path in paths if not path.is_symlink()]
+    paths = [path for path in paths if not is_link(path)]
     everything: list[Found] = []
     last: list[Found] = []
     for found in newest_first(paths):
@@ -147,7 +149,9 @@ def retain_here(
     best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
     newest = -math.inf if keep.within is None else _time_of_newest(everything)
     for found in older:
-        if found in best or keep.asks_for(found, newest) or _may_be_pinned(found.path):
+        if found.error is not None:
+            logger.warning("not deleting checkpoint %s: %s", found.path, found.error.strerror)
+        elif found in best or keep.asks_for(found, newest) or _may_be_pinned(found.path):
             retained.kept.append(found.path)
         elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run, whole):
             retained.deleted.append(found.path)
@@ -218,10 +222,8 @@ def _delete(victim: Found, dry_run: bool, whole: bool) -> bool:
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
     """Complete an interrupted deletion: remove attempts that no process holds or will need."""
-    if path.is_symlink():
-        return False
     try:
-        if is_committed(path):
+        if is_link(path) or is_committed(path):
             return False
         claimed = attempts_at(path)
         saves = saves_at(path, claimed)

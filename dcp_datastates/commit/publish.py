@@ -32,10 +32,10 @@ from dcp_datastates.commit.round import Document, Round
 from dcp_datastates.errors import CheckpointSupersededError, DataStatesError
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.storage import attempts, local, operations, readme
+from dcp_datastates.storage import attempts, local, operations, presence, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import is_hung
-from dcp_datastates.storage.claims import DirectoryClaim, exists
+from dcp_datastates.storage.claims import DirectoryClaim, not_replaced
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.lock import asking, if_free
 
@@ -61,8 +61,8 @@ _published: OrderedDict[Path, tuple[local.Signature, Attempt]] = OrderedDict()
 
 def check_overwrite(directory: Path, overwrite: bool) -> None:
     """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
-    if not overwrite and (directory / local.METADATA_NAME).exists():
-        raise exists(directory)
+    if not overwrite and presence.is_there(directory / local.METADATA_NAME):
+        raise not_replaced(directory)
 
 
 def publish(round_: Round, document: Document, waiting: Callable[[], None] = lambda: None) -> None:

@@ -22,7 +22,7 @@ from dcp_datastates.checkpoints.inventory import names_at
 from dcp_datastates.checkpoints.listing import committed_in, is_committed
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
 from dcp_datastates.storage.store_attempts import attempts_in
 
@@ -51,18 +51,19 @@ def check_destination(
     if isinstance(real_source, Path) and (
         real == real_source
         or real in real_source.parents
-        or (real_source in real.parents and target.exists())
+        or (real_source in real.parents and presence.is_there(target))
     ):
         raise _overlap(target)
-    if target.is_symlink():
+    if presence.is_link(target):
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
         )
     local.check_writable(target.parent)
     if not _is_taken(target):
         return
-    if is_directory != target.is_dir():
-        there, made = ("directory", "file") if target.is_dir() else ("file", "directory")
+    is_folder = presence.is_directory(target)
+    if is_directory != is_folder:
+        there, made = ("directory", "file") if is_folder else ("file", "directory")
         raise ConfigurationError(
             f"{str(target)!r} is a {there}, and this conversion writes a {made}; choose another path"
         )
@@ -113,7 +114,9 @@ def _check_replaceable(there: Location, target: Location) -> None:
 
 def _is_taken(target: Path) -> bool:
     """Whether there is anything but an empty directory."""
-    return target.exists() and not (target.is_dir() and not os.listdir(target))
+    if presence.is_directory(target):
+        return bool(presence.names_in(target))
+    return presence.is_there(target)
 
 
 def _exists(target: Location) -> CheckpointExistsError:
@@ -141,7 +144,7 @@ def atomic_output(target: Path, overwrite: bool) -> Iterator[Path]:
             with local.explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
     finally:
-        if target.exists() or not (work / "old").exists():
+        if presence.is_there(target) or not presence.is_there(work / "old"):
             shutil.rmtree(work, ignore_errors=True)
 
 
@@ -149,10 +152,10 @@ def _publish(work: Path, target: Path, overwrite: bool) -> None:
     new, old = work / "new", work / "old"
     if not overwrite and _is_taken(target):
         raise _exists(target)
-    if new.is_dir():
+    if presence.is_directory(new):
         for folder, _, _ in os.walk(new, topdown=False):
             operations.sync_directory(Path(folder), "convert")
-    if new.is_dir() and _is_taken(target):
+    if presence.is_directory(new) and _is_taken(target):
         _replace(new, target, old)
     else:
         operations.rename(new, target, "convert")
@@ -177,6 +180,6 @@ def _replace(new: Path, target: Path, old: Path) -> None:
         operations.rename(target, old, "convert")
         operations.rename(new, target, "convert")
     except BaseException:  # an interrupt, too
-        if old.exists() and not target.exists():
+        if presence.is_there(old) and not presence.is_there(target):
             operations.rename(old, target, "convert")
         raise

@@ -15,6 +15,7 @@ from dcp_datastates.conversion.read_stock import StockSource
 from dcp_datastates.conversion.read_torch import TorchSource, is_legacy_pickle, is_torch_file
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["open_source"]
@@ -36,7 +37,7 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
     found = locate(path)
     if is_directory(found):
         return _open_directory(found, allow_objects)
-    if isinstance(found, Path) and found.exists() and not found.is_file():
+    if isinstance(found, Path) and presence.is_there(found) and not presence.is_file(found):
         raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
     try:
         first = read_whole(found, 9)

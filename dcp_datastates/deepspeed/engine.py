@@ -25,7 +25,7 @@ from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, presence
 
 __all__ = ["CheckpointEngine"]
 
@@ -86,7 +86,7 @@ class CheckpointEngine:
         committed, :class:`CheckpointCorruptError`, or another error of :func:`dcp_datastates.load`.
         """
         place = local.local_path(path)
-        if place.exists() and not is_placeholder(place):
+        if presence.is_there(place) and not is_placeholder(place):
             return torch.load(place, map_location=map_location, weights_only=False)
         return load_file(place.parent, place.name, map_location)
 

@@ -13,7 +13,7 @@ from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.deepspeed.files import MapLocation, unpack
 from dcp_datastates.deepspeed.placeholders import replace_durably
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, presence
 
 __all__ = ["export", "load_file", "names_in"]
 
@@ -66,7 +66,7 @@ def export(
         local.local_path(save_dir, name="save_dir"),
         local.local_path(output, name="output"),
     )
-    if target.exists() and source.resolve() == target.resolve():
+    if presence.is_there(target) and source.resolve() == target.resolve():
         raise ConfigurationError(
             f"output={str(output)!r} is the directory of the checkpoint; choose another one"
         )

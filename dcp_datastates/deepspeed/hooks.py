@@ -36,7 +36,7 @@ from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.staging.ownership import track
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage import attempts, local, presence
 
 __all__ = ["install", "newest_committed"]
 
@@ -88,14 +88,14 @@ def newest_committed(folder: str) -> str | None:
     found = [
         (number_of(path, "checkpoint-"), str(path))
         for path in Path(folder).iterdir()
-        if path.is_dir() and not any(map(_is_open, path.glob("global_step*")))
+        if presence.is_directory(path) and not any(map(_is_open, path.glob("global_step*")))
     ]
     number, newest = max(found, default=(-1, None))
     return newest if number >= 0 else None
 
 
 def _is_open(tag: Path) -> bool:
-    return bool(attempts.present(tag)) and not (tag / local.METADATA_NAME).exists()
+    return bool(attempts.present(tag)) and not presence.is_there(tag / local.METADATA_NAME)
 
 
 def _ours(engine: DeepSpeedEngine) -> CheckpointEngine | None:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from accelerate.utils import gather_object
 
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.storage import local, readme
+from dcp_datastates.storage import local, presence, readme
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["MOST_BYTES", "alike", "read_files", "read_others", "write_files"]
@@ -32,7 +32,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if presence.is_file(path)
     }
 
 
@@ -44,7 +44,7 @@ def read_others(directory: Path) -> dict[str, bytes]:
     files = [
         path
         for path in sorted(directory.rglob("*"))
-        if not _is_ours(path.relative_to(directory).parts[0]) and path.is_file()
+        if not _is_ours(path.relative_to(directory).parts[0]) and presence.is_file(path)
     ]
     size = sum(path.stat().st_size for path in files)
     if size > MOST_BYTES:

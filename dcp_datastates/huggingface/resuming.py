@@ -14,6 +14,7 @@ from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_datastates.manager.library_state import is_ours, is_ours_here
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["PREFIX", "Resumption", "is_lost", "is_stock"]
@@ -124,7 +125,7 @@ def _is_highest(given: str) -> bool:
 
 def is_stock(path: Location) -> bool:
     """Whether a checkpoint that the Trainer itself has saved is at ``path``."""
-    return isinstance(path, Path) and path.joinpath(TRAINER_STATE_NAME).is_file()
+    return isinstance(path, Path) and presence.is_file(path / TRAINER_STATE_NAME)
 
 
 def is_lost(path: str | Path) -> bool:

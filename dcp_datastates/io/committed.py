@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,12 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     DataStatesError,
     ForeignCheckpointError,
+    StorageError,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
 from dcp_datastates.io import stored_metadata
 from dcp_datastates.io.foreign import is_complete_pickle, is_stock, kind_of_file, kind_of_folder
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
@@ -57,12 +58,27 @@ def open_committed(directory: Location) -> Committed:
     """
     if isinstance(directory, ObjectPath):
         path, data, written_at = stored_metadata.read(directory)
+        _check_no_page(data, path)
         table = decode(data, path)
     else:
         data, written_at = _read(directory)
+        _check_no_page(data, directory / local.METADATA_NAME)
         table = _decode(data, directory)
     published_at = table.note.published_at
     return Committed(directory, table, data, written_at if published_at is None else published_at)
+
+
+def _check_no_page(data: bytes, path: Location) -> None:
+    """Raise :class:`StorageError` for a web page, by which a proxy or a server that is down has answered."""
+    beginning = data[:64].lstrip().lower()
+    if beginning.startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise StorageError(
+            errno.EPROTO,
+            f"what is there cannot be told: a web page came in place of the checkpoint's metadata "
+            f"({beginning[:32].decode(errors='replace')!r}), from a proxy or a server that is down; check what stands "
+            f"between this machine and storage (http_proxy, the endpoint)",
+            str(path),
+        )
 
 
 def open_nearest(places: Sequence[Location]) -> Committed:
@@ -112,13 +128,16 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
 
 def _read(directory: Path) -> tuple[bytes, float]:
     path = directory / local.METADATA_NAME
-    with local.explained("reading", path):
-        try:
-            return read(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(
-                f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
-            ) from None
+    try:
+        return presence.asked(lambda: read(path))
+    except DataStatesError:
+        raise
+    except OSError as error:
+        if not presence.is_missing(error, path):
+            raise presence.unjudged(error, path) from error
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
+        ) from None
 
 
 def _decode(data: bytes, directory: Path) -> MetadataTable:
@@ -140,29 +159,34 @@ def _is_stock(data: bytes, directory: Path) -> bool:
 
 
 def _what_is_there(directory: Path) -> str:
-    if not directory.exists():
+    if not presence.is_there(directory):
         if (old := local.moved_away(directory)) is not None:
             return (
                 f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
             )
         return "the directory does not exist"
-    if not directory.is_dir():
+    if not presence.is_directory(directory):
         return f"it is {kind_of_file(directory.suffix)}"
-    with local.explained("listing", directory):
-        uncommitted = attempts.present(directory)
+    uncommitted = attempts.present(directory)
     if uncommitted and attempts.is_rest(directory, uncommitted[-1]):
         return (
             "it was deleted, and not all of it is gone yet: dcp_datastates.delete removes the rest"
         )
     if uncommitted:
         return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
-    with local.explained("listing", directory):
-        inside = sorted(os.listdir(directory))
+    inside = sorted(presence.names_in(directory))
     if not inside:
         return "the directory is empty"
-    steps = [name for name in inside if os.path.lexists(directory / name / local.METADATA_NAME)]
+    steps = [name for name in inside if _may_be_checkpoint(directory / name)]
     if steps:
         return f"but there are checkpoints below it, such as {steps[-1]!r}"
     if (what := kind_of_folder(inside)) is not None:
         return f"it is {what}"
     return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    try:
+        return presence.is_there(path / local.METADATA_NAME)
+    except StorageError:  # lost+found, say
+        return False

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.manager.library_state import is_ours_here
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import is_url
 
 __all__ = ["DataStatesModelCheckpoint"]
@@ -48,4 +49,6 @@ def _may_be_loaded(path: str) -> bool:
     except DataStatesError as error:
         logger.warning("leaving out checkpoint %s: %s", path, error)
         return False
-    return ours or os.path.isfile(path) or os.path.isfile(os.path.join(path, _METADATA_FILENAME))
+    return (
+        ours or presence.is_file(path) or presence.is_file(os.path.join(path, _METADATA_FILENAME))
+    )

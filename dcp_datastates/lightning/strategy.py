@@ -45,6 +45,7 @@ from dcp_datastates.manager.library_state import (
 from dcp_datastates.manager.parts import ModelPart
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = [
@@ -321,7 +322,7 @@ def _remove(path: Location) -> None:
         if isinstance(path, ObjectPath):
             remove_all(path, first=())
             path.store.delete([path.key])
-        elif path.is_dir():
+        elif presence.is_directory(path):
             shutil.rmtree(path)
-        elif os.path.lexists(path):
+        elif presence.is_there(path):
             path.unlink()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
+from dcp_datastates.checkpoints.inventory import committed_among
+from dcp_datastates.checkpoints.listing import candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.dcp.fit import Fit, LoadOptions
 from dcp_datastates.errors import (
@@ -176,7 +178,7 @@ class Continuing:
             logger.info("starting from scratch: %s", self._describe())
         elif self._replaces:
             for root in self._steps.roots:
-                _set_aside(root, [path for path in checkpoints(root) if self._steps.is_one(path)])
+                _set_aside(root, committed_among(filter(self._steps.is_one, candidates(root))))
         elif first <= steps[-1]:
             raise ConfigurationError(
                 f"{self._describe()}, and this loop, which has restored nothing, begins at step {first}: its "
@@ -199,13 +201,14 @@ class Continuing:
 
     def _others(self) -> list[str]:
         """The committed checkpoints of other names than a step's."""
-        return [
-            found.path.name
-            for root in self._steps.roots
-            for found in newest_first(
-                path for path in checkpoints(root) if not self._steps.is_one(path)
-            )
-        ]
+        others = []
+        for root in self._steps.roots:
+            for found in newest_first(filterfalse(self._steps.is_one, candidates(root))):
+                if found.error is None:
+                    others.append(found.path.name)
+                else:
+                    logger.warning("no checkpoint of a step, and left alone: %s", found.error)
+        return others
 
     def _describe(self) -> str:
         """What the root holds, in words."""

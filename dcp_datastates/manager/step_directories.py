@@ -13,13 +13,17 @@ from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import (
     Found,
-    checkpoints,
+    candidates,
     directories,
     newest_first,
     step_of,
 )
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.checkpoints.tiers import copies_newest_first, flaw_of_copies
+from dcp_datastates.checkpoints.tiers import (
+    copies_newest_first,
+    flaw_of_copies,
+    none_is_whole,
+)
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
@@ -58,7 +62,8 @@ def newest_numbered(
     leave_out: Collection[str] = (),
 ) -> Location | None:
     """The newest checkpoint of this package that passes ``verify``; or that of a framework's own with the highest
-    number, if it is higher. None if there is none. The first rank looks; all ranks call this.
+    number, if it is higher. None if there is none. The first rank looks; all ranks call this. Raises the errors of
+    :func:`~dcp_datastates.latest`.
 
     Args:
         prefix: of the directories' names, before the number. Others do not count.
@@ -70,12 +75,19 @@ def newest_numbered(
         def counts(path: Location) -> bool:
             return number_of(path, prefix) >= 0 and path.name not in leave_out
 
-        newest = latest_here(folder, verify, counts)
+        damaged: CheckpointCorruptError | None = None
+        newest: Location | None = None
+        try:
+            newest = latest_here(folder, verify, counts)
+        except CheckpointCorruptError as error:
+            damaged = error
         highest = -1 if newest is None else number_of(newest, prefix)
         for path in directories(folder):
             number = number_of(path, prefix)
             if number > highest and counts(path) and is_stock(path):
                 newest, highest = path, number
+        if newest is None and damaged is not None:
+            raise damaged
         return newest
 
     return from_first_rank(look, "newest", "the newest checkpoint")
@@ -149,14 +161,19 @@ class StepDirectories:
             logger.info("deleted checkpoint %s", path)
 
     def _paths(self) -> list[Location]:
-        return [path for root in self.roots for path in checkpoints(root) if self.is_one(path)]
+        # Only these are judged: a directory that this user may not read is no matter of a run's.
+        return [
+            path
+            for root in self.roots
+            for path in committed_among(filter(self.is_one, candidates(root)))
+        ]
 
     def newest(self, leave_out: Collection[str]) -> str | None:
         """The name of the newest checkpoint that can be restored: each file from some tier. None if there are no
         checkpoints.
 
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
-        if all are other programs'.
+        if all are other programs'; :class:`StorageError` if one that may be the newest cannot be judged.
         """
         problems = []
         for copies in copies_newest_first(self.roots, self.is_one):
@@ -169,12 +186,8 @@ class StepDirectories:
                 return path.name
             logger.warning("leaving out checkpoint %s: %s", path, problem)
             problems.append(f"{path.name}: {problem}")
-        roots = " and ".join(repr(str(root)) for root in self.roots)
         if problems:
-            raise CheckpointCorruptError(
-                f"none of the {len(problems)} checkpoints in {roots} can be restored "
-                f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
-            )
+            raise none_is_whole(self.roots, problems)
         if paths := self._paths():
             raise ForeignCheckpointError(
                 f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "

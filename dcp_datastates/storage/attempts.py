@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointSupersededError, CommitOutcomeUnknown
-from dcp_datastates.storage import operations
+from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.local import METADATA_NAME, Signature, explained, signature_of
 
@@ -86,17 +86,17 @@ def claim(directory: Path, attempt: Attempt, *, deletes: bool = False) -> bool:
 
 
 def present(directory: Path) -> list[Attempt]:
-    """The attempts that have a directory below ``directory``, oldest first. Symbolic links and files do not count."""
-    found = []
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                attempt = Attempt.parse(entry.name)
-                if attempt is not None and entry.is_dir(follow_symlinks=False):
-                    found.append(attempt)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(found)
+    """The attempts that have a directory below ``directory``, oldest first. Symbolic links and files do not count.
+
+    Raises :class:`StorageError` if the directory cannot be read.
+    """
+    return sorted(
+        attempt
+        for entry in presence.entries_in(directory)
+        if (attempt := Attempt.parse(entry.name)) is not None
+        and not entry.is_symlink()
+        and local.is_directory(entry)
+    )
 
 
 def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
@@ -227,16 +227,13 @@ def is_deleted(directory: Path, attempt: Attempt) -> bool:
 
     For a rank that has written files: if the attempt was not deleted, its files are still there.
     """
-    try:
-        names = os.listdir(directory / attempt.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
+    names = presence.names_in(directory / attempt.name)
     return not names or _DELETING in names
 
 
 def is_deletion(directory: Path, attempt: Attempt) -> bool:
     """Whether the attempt is a deletion, not a save."""
-    return os.path.lexists(directory / attempt.name / _DELETION)
+    return presence.is_there(directory / attempt.name / _DELETION)
 
 
 def is_rest(directory: Path, attempt: Attempt) -> bool:

@@ -26,7 +26,7 @@ __all__ = [
     "check_sane",
     "claim",
     "claim_deletion",
-    "exists",
+    "not_replaced",
 ]
 
 _CLAIMS: Final = 100
@@ -141,7 +141,7 @@ def claim_deletion(directory: Path) -> DirectoryClaim:
         return _claim(directory, None)
 
 
-def exists(directory: Location) -> CheckpointExistsError:
+def not_replaced(directory: Location) -> CheckpointExistsError:
     """The error for a save that must not replace the checkpoint there."""
     return CheckpointExistsError(
         f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "

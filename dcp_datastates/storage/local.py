@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
-from dcp_datastates.storage import operations
+from dcp_datastates.storage import operations, presence
+from dcp_datastates.storage.presence import NotAFileError
 from dcp_datastates.text import size as show_size
 
 __all__ = [
@@ -115,14 +116,13 @@ CONVERTING: Final = ".converting-"
 
 def moved_away(target: Path) -> Path | None:
     """What a killed conversion has moved away from ``target``, if nothing is there now."""
-    if os.path.lexists(target):
+    if presence.is_there(target):
         return None
     beginning = f".{target.name}{CONVERTING}"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(target.parent):
-            old = target.parent / name / "old"
-            if name.startswith(beginning) and os.path.lexists(old):
-                return old
+    for name in presence.names_in(target.parent):
+        old = target.parent / name / "old"
+        if name.startswith(beginning) and presence.is_there(old):
+            return old
     return None
 
 
@@ -132,9 +132,9 @@ def check_writable(directory: Path) -> None:
     Checks the nearest parent that exists, following symbolic links; creates nothing.
     """
     nearest = Path(os.path.realpath(directory))
-    while not os.path.lexists(nearest) and nearest != nearest.parent:
+    while not presence.is_there(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
-    if not nearest.is_dir():
+    if not presence.is_directory(nearest):
         raise ConfigurationError(
             f"path {str(directory)!r} cannot be a checkpoint directory: {str(nearest)!r} is a file"
         )
@@ -200,7 +200,7 @@ def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
             try:
                 operations.make_directory(path, phase)
             except FileExistsError:
-                if not path.is_dir():
+                if not presence.is_directory(path):
                     raise
             except FileNotFoundError:
                 if (
@@ -250,11 +250,11 @@ def signature(directory: Path) -> Signature | None:
 
 
 def is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether the entry is a directory, or a symbolic link to one. False if that cannot be seen: a cycle of links."""
+    """Whether the entry is a directory, or a link to one; also if that cannot be told: a look into it then raises."""
     try:
-        return entry.is_dir()
+        return presence.is_directory(entry.path) if entry.is_symlink() else entry.is_dir()
     except OSError:
-        return False
+        return True
 
 
 _KINDS: Final = {
@@ -269,9 +269,14 @@ _KINDS: Final = {
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open the file at ``path`` for reading. Never waits for a pipe's other end, and never opens a device.
 
-    Raises OSError: :class:`StorageError` if there is something other than a file.
+    Raises OSError: :class:`NotAFileError` if there is something other than a file.
     """
-    _check_regular(os.stat(path), path)
+    try:
+        _check_regular(os.stat(path), path)
+    except OSError as error:
+        if error.errno == errno.ELOOP and presence.is_link(path):
+            raise _not_a_file("a symbolic link that leads back to itself", path) from None
+        raise
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_regular(os.fstat(descriptor), path)
@@ -300,21 +305,24 @@ def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise StorageError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+        raise _not_a_file(_KINDS.get(stat.S_IFMT(status.st_mode), "something else"), path)
+
+
+def _not_a_file(kind: str, path: str | os.PathLike[str]) -> NotAFileError:
+    return NotAFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
 
 
 def signature_of(path: Path) -> Signature | None:
     """The signature of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
     try:
         # Open the file, so that a network file system asks its server.
-        descriptor = open_regular(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ELOOP):
-            raise
+        descriptor = presence.asked(lambda: open_regular(path))
+    except NotAFileError:
         status = os.lstat(path)  # no file, and yet something that a publication replaces
+    except OSError as error:
+        if not presence.is_missing(error, path):
+            raise
+        return None
     else:
         try:
             status = os.fstat(descriptor)

@@ -10,6 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.bounded import step
 
 __all__ = ["NAME", "remove", "write"]
@@ -55,7 +56,7 @@ def remove(directory: Path) -> None:
     step()
     path = directory / NAME
     with contextlib.suppress(OSError):
-        if not path.is_file():
+        if not presence.is_file(path):
             return
         with open(path, "rb") as file:
             begin = file.read(len(_FIRST_LINE))

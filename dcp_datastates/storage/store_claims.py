@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dcp_datastates.storage import store_attempts, store_index
 from dcp_datastates.storage.attempt import Attempt, next_attempt
-from dcp_datastates.storage.claims import Claim, Neighbours, check_sane, exists
+from dcp_datastates.storage.claims import Claim, Neighbours, check_sane, not_replaced
 from dcp_datastates.storage.object_path import ObjectPath
 
 __all__ = ["StoreClaim", "check_absent", "claim"]
@@ -52,4 +52,4 @@ def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Sto
 def check_absent(directory: ObjectPath) -> None:
     """Raise :class:`CheckpointExistsError` if a checkpoint is committed at ``directory``."""
     if store_attempts.newest_committed(directory) is not None:
-        raise exists(directory)
+        raise not_replaced(directory)

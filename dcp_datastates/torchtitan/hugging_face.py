@@ -12,6 +12,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.storage import presence
 
 __all__ = ["hugging_face_assets", "load_hugging_face", "save_hugging_face"]
 
@@ -56,7 +57,7 @@ def load_hugging_face(model: Any, adapter: Any, path: str, quantized: bool) -> N
 def hugging_face_assets(adapter: Any) -> str:
     """The folder that the job names for the weights; raises :class:`ConfigurationError` if it is no directory."""
     path = getattr(adapter, "hf_assets_path", None)
-    if not path or not os.path.isdir(path):
+    if not path or not presence.is_directory(path):
         raise ConfigurationError(
             f"model.hf_assets_path={path!r} is no directory to load weights from; correct it, or give "
             f"checkpoint.initial_load_path"

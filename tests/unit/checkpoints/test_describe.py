@@ -235,7 +235,9 @@ def test_json_of_a_directory(root):
     document = json.loads(run_cli("inspect", "--json", root).stdout)
     assert set(document) == {"kind", "path", "latest", "checkpoints"}
     assert document["latest"] == "best"
-    fields = "name step format committed attempt nbytes ranks committed_at problem metrics pins"
+    fields = (
+        "name step format committed attempt nbytes ranks committed_at problem unjudged metrics pins"
+    )
     assert set(document["checkpoints"][0]) == set(fields.split())
 
 

@@ -23,7 +23,7 @@ from support.state.roots import (
     uncommitted,
 )
 
-from dcp_datastates import ConfigurationError, latest
+from dcp_datastates import CheckpointCorruptError, ConfigurationError, latest
 from dcp_datastates.checkpoints import listing
 from dcp_datastates.checkpoints.listing import natural_order, step_of
 
@@ -113,7 +113,8 @@ def test_several_broken_ones_and_none_left(root):
     cut(root / "step-10")
     assert latest(root) == root / "step-9"
     damage_metadata(root / "step-9")
-    assert latest(root) is None
+    with raises(CheckpointCorruptError, "none of the 3", "step-11", "step-10", "step-9"):
+        latest(root)
 
 
 def test_what_is_verified_is_what_was_asked_for(root):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
-from support.state.checkpoints import raises, save
+from support.state.checkpoints import load_everything, raises, save
 from support.state.states import filled
 
 import dcp_datastates
@@ -113,11 +115,29 @@ def test_a_store_that_fails_is_an_error_and_never_none(store, three, kind):
         return Fate.REFUSED if request.kind == kind else Fate.DONE
 
     store.on_request = fate
-    if kind == "list":
-        with pytest.raises(StorageError):
-            latest(three)
-    else:  # each checkpoint is there, and none can be read: said, not skipped in silence
-        assert latest(three) is None
+    with pytest.raises(StorageError):
+        latest(three)
+    with pytest.raises(StorageError):
+        retain(three, keep=1)
+
+
+@pytest.mark.parametrize(
+    "page", [b"<!DOCTYPE html>\n<html>", b"\n<html>", b"<?xml version='1.0'?>"]
+)
+def test_the_page_of_a_proxy_is_no_damage_and_never_none(store, three, page):
+    """A captive portal answers 200 to all requests."""
+    newest = locate(f"{three}/step-1")
+    (attempt,) = store_attempts.present(newest)
+    key = decisions.decision_path(newest, attempt).key
+    page += b" " * decisions.LONGEST_MARK
+    store.objects[key] = dataclasses.replace(store.objects[key], data=page)
+    for ask in (
+        latest,
+        lambda root: retain(root, keep=1),
+        lambda root: load_everything(f"{root}/step-1"),
+    ):
+        with raises(StorageError, "step-1", "web page", "proxy"):
+            ask(three)
 
 
 def test_a_checkpoint_is_no_directory_of_checkpoints(three):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.commands import run_cli
 from support.simulated.object_stores import MemoryStore, installed
-from support.state.checkpoints import save
+from support.state.checkpoints import raises, save
 from support.state.states import filled
 
 import dcp_datastates
@@ -119,7 +119,8 @@ def test_each_file_may_come_from_another_tier(tmp_path, monkeypatch):
     _flip(_file(slow / "step-1"))
     assert latest([fast, slow], verify="full") == [fast / "step-1", slow / "step-1"]
     _flip(_file(fast / "step-1"))
-    assert latest([fast, slow], verify="full") is None
+    with raises(CheckpointCorruptError, "none of the 1", "step-1"):
+        latest([fast, slow], verify="full")
     with pytest.raises(CheckpointCorruptError):
         _loaded([fast / "step-1", slow / "step-1"])
 
@@ -146,10 +147,13 @@ def test_latest_agrees_with_a_search_of_all_damages(tmp_path):
             path.rename(path.with_suffix(".gone"))
         missing = dict(zip(files, gone, strict=True))
         whole = [step for step in (1, 2) if not (missing[fast, step] and missing[slow, step])]
-        found = latest([fast, slow])
-        assert (max(whole) if whole else None) == (found and int(found[0].name[-1]))
-        if found:
+        if whole:
+            found = latest([fast, slow])
+            assert int(found[0].name[-1]) == max(whole)
             assert _is(_loaded(found), max(whole))
+        else:
+            with pytest.raises(CheckpointCorruptError):
+                latest([fast, slow])
         for path in moved:
             path.with_suffix(".gone").rename(path)
 

@@ -1,0 +1,162 @@
+"""What lies at a path of a file system: the one place that asks whether there is something.
+
+Only the answer that there is no such name means that nothing is there. A file server that is away, a permission that is
+missing, and a path that is too long say nothing about what is there: that is a :class:`StorageError`, which names the
+path and the cause. A caller that took it for "nothing" would start a job from scratch, and delete what it did not see.
+
+Errors that pass, such as those of a server that has just been restarted, are tried again, within a second. A test
+forbids ``exists``, ``lexists``, ``is_file`` and their like elsewhere, for these take most errors for "nothing".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from dcp_datastates.errors import StorageError
+
+__all__ = [
+    "NotAFileError",
+    "asked",
+    "entries_in",
+    "is_directory",
+    "is_file",
+    "is_link",
+    "is_missing",
+    "is_there",
+    "names_in",
+    "status_of",
+    "unjudged",
+]
+
+T = TypeVar("T")
+
+_PASSING: Final = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
+_PAUSES: Final = (0.02, 0.1, 0.5)
+"""Seconds before each further try."""
+
+_REST_SECONDS: Final = 10.0
+"""For so long after all tries have failed, each operation is tried once: a root may hold thousands of names."""
+
+_failed_at = -_REST_SECONDS
+
+_WAYS_OUT: Final = {
+    errno.EACCES: "let this user read it, or move it away",
+    errno.EPERM: "let this user read it, or move it away",
+    errno.ELOOP: "mend or remove the symbolic links",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
+_WAIT: Final = "try again when storage answers"
+
+
+class NotAFileError(StorageError):
+    """There is something other than a file: a pipe, a device, a cycle of links. So it is certainly no checkpoint's."""
+
+
+def asked(operation: Callable[[], T]) -> T:
+    """The result of a look at storage, tried again after errors that pass. Raises OSError. Any thread."""
+    global _failed_at
+    pauses = () if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES
+    for pause in pauses:
+        try:
+            return operation()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause)
+    try:
+        return operation()
+    except OSError as error:
+        if error.errno in _PASSING:
+            _failed_at = time.monotonic()
+        raise
+
+
+def is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:
+    """Whether ``error``, of a look at ``path``, means that there is nothing.
+
+    It does if there is no such name; or if a parent of ``path`` is a file, and not only said to be none.
+    """
+    if isinstance(error, FileNotFoundError):
+        return True
+    if not isinstance(error, NotADirectoryError):
+        return False
+    for parent in (Path(path), *Path(path).parents):
+        try:
+            return not stat.S_ISDIR(os.stat(parent).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return False
+    return False
+
+
+def unjudged(error: OSError, path: str | os.PathLike[str]) -> StorageError:
+    """The error for a place at which ``error`` hides what is there."""
+    way_out = _WAYS_OUT.get(error.errno or 0, _WAIT)
+    cause = os.strerror(error.errno or 0)
+    return StorageError(error.errno, f"what is there cannot be told: {cause}; {way_out}", str(path))
+
+
+def _judged(operation: Callable[[], T], path: str | os.PathLike[str]) -> T | None:
+    try:
+        return asked(operation)
+    except OSError as error:
+        if is_missing(error, path):
+            return None
+        raise unjudged(error, path) from error
+
+
+def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """The status of what ``path`` leads to; None if that is nothing: symbolic links that lead in a circle, too. Raises
+    :class:`StorageError`.
+    """
+    try:
+        return _judged(lambda: os.stat(path), path)
+    except StorageError as error:
+        if error.errno == errno.ELOOP and is_link(path):
+            return None
+        raise
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a name of anything, a symbolic link that leads nowhere too. Raises :class:`StorageError`."""
+    return _judged(lambda: os.lstat(path), path) is not None
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` leads to a directory. Raises :class:`StorageError`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` leads to a regular file. Raises :class:`StorageError`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_link(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
+    status = _judged(lambda: os.lstat(path), path)
+    return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def names_in(directory: str | os.PathLike[str]) -> list[str]:
+    """The names in a directory; none if there is no directory. Raises :class:`StorageError`."""
+    return _judged(lambda: os.listdir(directory), directory) or []
+
+
+def entries_in(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """:func:`names_in`, with what the system tells of each."""
+
+    def scan() -> list[os.DirEntry[str]]:
+        with os.scandir(directory) as entries:
+            return list(entries)
+
+    return _judged(scan, directory) or []
