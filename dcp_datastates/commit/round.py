@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.process.futures import SharedFuture
 from dcp_datastates.stats import Timeline
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
@@ -132,7 +133,7 @@ class Round:
     """Makes what this rank tells of the save's cost with its vote."""
     published: bytes | None = field(init=False, default=None)
     """Coordinator: the metadata that were committed, until the round is over."""
-    committed: Future[None] = field(init=False, default_factory=_pending)
+    committed: SharedFuture = field(init=False, default_factory=SharedFuture)
     """The commit thread resolves it with the round's outcome on this rank."""
     _document: Future[TracedDocument] = field(init=False, default_factory=_pending)
 
@@ -188,6 +189,7 @@ class Round:
                 self.committed.set_result(None)
             else:
                 self.committed.set_exception(error)
+        self.trace = bytes  # it refers to the save, and the save to this
 
     @staticmethod
     def missing(number: int, first: int, timeout: float) -> Round:

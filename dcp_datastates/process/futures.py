@@ -15,11 +15,22 @@ __all__ = ["AskedFuture", "SharedFuture", "resolved", "when_done", "without_trac
 
 
 class SharedFuture(Future[None]):
-    """A future that users have. Their callbacks may wait for saves, so they never run in a thread that saves need."""
+    """A future that users have, and cannot cancel. Their callbacks may wait for saves, so they never run in a thread
+    that saves need.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""
         super().add_done_callback(lambda done: call_back(functools.partial(fn, done)))
+
+    def _invoke_callbacks(self) -> None:  # type: ignore[misc, unused-ignore]
+        # The library's, which keeps callbacks for ever: a callback refers to its save, and the save to this future.
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks.clear()  # type: ignore[attr-defined]
 
 
 def when_done(future: Future[Any], function: Callable[[Future[Any]], object]) -> None:
@@ -40,7 +51,6 @@ class AskedFuture(SharedFuture):
         self._start = start
         self.asked = False
         """Whether a caller has asked for the result or the error."""
-        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> None:
         self._ask()

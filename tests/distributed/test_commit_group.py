@@ -197,6 +197,7 @@ def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_orde
         assert not first.upload_completion.done(), "the second save waits for the first's commit"
         first.upload_completion.result(60)
         second.upload_completion.result(60)
+    await_that(lambda: len(order) == 2)
     assert order == [1, 2]
     assert _number(path) == 2
     dist.barrier()

@@ -9,6 +9,7 @@ import pytest
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import ALONE
 
 
@@ -24,7 +25,7 @@ def test_rounds_run_in_order(group, order):
     ended = []
     rounds = [Round(n, None, None, FailedPart(OSError("full")), timeout=60) for n in range(3)]
     for number, round_ in enumerate(rounds):
-        round_.committed.add_done_callback(lambda _, number=number: ended.append(number))
+        when_done(round_.committed, lambda _, number=number: ended.append(number))
         group.announce(number)
     submitted = set()
     for number in order:
