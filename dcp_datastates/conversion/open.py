@@ -45,6 +45,8 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
             return TorchSource(found, allow_objects)
         if is_safetensors(first):
             return SafetensorsSource(found, [found], None)
+    except ForeignCheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
     if is_legacy_pickle(first):

@@ -21,6 +21,7 @@ from dcp_datastates.conversion.source import Source, TensorInfo, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     DataStatesError,
+    ForeignCheckpointError,
     IncompatibleStateError,
     StorageError,
     UnsupportedStateError,
@@ -55,10 +56,17 @@ class TorchSource(Source):
                 f"{path} holds a {kind}; only a dict with strings as keys can be converted"
             )
         self._arrays: dict[str, Array] = {}
+        self.refusals = {}
         self._values: dict[str, Any] = {}
         paths: dict[str, KeyPath] = {}
+        shapes: dict[str, TensorInfo] = {}
         for key_path, value in leaves(state):
             name = name_of(key_path)
+            if not name:
+                raise IncompatibleStateError(
+                    f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it "
+                    f"again"
+                )
             if name in paths:
                 raise IncompatibleStateError(
                     f"{path} has two values with the name {name!r}: at {paths[name]} and {key_path}"
@@ -67,13 +75,15 @@ class TorchSource(Source):
             if key_path[-1] == EMPTY:
                 continue
             if isinstance(value, torch.Tensor):
-                self._arrays[name] = array_of(value, records, path, 0, name)
+                shapes[name] = TensorInfo(value.dtype, tuple(value.shape))
+                try:
+                    self._arrays[name] = array_of(value, records, path, 0, name)
+                except UnsupportedTensorError as error:
+                    self.refusals[name] = error
             else:
                 self._values[name] = value
         self.paths = paths
-        self.tensors = {
-            name: TensorInfo(array.dtype, array.shape) for name, array in self._arrays.items()
-        }
+        self.tensors = shapes
         self.objects = self._values
 
     def fill(self, wants: Sequence[Want]) -> None:
@@ -116,14 +126,23 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
         records = records_in(file, said)
         with FakeTensorMode():
             return torch.load(file, map_location="cpu", weights_only=not allow_objects), records
+    except DataStatesError:
+        raise
     except pickle.UnpicklingError as error:
         if allow_objects:
             raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
-        raise unsafe(said, error) from error
+        raise unsafe(
+            said, error, "load it with torch.load, make its values plain, save it again"
+        ) from error
+    except NotImplementedError as error:
+        if "Quantized" not in str(error):
+            raise
+        raise UnsupportedTensorError(
+            f"{said} has quantized tensors, whose bytes alone do not say their values; load it with torch.load, take "
+            f"dequantize() of them or leave them out, and save it again"
+        ) from error
     except OSError as error:
         raise StorageError(error.errno, f"reading {said} failed: {error.strerror}", said) from error
-    except DataStatesError:
-        raise
     except Exception as error:
         raise CheckpointCorruptError(
             f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
@@ -136,13 +155,20 @@ def records_in(file: BinaryIO, said: str) -> Records:
     """
     found = {}
     with zipfile.ZipFile(file) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise ForeignCheckpointError(
+                f"{said} is a TorchScript archive, which is a program; convert a file of its weights: "
+                f"torch.save(torch.jit.load(PATH).state_dict(), FILE)"
+            )
         for entry in archive.infolist():
             if entry.filename.endswith("/byteorder"):
                 if archive.read(entry) != sys.byteorder.encode():
                     raise IncompatibleStateError(
                         f"{said} has another byte order than this machine; load it with torch.load, and save it again"
                     )
-            elif "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
+            elif "/data/" in entry.filename:
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise _packed(said)
                 file.seek(entry.header_offset + 26)
                 name, extra = struct.unpack("<HH", file.read(4))  # lengths of what follows
                 found[entry.header_offset + 30 + name + extra] = entry.file_size
@@ -156,25 +182,33 @@ def array_of(tensor: torch.Tensor, records: Records, path: Location, base: int, 
     torch may compute a place from how it writes archives. So the archive must say the same.
 
     Raises :class:`UnsupportedTensorError` for a tensor without dense bytes of its own, and
-    :class:`CheckpointCorruptError` for one that lies elsewhere.
+    :class:`IncompatibleStateError` for one that lies elsewhere.
     """
     plain = tensor.detach()
     if type(plain) is not FakeTensor or plain.layout is not torch.strided or plain.is_quantized:
         raise UnsupportedTensorError(
             f"{path}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors "
-            f"can be converted"
+            f"can be converted: exclude={name!r} (--exclude) leaves it out"
         )
     at = getattr(plain.untyped_storage(), "_checkpoint_offset", None)
     if at is None or plain.is_conj() or plain.is_neg():
-        raise UnsupportedTensorError(f"{path}: torch does not say where the bytes of {name!r} are")
-    if plain.numel() and plain.untyped_storage().nbytes() != records.get(int(at)):
-        raise CheckpointCorruptError(
-            f"{path}: the archive does not have the bytes of {name!r} where torch writes them; if another program has "
-            f"packed it, load it with torch.load, and save it again"
+        raise UnsupportedTensorError(
+            f"{path}: {name!r} is a view with conjugate or negative values, or has no bytes of its own in the file; "
+            f"exclude={name!r} (--exclude) leaves it out, and tensor.resolve_conj().resolve_neg() before torch.save "
+            f"stores it"
         )
+    if plain.numel() and plain.untyped_storage().nbytes() != records.get(int(at)):
+        raise _packed(str(path))
     itemsize = plain.dtype.itemsize
     place = base + int(at) + int(plain.storage_offset()) * itemsize
     return Array(path, place, plain.dtype, tuple(plain.shape), tuple(plain.stride()))
+
+
+def _packed(said: str) -> IncompatibleStateError:
+    return IncompatibleStateError(
+        f"{said}: the tensors' bytes are not where torch writes them: another program has packed the archive; load it "
+        f"with torch.load, and save it again"
+    )
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -74,7 +74,8 @@ def select(source: Source, selection: Selection) -> Source:
     """The values that ``selection`` takes from ``source``.
 
     Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
-    :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing.
+    :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
+    :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
     taken = names = [*source.names(), *source.empty_dicts()]
     part = None if selection.part is None else NamePatterns("part", selection.part)
@@ -88,6 +89,9 @@ def select(source: Source, selection: Selection) -> Source:
         raise ConfigurationError(
             f"nothing is left of {source.path}: exclude={sorted(selection.exclude.given)} takes all out"
         )
+    for name in taken:
+        if name in source.refusals:
+            raise source.refusals[name]
     old_of = renamed(taken, selection.rename, part=part, all_used=True)
     return Selected(source, old_of, selection.dtype)
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.errors import CheckpointCorruptError, UnsafeObjectError
+from dcp_datastates.errors import CheckpointCorruptError, DataStatesError, UnsafeObjectError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.validate import check_covered
@@ -97,6 +97,8 @@ class Source(abc.ABC):
     """The tensors by name, in the order of the source."""
     objects: Collection[str] = ()
     """The names of objects, in the order of the source."""
+    refusals: Mapping[str, DataStatesError] = {}
+    """For each of the tensors that cannot be read as it is stored, why."""
     paths: Mapping[str, KeyPath] = {}
     """Where values and empty dicts lie in the nested state, as far as the source knows. No other names."""
 
@@ -191,12 +193,12 @@ def value_of(source: Source, name: str, allow_objects: bool) -> Any:
         ) from error
 
 
-def unsafe(said: str, error: BaseException) -> UnsafeObjectError:
+def unsafe(said: str, error: BaseException, way_out: str = "exclude it") -> UnsafeObjectError:
     """The error for a pickle that needs more than torch's safe types; ``error`` is torch's."""
     found = re.search(r"Unsupported \w+: (.*?)(?: was not| whose|$)", str(error), re.MULTILINE)
     why = f" ({found[1][:200]})" if found else ""
     return UnsafeObjectError(
-        f"{said} is pickled Python that may run code{why}; exclude it, or trust the checkpoint with "
+        f"{said} is pickled Python that may run code{why}; {way_out}, or trust the checkpoint with "
         f"allow_objects=True (--allow-objects)"
     )
 

@@ -7,6 +7,7 @@ than those of all attempts at its path, and of all checkpoints committed beside 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt, next_deletion
 from dcp_datastates.storage.lock import Hold
 from dcp_datastates.storage.object_path import Location
@@ -78,6 +79,25 @@ class Neighbours:
             str, tuple[int, int]
         ] = {}  # only entries that exist now, so that it does not grow with the job
         self._newest: Attempt | None = None
+        self._device: int | None = None
+        self._saved: set[str] = set()
+
+    def check_mounted(self, root: Path, name: str) -> None:
+        """A checkpoint ``name`` is about to be saved in ``root``. Raises :class:`StorageError` if the file system of
+        the save before is no longer mounted there: the checkpoint would lie below the mount point, on another one.
+
+        A file system that was unmounted and mounted again may have another number; what lies there tells it.
+        """
+        self._enter(root)
+        device, before = _device_of(root), {*self._known, *self._saved}
+        if self._device not in (None, device) and before.isdisjoint(presence.names_in(root)):
+            raise StorageError(
+                errno.ENODEV,
+                f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
+                f"{min(before)!r} on it: mount it again, or begin a new job with another root",
+                str(root),
+            )
+        self._device, self._saved = device, {name}
 
     def newest(self, root: Path) -> Attempt | None:
         """The newest attempt among the checkpoints committed in ``root`` and those of :meth:`note`."""
@@ -110,6 +130,7 @@ class Neighbours:
     def _enter(self, root: Location) -> None:
         if root != self._root:
             self._root, self._known, self._newest = root, {}, None
+            self._device, self._saved = None, set()
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
@@ -118,12 +139,21 @@ class Neighbours:
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
+def _device_of(path: Path) -> int:
+    """The number of the file system that ``path`` is on, or would be."""
+    while (status := presence.status_of(path)) is None and path != path.parent:
+        path = path.parent
+    assert status is not None, "the root of all paths exists"
+    return status.st_dev
+
+
 def claim(directory: Path, neighbours: Neighbours) -> DirectoryClaim:
     """Claim a new attempt at ``directory``, which is made if it is missing: steps 1 and 2 of docs/commit.md.
 
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
+    neighbours.check_mounted(directory.parent, directory.name)
     local.make_directories(directory)
     with local.explained("claiming a save's directory", directory):
         made = _claim(directory, neighbours)

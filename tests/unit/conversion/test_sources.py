@@ -12,9 +12,11 @@ import shutil
 import zipfile
 from pathlib import PosixPath
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.commands import run_cli
 from support.state.checkpoints import assert_same, raises, save
 from support.state.files import data_files, flip_bit, read_file
 from support.state.states import Opinion, filled
@@ -29,6 +31,7 @@ from dcp_datastates import (
     ForeignCheckpointError,
     IncompatibleStateError,
     UnsafeObjectError,
+    UnsupportedTensorError,
     convert,
 )
 
@@ -187,7 +190,60 @@ def test_a_torch_file_that_another_program_has_packed(packing, tmp_path):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     assert_same(torch.load(tmp_path / "in")["a"], torch.arange(100.0))
-    _refused(tmp_path / "in", CheckpointCorruptError, "another program has packed it", tmp_path)
+    _refused(tmp_path / "in", IncompatibleStateError, "another program has packed", tmp_path)
+    assert run_cli("convert", tmp_path / "in", tmp_path / "out").returncode == 2, (
+        "it is not damaged"
+    )
+
+
+def _script(path):
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+def _quantized(path):
+    torch.save(
+        {"a": torch.ones(3), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
+        path,
+    )
+
+
+def _numpy(path):
+    torch.save({"a": torch.ones(3), "loss": np.float64(0.5)}, path)
+
+
+def _nameless(path):
+    torch.save({"a": torch.ones(3), "": torch.ones(1)}, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (_script, ForeignCheckpointError, r"TorchScript.*torch\.jit\.load"),
+        (_quantized, UnsupportedTensorError, r"quantized.*dequantize\(\)"),
+        (_numpy, UnsafeObjectError, r"make its values plain.*allow_objects=True"),
+        (_nameless, IncompatibleStateError, "empty key"),
+    ],
+)
+def test_a_whole_torch_file_is_not_called_damaged(make, kind, words, tmp_path):
+    make(tmp_path / "in")
+    _refused(tmp_path / "in", kind, words, tmp_path)
+    assert run_cli("convert", tmp_path / "in", tmp_path / "out").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.ones(3).to_sparse(),
+    ],
+    ids=["conj", "neg", "sparse"],
+)
+def test_a_tensor_that_cannot_be_converted_can_be_excluded(value, tmp_path):
+    torch.save({"a": torch.arange(3.0), "b": value}, tmp_path / "in")
+    _refused(tmp_path / "in", UnsupportedTensorError, "exclude='b'", tmp_path)
+    convert(tmp_path / "in", tmp_path / "out", "torch", exclude="b", **SMALL)
+    assert_same(torch.load(tmp_path / "out"), {"a": torch.arange(3.0)})
 
 
 # --- code in files ----------------------------------------------------------------------------------

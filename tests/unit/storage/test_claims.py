@@ -1,0 +1,71 @@
+"""A job saves to the file system on which its checkpoints lie, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+
+import pytest
+import torch
+from support.state.checkpoints import load_everything, raises, save
+
+import dcp_datastates as ds
+from dcp_datastates.storage import claims
+
+STATE = {"w": torch.ones(10)}
+
+
+@pytest.fixture
+def mounted(monkeypatch):
+    """``mounted(number)``: the numbers of file systems are this from now on."""
+    number = [1]
+    monkeypatch.setattr(claims, "_device_of", lambda path: number[0])
+
+    def mount(device: int) -> None:
+        number[0] = device
+
+    return mount
+
+
+@pytest.mark.parametrize("rest", ["the mount point", "nothing", "an older job's"])
+def test_a_save_after_a_lost_mount_is_refused_by_name(rest, mounted, tmp_path):
+    root = tmp_path / "mount" / "run"
+    save(STATE, root / "step-1")
+    (tmp_path / "mount").rename(tmp_path / "lost")
+    mounted(2)
+    if rest != "nothing":
+        root.mkdir(parents=True)
+    if rest == "an older job's":
+        (root / "step-0").mkdir()
+    with raises(ds.StorageError, str(root), "mounted", "step-1", "mount it again"):
+        save(STATE, root / "step-2")
+    assert not (root / "step-2").exists(), "nothing lands below the mount point"
+    shutil.rmtree(tmp_path / "mount", ignore_errors=True)
+    (tmp_path / "lost").rename(tmp_path / "mount")
+    mounted(1)
+    save(STATE, root / "step-2")
+    assert ds.latest(root) == root / "step-2"
+
+
+def test_what_was_mounted_again_under_another_number_goes_on(mounted, tmp_path):
+    """As by an automounter, between two saves."""
+    for step, device in enumerate((1, 2, 2, 3)):
+        mounted(device)
+        save(STATE, tmp_path / "run" / f"step-{step}")
+    assert ds.latest(tmp_path / "run") == tmp_path / "run" / "step-3"
+
+
+def test_a_root_that_was_deleted_is_made_again(tmp_path):
+    save(STATE, tmp_path / "run" / "step-1")
+    shutil.rmtree(tmp_path / "run")
+    save(STATE, tmp_path / "run" / "step-2")
+    assert load_everything(tmp_path / "run" / "step-2")["w"].eq(1).all()
+
+
+def test_the_error_has_its_number(mounted, tmp_path):
+    neighbours = claims.Neighbours()
+    neighbours.check_mounted(tmp_path / "run", "step-1")
+    mounted(2)
+    with pytest.raises(ds.StorageError) as caught:
+        neighbours.check_mounted(tmp_path / "run", "step-2")
+    assert caught.value.errno == errno.ENODEV
