@@ -139,7 +139,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self.plan = NOTHING
             return self.plan
         plan: SavePlan = super().create_local_plan()
-        items = declared(plan.items, self.state_dict, None) if self._split else plan.items
+        items = declared(plan.items, self.state_dict, None)
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 

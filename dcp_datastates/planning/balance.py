@@ -70,13 +70,14 @@ class _HolderSet:
 
 @dataclass(frozen=True, eq=False)
 class _Replicas:
-    """The large chunks that a set of ranks divides among its members."""
+    """Chunks that a set of ranks holds: those that its members divide, or those that are not declared equal."""
 
     ranks: Ints
     copies: Ints
     """For each rank: as in :class:`_HolderSet`."""
     items: Mapping[int, Ints]
     """By copy: the indices of a rank's items, in the same order on all ranks."""
+    declared: bool
 
 
 def assign(
@@ -88,9 +89,10 @@ def assign(
     Chunks with the same name, offsets and sizes are replicas. Without ``split``, one holder writes the whole chunk: the
     holder with the fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest rank. With ``split``,
     chunks of 1 MiB and more are cut into rows of dimension 0, and smaller chunks are dealt whole. Between holders with
-    equal loads, a hash of the chunk's name decides. A plain tensor is never cut: only an item of type SHARD declares
-    that it is the same on all ranks. The order of the items has no influence, and renumbering the ranks permutes the
-    shares (except for ties between holders with different other chunks).
+    equal loads, a hash of the chunk's name decides. Only an item of type SHARD declares that it is the same on all
+    ranks. Any other, a plain tensor or an object, is written by the lowest rank that holds it: what is stored is one
+    rank's state, as that of DDP's buffers is the first rank's. The order of the items has no influence, and renumbering
+    the ranks permutes the shares of what is declared (except for ties between holders with different other chunks).
 
     ValueError: ranks do not agree on a name's shape, dtype or kind.
     """
@@ -114,6 +116,12 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     for mapping in others:
         if mapping is not None and mapping.keys() - merged.keys():
             merged = {**mapping, **merged}
+    within = {path[:end] for path in merged.values() for end in range(1, len(path))}
+    for name, path in merged.items():
+        if path in within:
+            raise ValueError(
+                f"ranks do not agree on {name!r}: on one it is a value, on another a dict or a list of values"
+            )
     return merged
 
 
@@ -180,8 +188,8 @@ def _deal(
     split: bool,
     replicas: list[_Replicas],
 ) -> list[_Shares]:
-    """Divide this set's chunks among its ranks. Adds them to the ``loads``, and those that are cut to the
-    ``replicas``.
+    """Divide this set's chunks among its ranks. Adds them to the ``loads``, and those that are cut, or are not
+    declared equal, to the ``replicas``.
     """
     by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
     ranks, copies = holders.ranks[by_load], holders.copies[by_load]
@@ -198,22 +206,30 @@ def _deal(
     def whole(chunk: Ints, holder: Ints) -> _Shares:
         return shares(chunk, holder, np.zeros_like(chunk), extent[chunk], nbytes[chunk])
 
-    cuttable = np.zeros(len(first), dtype=bool)
-    if split:
-        cuttable = (nbytes >= SPLIT_FROM) & (extent > 1) & holdings.declared[holders.groups]
-    empty = np.flatnonzero(nbytes == 0)
-    parts = [whole(empty, (turn + np.arange(len(empty))) % len(ranks))]
-    small = np.flatnonzero(~cuttable & (nbytes > 0))
+    def note(chunks: Ints, declared: bool) -> None:
+        begins = holders.begins[chunks]
+        copies = set(holders.copies.tolist())
+        items = {copy: holdings.item[holdings.order[begins + copy]] for copy in copies}
+        replicas.append(_Replicas(holders.ranks, holders.copies, items, declared))
+
+    declared = holdings.declared[holders.groups]
+    cuttable = declared & (nbytes >= SPLIT_FROM) & (extent > 1) & split
+    parts = []
+    others = np.flatnonzero(~declared)
+    if len(others):
+        parts.append(whole(others, np.full(len(others), ranks.argmin())))
+        is_object = holdings.names.properties[holdings.name[first[others]]] < 0
+        told = others[is_object | (nbytes[others] > 0)]
+        if len(told):
+            note(told, False)
+    empty = np.flatnonzero(declared & (nbytes == 0))
+    parts.append(whole(empty, (turn + np.arange(len(empty))) % len(ranks)))
+    small = np.flatnonzero(declared & ~cuttable & (nbytes > 0))
     small = small[np.argsort(-nbytes[small], kind="stable")]
     parts.append(whole(small, to_least_loaded(nbytes[small], loads[ranks], turn)))
     large = np.flatnonzero(cuttable)
     if len(large):
-        begins = holders.begins[large]
-        items = {
-            copy: holdings.item[holdings.order[begins + copy]]
-            for copy in set(holders.copies.tolist())
-        }
-        replicas.append(_Replicas(holders.ranks, holders.copies, items))
+        note(large, True)
         row_bytes = nbytes[large] // extent[large]
         quota = quotas(loads[ranks], int(nbytes[large].sum()))
         chunk, holder, begin, end = cut_line(extent[large], row_bytes, quota)
@@ -231,8 +247,8 @@ def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
 
 
 def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
-    """For each rank, the items of which other ranks write parts, and the number of each item's set. Equal results are
-    one object.
+    """For each rank, the items to compare with other ranks, and the number of each item's set, which is even if these
+    are declared equal. Equal results are one object.
     """
     members: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for number, each in enumerate(replicas):
@@ -241,7 +257,7 @@ def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
     known: dict[tuple[tuple[int, int], ...], tuple[Ints, Ints]] = {}
     for key in set(map(tuple, members)):
         parts = [replicas[number].items[copy] for number, copy in key]
-        sets = np.array([number for number, _ in key], np.int64)
+        sets = np.array([2 * n + (not replicas[n].declared) for n, _ in key], np.int64)
         items = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         known[key] = items, np.repeat(sets, [len(part) for part in parts])
     return [known[tuple(key)] for key in members]

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Catalog
@@ -19,10 +20,11 @@ from dcp_datastates.format.validate import validate
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
+from dcp_datastates.planning.differing import is_nothing, word_of
 from dcp_datastates.planning.exchange import Answer, Offer, RankReport
 from dcp_datastates.planning.flat_state import FlatState
 from dcp_datastates.planning.global_plan import GlobalPlan
-from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.rank_plan import RankPlan
@@ -114,8 +116,7 @@ class ColumnPlanning:
         assert state is not None, "the state was released"
         self._group, self._rank = group, rank
         if options.cache and options.flatten and state.fingerprint is not None:
-            owned = state.staged.owned() if options.split else ()
-            self._looks = (group, state.fingerprint, owned)
+            self._looks = (group, state.fingerprint, state.staged.owned())
             with planner.lock:
                 self._found = planner.of_rank.find(self._looks)
         self.is_cached = self._found is not None
@@ -164,19 +165,14 @@ class ColumnPlanning:
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
             return self._flatten().tensor(write_item)
-        name = write_item.index.fqn
-        if self._found is not None and self._flat is None and name in self._found.paths:
-            value = self._found.object(self._staged, name)
-        else:
-            value = self._flatten().object(write_item.index)
-        return io.BytesIO(self._planner.serializer.serialize(value))
+        return io.BytesIO(self._planner.serializer.serialize(self._object(write_item.index)))
 
     def sample(self, attempt: Attempt) -> bytes:
         share = self._share
         if share is None or not len(share.final.shared):
             return b""
         held, _keep = self._replicas(share)
-        return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
+        return sample(share.final, held, attempt.incarnation ^ attempt.sequence, self._words(share))
 
     def release(self) -> None:
         self._state = self._flat = None
@@ -212,11 +208,9 @@ class ColumnPlanning:
         return self._state.staged
 
     def _planned(self) -> LocalPlan:
-        options, flat = self._options, self._flatten()
+        flat = self._flatten()
         items = self._staged.as_captured(flat.items())
-        if options.split:
-            items = declared(items, flat.values, self._staged)
-        return LocalPlan.of(items, flat.mappings)
+        return LocalPlan.of(declared(items, flat.values, self._staged), flat.mappings)
 
     def _learn(self, looks: Looks, known: KnownPlan) -> Leaves | None:
         state, mappings = self._state, self._flatten().mappings
@@ -241,6 +235,25 @@ class ColumnPlanning:
             )
         return self._flat
 
+    def _object(self, index: MetadataIndex) -> Any:
+        if self._found is not None and self._flat is None and index.fqn in self._found.paths:
+            return self._found.object(self._staged, index.fqn)
+        return self._flatten().object(index)
+
+    def _words(self, share: Share) -> dict[int, int | None]:
+        """Digests of the objects among the shared items, by position. If another rank writes one of which this rank has
+        nothing, nothing is lost.
+        """
+        assert self._known is not None
+        plan, shared = self._known.plan, share.final.shared
+        at = np.flatnonzero(plan.kinds[shared] == OBJECT)
+        mine = set(share.final.items.tolist())
+        words: dict[int, int | None] = {}
+        for position, item in zip(at.tolist(), shared[at].tolist(), strict=True):
+            value = self._object(MetadataIndex(plan.names[item]))
+            words[position] = None if item not in mine and is_nothing(value) else word_of(value)
+        return words
+
     def _replicas(self, share: Share) -> tuple[Held, list[Any]]:
         assert self._known is not None
         if self._found is not None and self._flat is None and self._staged.is_plain():
@@ -253,6 +266,8 @@ class ColumnPlanning:
 
     def _on_host(self, item: WriteItem) -> torch.Tensor | None:
         """An item's tensor, contiguous and with the bytes as stored; None if the host cannot read it."""
+        if item.tensor_data is None:
+            return None
         tensor = local_tensor(self._flatten().tensor(item)).detach()
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -14,12 +14,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.format.fields import unknown_fields
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.local_chunks import LocalChunks
 
 __all__ = ["FlatState"]
+
+_DUPLICATED: Final = "duplicated flatten key "
 
 
 class FlatState:
@@ -37,11 +40,13 @@ class FlatState:
         self._planner = DefaultSavePlanner(
             flatten_state_dict=flatten, flatten_sharded_tensors=flatten_shards
         )
-        self._planner.set_up_planner(state, None, is_coordinator)
+        try:
+            self._planner.set_up_planner(state, None, is_coordinator)
+            paths = typed_paths(state, self._planner.mappings) if flatten else None
+        except ValueError as error:
+            raise _explained(error) from error
         self.values: dict[str, Any] = self._planner.state_dict
-        self.mappings: Mapping[str, tuple[Any, ...]] | None = (
-            typed_paths(state, self._planner.mappings) if flatten else None
-        )
+        self.mappings: Mapping[str, tuple[Any, ...]] | None = paths
         self._is_coordinator = is_coordinator
         self._chunks = LocalChunks(self.values, is_coordinator)
 
@@ -82,6 +87,17 @@ class FlatState:
         return (
             self.values[index.fqn] if index.offset is None else self._planner.lookup_object(index)
         )
+
+
+def _explained(error: ValueError) -> Exception:
+    """``error``, which DCP raises for two values with one name, with a way out."""
+    said = str(error)
+    if not said.startswith(_DUPLICATED):
+        return error
+    return UnsupportedStateError(
+        f"two values of the state have the name {said.removeprefix(_DUPLICATED)!r}. A name is the keys on the way, "
+        f"joined by dots: 1 and '1' are alike, and so are {{'a.b': …}} and {{'a': {{'b': …}}}}. Give one another key"
+    )
 
 
 def _look(value: Any) -> Hashable:

@@ -33,11 +33,12 @@ class RankPlan:
     hints: Ints
     """(M,): position in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
     shared: Ints
-    """(K,): the items that this rank holds and of which several ranks write parts: their replicas must be equal. Sorted
-    by the set of ranks that hold them, in the same order on all of these ranks.
+    """(K,): the items that this rank compares with other ranks that hold them: several ranks write parts of them, so
+    their replicas must be equal, or one writes them, and nothing declares them equal. Sorted by the set of ranks that
+    hold them, in the same order on all of these ranks.
     """
     sets: Ints
-    """(K,): the number of each item's set of ranks, the same on all ranks; ascending."""
+    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. Even: several write parts."""
 
     def encode(self) -> bytes:
         """Encode the share: equal shares give equal bytes. Encodes only once."""

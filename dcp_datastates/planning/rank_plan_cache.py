@@ -146,14 +146,18 @@ class Leaves:
         return prepared
 
     def held(self, staged: StagedState, items: Ints) -> Held:
-        """The addresses of the tensors of these items, after waiting for their eager copies."""
+        """The addresses of the tensors of these items, after waiting for their eager copies; of objects, none."""
         staged.copying.wait()
         leaves = self.positions[items]
+        tensors = np.flatnonzero(leaves >= 0)
+        leaves = leaves[tensors]
+        held = Held(np.zeros(len(items), np.int64), np.zeros(len(items), np.int64))
         addresses, _, devices = staged.bases()
-        sizes = self.known.plan.nbytes(items)
+        sizes = self.known.plan.nbytes(items[tensors])
         if devices is not None:
             sizes[devices[leaves] != HOST] = 0
-        return Held(addresses[leaves], sizes)
+        held.addresses[tensors], held.sizes[tensors] = addresses[leaves], sizes
+        return held
 
 
 Looks = tuple[str, Fingerprint, tuple[bool, ...]]

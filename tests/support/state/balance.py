@@ -1,8 +1,8 @@
 """What ``planning/balance.py`` computes in columns, in loops: the reference that it is compared with.
 
-Chunks with one holder are that rank's. The others are divided among their holders, one set of holders after another:
-small chunks go whole to the rank with the fewest bytes; large ones are laid end to end, and cut where the loads come
-level.
+Chunks with one holder are that rank's, and those that are not declared equal the lowest holder's. The others are
+divided among their holders, one set of holders after another: small chunks go whole to the rank with the fewest bytes;
+large ones are laid end to end, and cut where the loads come level.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ def divided(ranks: Sequence[Sequence[WriteItem]]) -> list[set[Slice]]:
     for holders in sorted(sets, key=lambda of: (len(of), min(chunk.hash for chunk in sets[of]))):
         chunks = sorted(sets[holders], key=lambda chunk: (chunk.key[0], chunk.hash))
         by_load = sorted(holders, key=lambda rank: (loads[rank], rank))
-        first = chunks[0].hash % len(holders)
+        first = chunks[0].hash % len(holders)  # of all, also of those that are not declared
         in_turn = by_load[first:] + by_load[:first]
+        for chunk in chunks:
+            if not chunk.declared:
+                write(min(holders), chunk, 0, chunk.rows)
+        chunks = [chunk for chunk in chunks if chunk.declared]
         empty = [chunk for chunk in chunks if not chunk.nbytes]
         for number, chunk in enumerate(empty):
             write(in_turn[number % len(in_turn)], chunk, 0, chunk.rows)

@@ -263,16 +263,17 @@ def test_what_others_have_to_write_counts():
 
 @pytest.mark.parametrize("plain", [[0, 1, 2], [1]])
 def test_a_plain_tensor_is_written_whole_by_one_rank(plain):
-    """Nothing says that it is the same on all ranks; if one of them does not know, it is not."""
+    """Nothing says that it is the same on all ranks; if one of them does not know, it is not: the first writes it."""
     shape = (8192, 64)
     plans = [plan(item("t", shape) if rank in plain else replica("t", shape)) for rank in range(3)]
     finals, catalog = assign(plans)
     assert catalog.counts.tolist() == [1]
-    assert sorted(bytes_of(plans, finals)) == [0, 0, 8192 * 64 * 4]
-    assert not any(len(final.shared) for final in finals)
+    assert bytes_of(plans, finals) == [8192 * 64 * 4, 0, 0]
+    assert [final.shared.tolist() for final in finals] == [[0]] * 3, "and all compare it"
+    assert all((final.sets % 2 == 1).all() for final in finals)
 
 
-def test_all_that_hold_a_replica_know_of_which_they_write_parts():
+def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_not_declared_equal():
     large, small = replica("l", (8192, 64)), replica("s", (3, 3))
     more = [replica(f"m{n}", (8192 + n, 64)) for n in range(3)]
     plans = [
@@ -289,30 +290,51 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts():
             ]
             for local, final in zip(plans_, finals, strict=True)
         ]
-        if finals[0].shared.size:
+        if len(names[0]) > 1:
             assert names[0] == names[1]
-            assert {name for _, name in names[0]} == {"l", "m0", "m1", "m2"}
+            assert {name for number, name in names[0] if number % 2} == {"o"}
+            assert {name for _, name in names[0]} == {"l", "m0", "m1", "m2", "o"}
             assert names[2] == [pair for pair in names[0] if pair[1] == "l"]
+            assert names[3] == [pair for pair in names[0] if pair[1] == "o"]
             assert [number for number, _ in names[0]] == sorted(number for number, _ in names[0])
             decoded = RankPlan.decode(finals[1].encode())
             assert decoded.shared.tolist() == finals[1].shared.tolist()
             assert decoded.sets.tolist() == finals[1].sets.tolist()
-    assert names == [[], [], [], []], "without splitting, no rank writes a part"
+    assert names == [[(1, "o")], [(1, "o")], [], [(1, "o")]], (
+        "without splitting, no rank writes a part"
+    )
 
 
 def test_small_chunks_stay_whole_and_are_spread_over_all_holders():
-    plans = [plan(*(item(f"t{number}", (1000, 100)) for number in range(64)))] * 8
+    plans = [plan(*(replica(f"t{number}", (1000, 100)) for number in range(64)))] * 8
     finals, catalog = assign(plans)
     assert (catalog.counts == 1).all()
     assert [len(final.items) for final in finals] == [8] * 8
-    plans = [plan(*(thing(f"o{number}") for number in range(64)))] * 8
-    assert [len(final.items) for final in assign(plans)[0]] == [8] * 8
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", ["item", "thing"])
+def test_what_is_not_declared_equal_is_the_lowest_holders(kind, split):
+    """One rank's state is stored, as of DDP's buffers the first rank's, and no mixture."""
+    values = [thing(f"v{n}") if kind == "thing" else item(f"v{n}", (3, n)) for n in range(64)]
+    plans = [plan(replica("r", (9, 9))), plan(*values), plan(*reversed(values)), plan(*values[:9])]
+    finals, _ = assign(plans, split=split)
+    assert [len(final.items) for final in finals] == [1, 64, 0, 0]
+
+
+def test_a_name_that_is_a_value_on_one_rank_and_a_dict_on_another_is_refused():
+    plans = [
+        plan(thing("a"), mappings={"a": ("a",)}),
+        plan(thing("a.b"), mappings={"a.b": ("a", "b")}),
+    ]
+    with pytest.raises(ValueError, match="do not agree on 'a'"):
+        assign(plans)
 
 
 def test_no_rank_is_preferred_for_a_lone_small_tensor():
     writers = Counter()
     for number in range(200):
-        finals, _ = assign([plan(item(f"t{number}", (3,)))] * 4)
+        finals, _ = assign([plan(replica(f"t{number}", (3,)))] * 4)
         writers[next(rank for rank in range(4) if len(finals[rank].items))] += 1
     assert len(writers) == 4
     assert min(writers.values()) > 20

@@ -1,4 +1,4 @@
-"""Only large plain tensors that an optimizer owns are declared equal on all ranks."""
+"""Of plain tensors, those that an optimizer owns are declared equal on all ranks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def _types(items, state):
     return [each.type for each in declared(items, state, None)]
 
 
-def test_a_large_tensor_of_an_optimizer_becomes_a_chunk(owned):
-    items = [item("w", LARGE)]
-    (found,) = declared(items, {"w": owned(LARGE)}, None)
-    assert found == replica("w", LARGE)
+@pytest.mark.parametrize("shape", [LARGE, SMALL, (3,), (), (0, 5)])
+def test_a_tensor_of_an_optimizer_becomes_a_chunk(owned, shape):
+    items = [item("w", shape)]
+    (found,) = declared(items, {"w": owned(shape)}, None)
+    assert found == replica("w", shape)
 
 
 def test_all_others_stay_as_they_are(owned):
-    items = [thing("o"), item("free", LARGE), item("small", SMALL), replica("shard", LARGE)]
-    state = {"o": 1, "free": torch.zeros(LARGE), "small": owned(SMALL), "shard": owned(LARGE)}
+    items = [thing("o"), item("free", LARGE), replica("shard", LARGE)]
+    state = {"o": 1, "free": torch.zeros(LARGE), "shard": owned(LARGE)}
     assert declared(items, state, None) == items
     assert declared([], {}, None) == []
 
