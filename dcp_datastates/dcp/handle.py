@@ -89,5 +89,11 @@ class SaveHandle(AsyncSaveResponse):
         """
         return self._save.committed.wait(timeout)
 
+    def give_up(self, why: str) -> None:
+        """Wait no longer for the save: it fails on this rank, as :class:`SaveAbandonedError`, or, where the ranks may
+        have decided already, as :class:`CommitOutcomeUnknown`. No effect once the outcome is known.
+        """
+        self._save.give_up(why)
+
     def __repr__(self) -> str:
         return f"SaveHandle({str(self._save.path)!r}, {self._save.doing})"

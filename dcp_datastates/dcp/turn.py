@@ -25,6 +25,7 @@ from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.peer_watch import GATE_SECONDS
 from dcp_datastates.saving.rank_context import context_of
 
 __all__ = ["Turn", "await_turns", "bind", "end_here"]
@@ -38,9 +39,6 @@ _BEGIN_SECONDS: Final = 60.0
 
 _LEAVE_SECONDS: Final = 60.0
 """How long DCP's thread may live on after the outcome of its save, before the next save begins."""
-
-_GATE_SECONDS: Final = 10.0
-"""How long the step gate holds training for a save that cannot be planned."""
 
 _lock = ProcessLock()  # guards _turns and _watch
 _turns: list[Turn] = []  # in order
@@ -161,7 +159,7 @@ def _release_gates() -> None:
         turns = [turn for turn in _turns if not turn.save.has_ended]
     for turn in turns:
         save, present = turn.save, turns[0].save
-        if turn.have_all_come or save.reads is None or save.reads.gate_waits < _GATE_SECONDS:
+        if turn.have_all_come or save.reads is None or save.reads.gate_waits < GATE_SECONDS:
             continue
         detector, call = save.call.group.detector, save.call
         if detector is not None and (absent := detector.absent(call.number, own=False)):

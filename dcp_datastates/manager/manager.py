@@ -30,7 +30,7 @@ from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import SaveTracker, has_failed
+from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, has_failed, most_failures
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -71,11 +71,15 @@ class CheckpointManager:
             thread of the first rank deletes the others.
         on_signal: Signals that announce the end of the job. If one comes to any rank, all ranks save at the next step,
             and :attr:`stopping` is true from then on.
+        deadline: How long after the signal the job may go on, such as ``"25s"``: a save that is not committed by then
+            fails by name, and :meth:`close` returns. None: it waits for the outcome.
         save_last: Whether :meth:`close` saves the step of the last call of :meth:`save`, with the state as it is then,
             if that call did not save. An error in the ``with`` block prevents this.
         strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
             raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
-        max_failures: This many failed saves in a row end the loop; ``strict`` means 1. None: failures never end it.
+        max_failures: This many failed saves in a row end the loop; ``strict`` means 1. ``"auto"``: 5, or one more than
+            ``max_in_flight``. None: failures never end it. Where the saves in flight could make it so many, a save that
+            is due waits for them.
         on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank, by the next call of a
             method, which raises what it raises.
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
@@ -108,9 +112,10 @@ class CheckpointManager:
         every: int | str | AutoInterval,
         keep: int | Keep | None = None,
         on_signal: Iterable[int] = (),
+        deadline: float | str | None = None,
         save_last: bool = True,
         strict: bool = False,
-        max_failures: int | None = None,
+        max_failures: MaxFailures = "auto",
         on_commit: Callable[[int, SaveHandle], object] | None = None,
         on_failure: Callable[[int, BaseException], object] | None = None,
         on_save: Callable[[int, SaveRecord], object] | None = None,
@@ -142,20 +147,19 @@ class CheckpointManager:
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
         hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
         recorded = by_step("on_save", on_save)
-        self._saves = SaveTracker(1 if strict else max_failures, *hooks, recorded)
         self._writer = DataStatesWriter(
             process_group=process_group, archive=slow, archive_rate=archive_rate, **options
         )
+        most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
+        self._saves = SaveTracker(most, *hooks, recorded)
         rules = self._keep, archive_every, archive_keep
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         ranks = self._rank_set, process_group, self._alone
         self._continuing = Continuing(self._steps, *ranks, fresh, fit, self._keeping.adopt)
-        self._signals = Signals(on_signal)
-        consensus: StepConsensus | None = None
-        if self._signals.watched or not isinstance(rule, int):
-            consensus = StepConsensus(self._rank_set)
-        self._schedule = Schedule(rule, consensus)
+        self._signals = Signals(on_signal, deadline)
+        needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
+        self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
         self._writer.archive = self._keeping.archive
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
@@ -261,8 +265,10 @@ class CheckpointManager:
         if not decision.save:
             self._unsaved = step, state, metrics
             return None
-        if force or decision.stop:
-            self._saves.finish()  # so that this save is not left out, whatever when_behind says
+        if decision.stop:
+            self._signals.stop()
+        if force or decision.stop:  # so that this save is not left out, whatever when_behind says
+            self._saves.finish(self._signals.until)
         self._saves.check()
         before = self._newest_save
         if before is not None and before[0] == step and not has_failed(before[1]):
@@ -347,7 +353,10 @@ class CheckpointManager:
             IncompatibleStateError, StorageError: as for :func:`load`.
         """
         self._prepare_restore()
-        return self._restored(self._continuing.restore_latest(state, options, timeout))
+        step = self._continuing.restore_latest(state, options, timeout)
+        if step is not None:
+            self._schedule.restored(step)
+        return step
 
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
@@ -356,18 +365,13 @@ class CheckpointManager:
         Raises the errors of :func:`load`.
         """
         self._prepare_restore()
-        self._restored(self._continuing.restore(step, state, options))
+        self._schedule.restored(self._continuing.restore(step, state, options))
         return step
 
     def _prepare_restore(self) -> None:
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         self._check_ranks()
         self._newest_save = self._unsaved = None
-
-    def _restored(self, step: int | None) -> int | None:
-        if step is not None:
-            self._schedule.restored(step)
-        return step
 
     # ---- keeping -------------------------------------------------------------------------------------
 
@@ -396,7 +400,7 @@ class CheckpointManager:
         With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
         try:
-            self._saves.finish()
+            self._saves.finish(self._signals.until)
         finally:
             self._keeping.wait()
 
@@ -417,12 +421,14 @@ class CheckpointManager:
         try:
             if save_last and self._unsaved is not None:
                 self.save(*self._unsaved, force=True)
-            self._saves.finish()
+            self._saves.finish(self._signals.until)
         finally:
             self._closed = True
+            if self._rank_set.rank == 0 and (line := self._saves.summary(self.root)):
+                logger.log(*line)
             self._schedule.close()
             self._signals.close()
-            self._keeping.wait(self._writer.config.exit_timeout)
+            self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))
             self._writer.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final, Literal
 
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -18,7 +21,12 @@ from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["SaveTracker", "has_failed"]
+__all__ = ["MaxFailures", "SaveTracker", "has_failed", "most_failures"]
+
+MaxFailures = int | Literal["auto"] | None
+
+_MOST_FAILURES: Final = 5
+"""How many failures in a row end a loop, if the program does not say: a job whose disk is full must end."""
 
 
 @dataclass(eq=False)
@@ -52,6 +60,13 @@ class _Waiting:
         if self.deletes is None:
             return self.save.number <= newest
         return self.save.committed is True
+
+
+def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
+    """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them."""
+    if strict:
+        return 1
+    return max(_MOST_FAILURES, max_in_flight + 1) if given == "auto" else given
 
 
 def has_failed(handle: SaveHandle | None) -> bool:
@@ -94,6 +109,9 @@ class SaveTracker:
         self.deletions = Deletions()
         self.failures = 0
         """How many saves have failed, without those that ``when_behind`` left out."""
+        self.commits = 0
+        self.newest_commit: Location | None = None
+        """The path of the newest save that is committed."""
         self._in_a_row = 0
         self._last: BaseException | None = None  # the last failure, if there is a limit
         self._begun = 0
@@ -170,15 +188,20 @@ class SaveTracker:
             error = handle.committed.exception()
             if error is None:
                 self._in_a_row, self._last = 0, None
+                self.commits, self.newest_commit = self.commits + 1, save.path
                 if self._on_commit is not None:
                     self._on_commit(save.path, handle)
             elif not isinstance(error, CheckpointSkipped):
                 self.failed(save.path, error)
 
-    def drain(self) -> None:
-        """Wait until the outcomes of all saves are known. Starts their reads at once."""
+    def drain(self, until: float | None = None) -> None:
+        """Wait until the outcomes of all saves are known. Starts their reads immediately. Those that are not known at
+        the time ``until``, by ``time.monotonic()``, are given up.
+        """
         for handle in self.in_flight():
-            handle.wait()
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not handle.wait(left):
+                handle.give_up("the deadline of the job's end has passed")
 
     def check(self) -> None:
         """:meth:`take`, and raise the last failure if there are too many in a row. Waits for the saves in flight if
@@ -188,16 +211,23 @@ class SaveTracker:
         if self._most is not None and self._in_a_row + len(self._open) >= self._most:
             self.finish()
 
-    def finish(self) -> None:
-        """Wait until the outcomes of all saves are known, and raise the last failure if there are too many in a row;
-        once.
-        """
-        self.drain()
+    def finish(self, until: float | None = None) -> None:
+        """:meth:`drain`, and raise the last failure if there are too many in a row; once."""
+        self.drain(until)
         self.take()
         if self._most is not None and self._in_a_row >= self._most:
             self._in_a_row, failure, self._last = 0, self._last, None
             assert failure is not None
             raise failure
+
+    def summary(self, root: Location) -> tuple[int, str] | None:
+        """What came of the saves below ``root``, as a line of the log and its level; None if there were none."""
+        if not self.commits + self.failures:
+            return None
+        newest = self.newest_commit
+        there = f"the newest is {str(newest)!r}" if newest else f"none is in {str(root)!r}"
+        level = logging.WARNING if self.failures else logging.INFO
+        return level, f"closed: {self.commits} saves committed, {self.failures} failed; {there}"
 
     def wait(self) -> None:
         """:meth:`finish`, and wait until the work that is due is done."""

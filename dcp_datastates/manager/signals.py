@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["Signals"]
@@ -21,9 +23,13 @@ class Signals:
     but a second Ctrl-C raises KeyboardInterrupt.
     """
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    def __init__(self, numbers: Iterable[int], deadline: float | str | None = None) -> None:
         self.came = False
         """Whether a signal has come to this process."""
+        self.until: float | None = None
+        """When the deadline of the job's end passes, by ``time.monotonic()``; None before :meth:`stop`."""
+        self._deadline = None if deadline is None else parse_duration(deadline, name="deadline")
+        self._came_at: float | None = None
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
@@ -45,6 +51,15 @@ class Signals:
                     f"on_signal={number.name}: the system lets no program handle it ({error.strerror})"
                 ) from None
 
+    def stop(self) -> None:
+        """The job ends: the deadline counts from the signal, or, if it came to another rank, from now."""
+        if self._deadline is not None:
+            self.until = (self._came_at or time.monotonic()) + self._deadline
+
+    def left(self, most: float) -> float:
+        """The seconds until the deadline passes, ``most`` at the most."""
+        return most if self.until is None else min(most, max(0.0, self.until - time.monotonic()))
+
     @property
     def watched(self) -> tuple[int, ...]:
         """The signals that it handles."""
@@ -63,6 +78,8 @@ class Signals:
             return
         # No log and no lock here: the handler interrupts any code, also code that holds them.
         again, self.came = self.came, True
+        if not again:
+            self._came_at = time.monotonic()
         before = self._before.get(number)
         if callable(before) and (again or before is not signal.default_int_handler):
             before(number, frame)  # a second Ctrl-C interrupts

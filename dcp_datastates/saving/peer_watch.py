@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import RankLostError
@@ -12,9 +12,15 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.saving.operation import SaveOperation
 
-__all__ = ["PeerWatch"]
+__all__ = ["GATE_SECONDS", "GATE_SECONDS_AFTER_A_MISS", "PeerWatch"]
 
 logger = logging.getLogger(__name__)
+
+GATE_SECONDS: Final = 10.0
+"""How long the step gate holds training for a save to which a rank has not come."""
+
+GATE_SECONDS_AFTER_A_MISS: Final = 5.0
+"""The same, if the save before has been given up so. Beats, which tell of calls, come every four seconds or sooner."""
 
 
 class PeerWatch:
@@ -25,6 +31,7 @@ class PeerWatch:
         timeout: seconds without progress after which the wait fails.
         number: the number of the call that the ranks must make.
         check_open: raises if this process is ending.
+        gate_seconds: how long the step gate may hold training for a rank that has not called.
         save: a save whose ``doing`` is updated.
     """
 
@@ -36,7 +43,11 @@ class PeerWatch:
         number: int,
         check_open: Callable[[], None],
         save: SaveOperation | None = None,
+        gate_seconds: float = GATE_SECONDS,
     ) -> None:
+        self._gate_seconds = gate_seconds
+        self.let_training_go = False
+        """Whether it has failed a wait for which the step gate held training."""
         self._group = group
         self._timeout = timeout
         self._number = number
@@ -50,7 +61,9 @@ class PeerWatch:
         self._number += 1
 
     def look(self) -> None:
-        """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds."""
+        """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds; for a rank that has
+        not called, after the step gate has held training for ``gate_seconds``.
+        """
         self._check_open()
         waited = self._log.seconds
         if waited < 1:
@@ -62,12 +75,21 @@ class PeerWatch:
         if self._save is not None:
             self._save.doing = what
         self._log.look(what)
+        absent = detector.absent(self._number, self._own)
+        if absent and self._own and self._gate_waits > self._gate_seconds:
+            self.let_training_go = True
+            raise RankLostError(f"{what} for {waited:.0f} s, and training waits no longer for it")
         if waited < self._timeout:
             return
-        if detector.absent(self._number, self._own):
+        if absent:
             raise RankLostError(f"{what} for {waited:.0f} s")
         if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
+
+    @property
+    def _gate_waits(self) -> float:
+        reads = None if self._save is None else self._save.reads
+        return 0.0 if reads is None else reads.gate_waits
 
     def _waited_for(self, detector: FailureDetector[Any]) -> str:
         absent = detector.absent(self._number, self._own)

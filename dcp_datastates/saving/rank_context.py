@@ -47,7 +47,7 @@ from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.paths import check_path
-from dcp_datastates.saving.peer_watch import PeerWatch
+from dcp_datastates.saving.peer_watch import GATE_SECONDS, GATE_SECONDS_AFTER_A_MISS, PeerWatch
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing, begin_write, fail_write
@@ -87,6 +87,7 @@ class RankContext:
             self._hook = DestroyHook(f"dcp_datastates/{group.rank_set.digest}", finish_saves)
         self._closed_at: float | None = None
         self._entries = 0  # number of the latest meeting
+        self._gate_seconds = GATE_SECONDS
         self._moved_on = 0  # how many entries more than calls this rank has come to
         self._dcp_lock = ProcessLock()  # held while the ranks agree on a save that DCP runs
         self._dcp_thread: threading.Thread | None = None  # that holds it
@@ -205,14 +206,17 @@ class RankContext:
         group, timeout = save.group, save.call.config.commit_timeout
         what = f"the save to {str(save.path)!r}"
         propose = functools.partial(_propose, save, planning)
+        watch = self._watch(what, timeout, save.call.number, save)
         try:
-            watch = self._watch(what, timeout, save.call.number, save)
             meet = self._meet if save.call.own else self._meet_in_dcp
             with meet(watch, save.directory().name, save.left_out) as on:
                 agreed, assignment = agree(on.gather, on.scatter, propose, save.draw_ticket)
                 assert assignment.ticket is not None
                 save.agree(assignment.ticket)
         finally:
+            self._gate_seconds = (
+                GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
+            )
             group.tell_planning("")
         self._stray.clear()
         try:
@@ -312,7 +316,10 @@ class RankContext:
     def _watch(
         self, what: str, timeout: float, number: int, save: SaveOperation | None = None
     ) -> PeerWatch:
-        return PeerWatch(self.group, what, timeout, number + self._moved_on, self.check_open, save)
+        number += self._moved_on
+        return PeerWatch(
+            self.group, what, timeout, number, self.check_open, save, self._gate_seconds
+        )
 
     # ---- the reading thread ------------------------------------------------------------------
 

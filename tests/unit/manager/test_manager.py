@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -331,6 +332,28 @@ def test_a_poll_sees_a_signal_that_comes_in_an_evaluation(tmp_path):
         checkpoints.save(1, {"step": 1})
         assert checkpoints.stopping
         assert checkpoints.poll()
+    assert committed_names(tmp_path) == ["step-1"]
+
+
+def test_the_last_save_fails_by_name_if_it_is_not_committed_by_the_deadline(tmp_path, caplog):
+    loop = manager(tmp_path, every=100, on_signal=(signal.SIGTERM,), deadline=0.2)
+    with armed("publish.rename.before=sleep:3"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        handle = loop.save(1, {"step": 1})
+        began = time.monotonic()
+        loop.close()
+        assert time.monotonic() - began < 2.5, "the save takes 3 s"
+    assert isinstance(handle.committed.exception(0), ds.DataStatesError)
+    assert loop.failures == 1
+    assert "deadline" in caplog.text
+    assert "step-1" in caplog.text
+
+
+def test_a_deadline_that_is_kept_changes_nothing(tmp_path):
+    with manager(tmp_path, on_signal=(signal.SIGTERM,), deadline="60s") as loop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop.save(1, {"step": 1})
+    assert loop.failures == 0
     assert committed_names(tmp_path) == ["step-1"]
 
 

@@ -103,6 +103,35 @@ def test_so_many_failures_in_a_row_end_the_loop_and_one_commit_forgives_them(tmp
     assert manager.steps() == [0, 3]
 
 
+@pytest.mark.parametrize("in_flight", [1, 4, 8])
+def test_a_loop_whose_saves_all_fail_does_not_end_as_if_all_were_well(in_flight, tmp_path, caplog):
+    manager = CheckpointManager(tmp_path, every=1, max_in_flight=in_flight)
+    most = max(5, in_flight + 1)
+    _save(manager, 0)
+    for step in range(1, most + 1):
+        _save(manager, step, fails=True)
+    with pytest.raises(DataStatesError, match="No space left"):
+        manager.close()
+    (line,) = [each for each in caplog.messages if each.startswith("closed")]
+    assert f"1 saves committed, {most} failed" in line
+    assert str(tmp_path / "step-0") in line
+
+
+def test_a_healthy_loop_with_many_saves_in_flight_waits_for_none(tmp_path):
+    with CheckpointManager(tmp_path, every=1, max_in_flight=8) as manager:
+        with armed("publish.rename.before=sleep:0.5"):
+            handles = [manager.save(step, STATE) for step in range(6)]
+            assert not handles[0].committed.done()
+        assert manager.failures == 0
+
+
+def test_failures_never_end_a_loop_if_the_program_says_so(tmp_path):
+    with CheckpointManager(tmp_path, every=1, max_failures=None) as manager:
+        for step in range(7):
+            _save(manager, step, fails=True)
+    assert manager.failures == 7
+
+
 def test_an_error_that_was_raised_is_not_raised_again(tmp_path):
     with CheckpointManager(tmp_path, every=1, strict=True) as manager:
         _save(manager, 0, fails=True)

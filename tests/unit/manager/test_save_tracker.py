@@ -22,8 +22,9 @@ class Handle:
     def __init__(self) -> None:
         self.committed: Future[None] = Future()
 
-    def wait(self) -> None:
-        self.committed.exception()
+    def wait(self, timeout: float | None = None) -> bool:
+        self.committed.exception(timeout)
+        return True
 
 
 def begin(tracker: SaveTracker, path: Path) -> Handle:
