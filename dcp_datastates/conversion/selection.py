@@ -24,7 +24,7 @@ from dcp_datastates.format.name_patterns import (
 
 __all__ = ["Selected", "Selection", "optimizers_in", "select"]
 
-_OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
+_OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
 """A name within the state of an optimizer, and the optimizer's."""
 
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

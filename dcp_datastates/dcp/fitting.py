@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, cast
@@ -29,18 +29,21 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.dcp.fit import Fit
 from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, typed_paths
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import empty_in, path_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, wrappers
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["FittingPlanner"]
+__all__ = ["FittingPlanner", "LayOut"]
 
 logger = logging.getLogger(__name__)
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _TENSORS: Final = (*_PLAIN, DTensor)
+
+LayOut = Callable[[Mapping[str, str], Mapping[str, STORAGE_TYPES]], object]
 
 _GUESSES: Final = 1000
 """How many unexpected names are compared with a missing one, to guess what it was called."""
@@ -55,6 +58,9 @@ class FittingPlanner(DefaultLoadPlanner):
         filled: names of dicts in the state, which receive all that is stored below these names.
         replaced: names of dicts in the state, which become exactly what is stored below these names. Neither they nor
             the containers in them may be the program's own.
+        lay_out: called before the state is looked at, with the stored names to load by the program's, and with what is
+            stored: they put places for it into dicts of the state.
+        needed: stored names that some rank must take, unless the user has left them out.
     """
 
     def __init__(
@@ -63,9 +69,13 @@ class FittingPlanner(DefaultLoadPlanner):
         source: object,
         filled: Iterable[str] = (),
         replaced: Iterable[str] = (),
+        lay_out: Sequence[LayOut] = (),
+        needed: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.fit = fit
+        self._lay_out = lay_out
+        self._needed = needed
         self._source = source
         self._replaced = frozenset(replaced)
         self._filled = frozenset(filled) | self._replaced
@@ -113,6 +123,11 @@ class FittingPlanner(DefaultLoadPlanner):
         Raises :class:`IncompatibleStateError` if two values have one name, or a container contains itself.
         """
         state_dict.update(self._tensors)
+        if self._lay_out and metadata is not None:
+            stored = metadata.state_dict_metadata
+            names = self.fit.names([*stored, *wrappers(stored)])
+            for lay_out in self._lay_out:
+                lay_out(names, stored)
         try:
             self.flatten_sharded_tensors = False  # another walk through the state, seldom needed
             super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -175,9 +190,19 @@ class FittingPlanner(DefaultLoadPlanner):
         """The stored names of what is in the state."""
         return [old for name, old in self._names.items() if name in self.state_dict]
 
-    def leaves(self, name: str) -> bool:
-        """Whether the value stored under ``name`` is left unread on purpose."""
-        return name not in self._chosen
+    def unasked(self, unread: Iterable[str]) -> list[str]:
+        """Those of the stored names that no rank reads which are not left out on purpose.
+
+        Raises :class:`IncompatibleStateError` if one of them is needed.
+        """
+        left = [name for name in unread if name in self._chosen]
+        if lost := [name for name in left if name in self._needed]:
+            raise IncompatibleStateError(
+                f"{self._source}: no parameter of the program takes {len(lost)} values of optimizers: "
+                f"{some_of(lost)}. Ways out: rename={{old: new}}, exclude=[…]. Nothing was changed.",
+                unexpected=lost,
+            )
+        return left
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The part of a tensor of the state that the item fills."""

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner
 from typing_extensions import Unpack
 
@@ -24,7 +28,7 @@ from dcp_datastates.format.nesting import empty_in, nested, path_of
 from dcp_datastates.format.validate import check_covered
 from dcp_datastates.storage.object_path import AnyPath
 
-__all__ = ["load", "load_with"]
+__all__ = ["load", "load_values", "load_with"]
 
 
 def load(
@@ -166,26 +170,50 @@ class _Reader(DataStatesReader):
         self._planner = planner
 
     def _not_left(self, unread: list[str]) -> list[str]:
-        return [name for name in unread if not self._planner.leaves(name)]
+        return self._planner.unasked(unread)
 
     def _held(self, planner: LoadPlanner) -> Iterable[str]:
         return self._planner.held if planner is self._planner else super()._held(planner)
 
 
+def load_values(
+    path: AnyPath | Sequence[AnyPath], names: Iterable[str], *, allow_objects: bool = True
+) -> dict[str, Any]:
+    """The values stored under ``names``, by these, in this process alone. Raises as :func:`load`."""
+    wanted = list(names)
+    if not wanted:
+        return {}
+    planner = FittingPlanner(Fit.of({"unexpected": "ignore"}, wanted), path)
+    reader = _Reader(path, planner, allow_objects=allow_objects, share_reads=False)
+    try:
+        return _read_values(reader, planner, reader.read_metadata())
+    finally:
+        reader.reset()
+
+
 def _load_everything(reader: _Reader, planner: FittingPlanner) -> dict[str, Any]:
     metadata = reader.read_metadata()
+    values = _read_values(reader, planner, metadata)
+    paths = {
+        name: renamed_path(path_of(old, metadata.planner_data), old, name)
+        for name, old in _chosen(planner, metadata).items()
+    }
+    return nested(values, paths)
+
+
+def _read_values(reader: _Reader, planner: FittingPlanner, metadata: Metadata) -> dict[str, Any]:
+    """What the planner's ``fit`` takes, by name."""
     reader.set_up_storage_reader(metadata, True)
-    stored = metadata.state_dict_metadata
-    names = planner.fit.names([*stored, *empty_in(metadata)])
+    stored, names = metadata.state_dict_metadata, _chosen(planner, metadata)
     values = {name: _place_for(old, stored[old]) for name, old in names.items() if old in stored}
     planner.set_up_planner(values, metadata, True)
     plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(plans[0]), planner)
-    paths = {
-        name: renamed_path(path_of(old, metadata.planner_data), old, name)
-        for name, old in names.items()
-    }
-    return nested(values, paths)
+    return values
+
+
+def _chosen(planner: FittingPlanner, metadata: Metadata) -> dict[str, str]:
+    return planner.fit.names([*metadata.state_dict_metadata, *empty_in(metadata)])
 
 
 def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:

@@ -21,7 +21,6 @@ from accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
@@ -42,6 +41,7 @@ from dcp_datastates.manager.library_state import (
     state_of_optimizer,
     with_files,
 )
+from dcp_datastates.manager.naming import model_state
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
@@ -157,7 +157,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         if len(left) == len(weights):
             for (name, given), now in zip(weights.items(), left, strict=True):
                 if now is not given or list(now) != names[name]:
-                    ours = dict(zip(names[name], get_model_state_dict(models[name]), strict=True))
+                    ours = dict(zip(names[name], model_state([models[name]]), strict=True))
                     changed[name] = {ours.get(key, key): value for key, value in now.items()}
             return {n: each for n, each in models.items() if n not in changed}, changed
         mine = sorted(weights.keys() - _among(left, weights).keys())

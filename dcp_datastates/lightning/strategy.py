@@ -42,8 +42,8 @@ from dcp_datastates.manager.library_state import (
     state_of_optimizer,
     with_files,
 )
-from dcp_datastates.manager.parts import ModelPart
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
+from dcp_datastates.manager.trainable import ModelPart
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate

@@ -148,7 +148,7 @@ class Continuing:
         parts.load(
             places,
             fit,
-            frozenset(fit.names(names)),
+            names,
             process_group=self._group,
             no_dist=self._alone,
             allow_objects=options.get("allow_objects", True),

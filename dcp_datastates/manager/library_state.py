@@ -15,9 +15,9 @@ from dcp_datastates.dcp.fit import Fit
 from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.manager.parts import ModelPart, OptimizerPart, names_below, owners_of
-from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.manager.naming import names_below
+from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of, load_options
+from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.storage.object_path import ObjectPath
 
 __all__ = [
@@ -50,8 +50,8 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of ``models``, to save it: by parameters' names, or else as it gives it."""
-    return _part_of(models, optimizer).state_dict()
+    """The state of an optimizer of ``models``, to save it, by parameters' names."""
+    return _part_of("", models, optimizer).state_dict()
 
 
 def load_models(
@@ -67,7 +67,8 @@ def load_models(
     }
     # With nothing to load and nothing stored, a name would be an error.
     there = {n: each for n, each in parts.items() if each.stored or (strict and each.state_dict())}
-    _load(path, there, strict)
+    fit = Fit.of({"missing": "error" if strict else "ignore"}, only=there)
+    load_with(FittingPlanner(fit, path), path, dict(there))
 
 
 def load_optimizers(
@@ -76,25 +77,11 @@ def load_optimizers(
     """Load optimizers of ``models``, like :func:`load_models`."""
     if not optimizers:
         return
-    stored = _stored_names(path)
-    parts = {name: _part_of(models, each) for name, each in optimizers.items()}
-    for name, part in parts.items():
-        part.stored = names_below(stored, name)
-        if part.model is None and not part.is_whole:
-            raise IncompatibleStateError(
-                f"{path}: {name!r} was saved by names of parameters, and some of the optimizer's are in no model"
-            )
-    _load(path, parts)
-
-
-def _load(
-    path: str | os.PathLike[str] | ObjectPath,
-    parts: Mapping[str, ModelPart | OptimizerPart],
-    strict: bool = True,
-) -> None:
-    whole = [n for n, each in parts.items() if isinstance(each, OptimizerPart) and each.is_whole]
-    fit = Fit.of({"missing": "error" if strict else "ignore"}, only=parts)
-    load_with(FittingPlanner(fit, path, replaced=whole), path, dict(parts))
+    parts = {name: _part_of(name, models, each) for name, each in optimizers.items()}
+    names = _stored_names(path)
+    fit, needed = load_options(Fit.of({}, only=parts), names, list(parts.values()))
+    layouts = layouts_of(parts.values(), [path])
+    load_with(FittingPlanner(fit, path, lay_out=layouts, needed=needed), path, dict(parts))
 
 
 def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:
@@ -102,14 +89,10 @@ def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:
     return bool(names_below(_stored_names(path), name))
 
 
-def _part_of(models: Models, optimizer: torch.optim.Optimizer) -> OptimizerPart:
-    """Of a model, or of a module of several models that have the optimizer's parameters."""
-    whole = {name: ModelPart(each).model for name, each in models.items()}
-    owners, complete = owners_of(whole, optimizer)
-    if not complete:
-        return OptimizerPart(optimizer, None)
-    owner = next(iter(owners.values())) if len(owners) == 1 else torch.nn.ModuleDict(owners)
-    return OptimizerPart(optimizer, owner)
+def _part_of(name: str, models: Models, optimizer: torch.optim.Optimizer) -> OptimizerPart:
+    modules = {key: ModelPart(each).modules for key, each in models.items()}
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return OptimizerPart(name, optimizer, modules, _rank() if several else None)
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -1,21 +1,21 @@
-"""``Trainable``: the part of a model that training changes, such as the adapters over a frozen base."""
+"""Models as objects that DCP saves and loads, and ``Trainable``: the part of a model that training changes, such as the
+adapters over a frozen base.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.fsdp import FSDPModule
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.manager.naming import device_of, load_model_state, model_state
 from dcp_datastates.staging.ownership import by_storage
 
-__all__ = ["Trainable"]
+__all__ = ["ModelPart", "Trainable"]
 
 
 _ONCE: Final = "_dcp_datastates_trained"
@@ -73,7 +73,7 @@ class Trainable:
             left_out |= _storages(list(self.model.buffers()))
         left_out -= trained
         found = {}
-        for name, value in get_model_state_dict(self.model).items():
+        for name, value in model_state([self.model]).items():
             memory = _storages([value]) if isinstance(value, torch.Tensor) else set()
             if memory & trained:
                 self._once.add(name)
@@ -85,7 +85,59 @@ class Trainable:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the model the values of a state, and leave its others as they are."""
         self._once.update(state)
-        set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
+        load_model_state([self.model], state, strict=False)
+
+
+@dataclass
+class ModelPart:
+    """A model, in one part or several, or what is trained of one."""
+
+    given: torch.nn.Module | Trainable | Sequence[torch.nn.Module]
+    strict: bool = True
+    """Whether the model must take exactly the values of a loaded state."""
+    stored: Collection[str] | None = None
+    """The names below this part in the checkpoint to load; None for a save."""
+    _left: frozenset[str] = field(default_factory=frozenset)
+    """The names of what is on the meta device, and not stored: it stays there."""
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The whole model: its parts."""
+        if isinstance(self.given, Trainable):
+            return [self.given.model]
+        return [self.given] if isinstance(self.given, torch.nn.Module) else list(self.given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's tensors by name: not copies, but of FSDP1. For a load, those on the meta device get memory.
+
+        Raises :class:`ConfigurationError` for FSDP2 on the meta device.
+        """
+        if isinstance(self.given, Trainable):
+            state = self.given.to_fill(self.stored or ())
+        else:
+            state = model_state(self.modules)
+        if self.stored is None:
+            return state
+        meta = {n for n, each in state.items() if isinstance(each, torch.Tensor) and each.is_meta}
+        if meta and any(isinstance(e, FSDPModule) for part in self.modules for e in part.modules()):
+            raise ConfigurationError(
+                "the model is on the meta device, and sharded by FSDP2; give it memory before the restore, with "
+                "model.to_empty(device=…)"
+            )
+        self._left = frozenset(meta - set(self.stored))
+        return {n: _with_memory(each) if n in meta else each for n, each in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give the model the values of a state."""
+        state = {name: value for name, value in state.items() if name not in self._left}
+        if isinstance(self.given, Trainable):
+            self.given.load_state_dict(state)
+        else:
+            load_model_state(self.modules, state, strict=self.strict and not self._left)
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device_of(tensor), requires_grad=False)
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:

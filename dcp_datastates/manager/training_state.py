@@ -1,7 +1,7 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are as in ``parts.py``, and everything else is as DCP has it; but what differs between ranks gets
-a name for each rank.
+Models and optimizers are named as in ``naming.py`` and ``optimizers.py``, and everything else is as DCP has it; but
+what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
 state fails the save on all ranks.
@@ -23,13 +23,8 @@ from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.tensor_memory import is_wrapper
-from dcp_datastates.manager.parts import (
-    ModelPart,
-    OptimizerPart,
-    containers_copied,
-    names_below,
-    owners_of,
-)
+from dcp_datastates.manager.naming import are_parts, names_below
+from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of, load_options
 from dcp_datastates.manager.per_rank import (
     PerRank,
     RngState,
@@ -38,7 +33,7 @@ from dcp_datastates.manager.per_rank import (
     unpack,
     warn_of_order,
 )
-from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.object_path import Location
 
@@ -74,7 +69,7 @@ class _Object:
         state = self.value.state_dict()
         if _PACKED in state or not _keeps_its_types(state):
             return {_PACKED: packed(state)}
-        return dict(containers_copied(state))
+        return dict(_containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if _PACKED in state:
@@ -88,11 +83,10 @@ class TrainingState:
 
     Args:
         given: models, optimizers, objects with ``state_dict()`` and ``load_state_dict()``, tensors, values, and dicts
-            and lists of them.
+            and lists of them. A list of modules is one model in parts if each name is that of one parameter.
 
     Raises:
-        ConfigurationError: an optimizer's parameters are in none of the models, or in several; a name is no string, or
-            is that of two parts; a dict contains itself.
+        ConfigurationError: a name is no string, or is that of two parts; a dict contains itself.
     """
 
     def __init__(self, given: Mapping[str, Any], rank_set: RankSet) -> None:
@@ -104,9 +98,7 @@ class TrainingState:
         self._given = _parted(given)
         values = {name: inside[key] for name, (inside, key) in self._given.items()}
         self._models = {
-            name: ModelPart(value).model
-            for name, value in values.items()
-            if isinstance(value, (torch.nn.Module, Trainable))
+            name: ModelPart(value).modules for name, value in values.items() if _is_model(value)
         }
         self.parts = {name: self._part(name, value) for name, value in values.items()}
         """The state, for ``async_save``."""
@@ -118,7 +110,7 @@ class TrainingState:
                 warn_of_order(name, part.value)
 
     def load(
-        self, places: Sequence[Location], fit: Fit, stored: Collection[str], **options: Any
+        self, places: Sequence[Location], fit: Fit, names: Collection[str], **options: Any
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
 
@@ -128,17 +120,18 @@ class TrainingState:
 
         Args:
             places: of the checkpoint, the nearest first.
-            stored: the names of the values that ``fit`` takes.
+            names: of all that is stored.
             options: as for ``load_with``.
         """
+        optimizers = [part for part in self.parts.values() if isinstance(part, OptimizerPart)]
+        fit, needed = load_options(fit, names, optimizers)
+        stored = frozenset(fit.names(names))
         loaded = dict(self.parts)
         filled, replaced, left_out = [], [], []
         for name, part in self.parts.items():
             below = names_below(stored, name)
-            if isinstance(part, (ModelPart, OptimizerPart)):
+            if isinstance(part, ModelPart):
                 part.stored = below
-                if isinstance(part, OptimizerPart) and part.is_whole:
-                    replaced.append(name)
             elif isinstance(part, _Own):
                 found = sum(each.startswith(_RANK) for each in below)
                 if found not in (0, self._rank_set.world):
@@ -152,9 +145,16 @@ class TrainingState:
                     left_out.append(name)
             elif isinstance(part, _Object):
                 replaced.append(name)
-            elif not isinstance(part, torch.Tensor):
+            elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
-        planner = FittingPlanner(fit.without(left_out), places[0], filled, replaced)
+        planner = FittingPlanner(
+            fit.without(left_out),
+            places[0],
+            filled,
+            replaced,
+            layouts_of(optimizers, places),
+            needed,
+        )
         load_with(planner, places, loaded, **options)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
@@ -173,30 +173,18 @@ class TrainingState:
     def _part(self, name: str, value: Any) -> Any:
         if (mine := differs(value)) is not None:
             return _Own(mine, self._rank_set.rank)
-        if isinstance(value, (torch.nn.Module, Trainable)):
+        if _is_model(value):
             return ModelPart(value)
         if isinstance(value, type) and isinstance(value, Stateful):
             raise ConfigurationError(
                 f"the part {name!r} is the class {value.__name__}, not an object"
             )
         if isinstance(value, torch.optim.Optimizer):
-            return OptimizerPart(value, self._model_of(value, name))
+            alone = self._rank_set.world == 1
+            return OptimizerPart(name, value, self._models, None if alone else self._rank_set.rank)
         if _has_state(value):
             return _Object(value)
         return value
-
-    def _model_of(self, optimizer: torch.optim.Optimizer, name: str) -> torch.nn.Module:
-        owners, complete = owners_of(self._models, optimizer)
-        if complete and len(owners) == 1:
-            return next(iter(owners.values()))
-        if owners:
-            raise ConfigurationError(
-                f"the parameters of the optimizer {name!r} are in several models, or some in none; pass these as one, "
-                f"such as torch.nn.ModuleDict"
-            )
-        raise ConfigurationError(
-            f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
-        )
 
 
 def _keeps_its_types(value: Any) -> bool:
@@ -230,6 +218,13 @@ def _any_sharded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (is_wrapper(value) or hasattr(value, "placements"))
 
 
+def _is_model(value: Any) -> bool:
+    """Whether it is a model, or one in parts."""
+    if isinstance(value, (list, tuple)) and value:
+        return all(isinstance(each, torch.nn.Module) for each in value) and are_parts(value)
+    return isinstance(value, (torch.nn.Module, Trainable))
+
+
 def _parted(given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """For each part by its name in DCP: what it lies in, and its key there.
 
@@ -243,7 +238,7 @@ def _parted(given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
             if not path and not isinstance(key, str):
                 raise ConfigurationError(f"the state has the key {key!r}; names must be strings")
             name = f"{path}{key}"
-            if _holds_objects(value, name, around):
+            if not _is_model(value) and _holds_objects(value, name, around):
                 look(value, f"{name}.", (*around, id(value)))
             elif name in found:
                 raise ConfigurationError(f"two parts of the state have the name {name!r}")
@@ -282,3 +277,12 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _containers_copied(value: Any) -> Any:
+    """``value`` with dicts and lists of its own."""
+    if isinstance(value, Mapping):
+        return {key: _containers_copied(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_containers_copied(each) for each in value]
+    return value

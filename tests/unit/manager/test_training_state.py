@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 import pytest
 import torch
 from support.state.checkpoints import assert_same, raises
-from support.state.loops import Loop, manager
+from support.state.loops import manager
 
 import dcp_datastates as ds
 from dcp_datastates import (
@@ -17,18 +17,9 @@ from dcp_datastates import (
 )
 
 
-def test_an_optimizer_needs_its_model(tmp_path):
-    loop = Loop()
-    with manager(tmp_path) as checkpoints:
-        with raises(ConfigurationError, "no model"):
-            checkpoints.save(1, {"optimizer": loop.optimizer})
-        halves = {"a": loop.model[0], "b": loop.model[2], "optimizer": loop.optimizer}
-        with raises(ConfigurationError, "several models"):
-            checkpoints.save(1, halves)
-        with raises(ConfigurationError, "no model", "nested.deep.0"):
-            checkpoints.save(1, {"nested": {"deep": [loop.optimizer]}})
-        with raises(ConfigurationError, "names must be strings"):
-            checkpoints.save(1, {1: 1})
+def test_names_must_be_strings(tmp_path):
+    with manager(tmp_path) as checkpoints, raises(ConfigurationError, "names must be strings"):
+        checkpoints.save(1, {1: 1})
 
 
 def test_two_models_with_an_optimizer_each(tmp_path):
@@ -237,7 +228,7 @@ def test_a_container_with_objects_is_stored_as_its_parts_at_the_top_are(tmp_path
     with manager(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         flat = {f"models.{name}": model for name, model in state["models"].items()}
-        flat["models.critics.0"] = flat.pop("models.critics")[0]
+        flat["models.critics"] = flat["models.critics"][0]
         for each in flat.values():
             expected = {name: value.clone() for name, value in each.state_dict().items()}
             torch.nn.init.zeros_(each.weight)

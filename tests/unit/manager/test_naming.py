@@ -1,4 +1,4 @@
-"""The names of a model's and an optimizer's values, which are remembered: always those that torch would give."""
+"""The names of a model's and an optimizer's values: always those that torch would give."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import torch
 import torch.distributed.checkpoint.state_dict as torchs
 from support.tiers import sampled
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, AdamW
 
-from dcp_datastates.manager import named_states
-from dcp_datastates.manager.named_states import model_state, optimizer_state
+from dcp_datastates import ConfigurationError
+from dcp_datastates.manager.naming import are_parts, load_model_state, model_state
+from dcp_datastates.manager.optimizers import OptimizerPart
+
+
+def _state_of(model, optimizer):
+    return OptimizerPart("optimizer", optimizer, {"model": [model]}).state_dict().get("state", {})
 
 
 class _Counts(nn.Module):
@@ -144,33 +150,110 @@ def test_whatever_a_program_changes_the_names_are_those_of_torch(seed):
     optimizer = _optimizer(model, rng)
     for _ in range(12):
         _step(model, optimizer)
-        _same(_result(model_state, model), _result(torchs.get_model_state_dict, model))
+        expected = _result(torchs.get_model_state_dict, model)
+        if isinstance(expected, dict):
+            _same(model_state([model]), expected)
         expected = _result(torchs.get_optimizer_state_dict, model, optimizer)
-        if expected is not AssertionError:  # torch refuses the buffers' names
-            _same(_result(optimizer_state, model, optimizer), expected)
+        if isinstance(
+            expected, dict
+        ):  # torch refuses the buffers' names, and parameters without a state
+            _same(_state_of(model, optimizer), expected["state"])
         if rng.random() < 0.5:
             optimizer = _change(model, optimizer, rng)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model)])
-def test_from_the_second_call_on_torch_is_not_asked(wrap, monkeypatch):
-    model = wrap(nn.Sequential(nn.Linear(3, 3), _Counts()))
-    optimizer = AdamW(model.parameters())
-    for _ in range(2):
-        _step(model, optimizer)
-        model_state(model)
-        optimizer_state(model, optimizer)
-        for name in ("get_model_state_dict", "get_optimizer_state_dict"):
-            monkeypatch.setattr(named_states, name, None)
 
 
 def test_no_model_is_kept_alive():
     model = nn.Sequential(nn.Linear(3, 3))
     optimizer = AdamW(model.parameters())
     _step(model, optimizer)
-    model_state(model)
-    optimizer_state(model, optimizer)
+    model_state([model])
+    _state_of(model, optimizer)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+class _Fused(nn.Module):
+    """Its hooks split a parameter at a save, and join the parts at a load."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Parameter(torch.randn(4, 3))
+        self._register_state_dict_hook(self._split)
+        self._register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(module, state, prefix, _):
+        qk = state.pop(f"{prefix}qk")
+        state[f"{prefix}q"], state[f"{prefix}k"] = qk[:2], qk[2:]
+
+    def _join(self, state, prefix, *_):
+        state[f"{prefix}qk"] = torch.cat([state.pop(f"{prefix}q"), state.pop(f"{prefix}k")])
+
+
+def test_hooks_may_split_and_rename_parameters():
+    first, second = (
+        nn.Sequential(_Fused(), nn.Linear(2, 2)),
+        nn.Sequential(_Fused(), nn.Linear(2, 2)),
+    )
+    state = model_state([first])
+    assert sorted(state) == ["0.k", "0.q", "1.bias", "1.weight"]
+    load_model_state([second], {name: value.clone() for name, value in state.items()})
+    assert torch.equal(second[0].qk, first[0].qk)
+
+
+WRAPS = {
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "checkpointed": checkpoint_wrapper,
+    "both": lambda module: checkpoint_wrapper(torch.compile(module, backend="eager")),
+    "the other way": lambda module: torch.compile(checkpoint_wrapper(module), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_wrappers_change_no_name_and_states_pass_between_all(wrap, whole):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapped = nn.Sequential(WRAPS[wrap](nn.Linear(3, 3)), nn.Linear(3, 3))
+    wrapped = WRAPS[wrap](wrapped) if whole else wrapped
+    assert model_state([wrapped]).keys() == model_state([plain]).keys()
+    load_model_state([wrapped], {n: each.clone() for n, each in model_state([plain]).items()})
+    _equal(model_state([wrapped]), model_state([plain]))
+
+
+def test_two_values_that_become_one_name_are_refused():
+    model = nn.Module()
+    model.a = nn.Linear(2, 2)
+    model.a.add_module("_orig_mod", nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=r"'a\.weight'"):
+        model_state([model])
+
+
+def test_parts_of_a_model_have_its_names_and_load_from_each_other():
+    class Part(nn.Module):
+        def __init__(self, *numbers):
+            super().__init__()
+            self.layers = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in numbers})
+
+    whole, parts = Part(0, 1, 2), [Part(0, 2), Part(1)]
+    assert are_parts(parts)
+    assert not are_parts([Part(0), Part(0)])
+    load_model_state(parts, {n: each.clone() for n, each in model_state([whole]).items()})
+    _equal(model_state(parts), model_state([whole]))
+
+
+def test_a_model_on_the_meta_device_gets_memory_and_its_parameters_stay_the_same_objects():
+    first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.device("meta"):
+        second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    held = list(second.parameters())
+    load_model_state([second], {n: each.clone() for n, each in model_state([first]).items()})
+    _equal(model_state([second]), model_state([first]))
+    assert list(map(id, second.parameters())) == list(map(id, held))
+    assert all(each.requires_grad for each in second.parameters())
+
+
+def _equal(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)

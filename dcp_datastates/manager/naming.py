@@ -1,0 +1,224 @@
+"""The names of a model's tensors and parameters: the same for a plain, wrapped, compiled or sharded model, and for one
+model in several parts.
+
+They are those of ``state_dict()`` and ``named_parameters()``, without what wrappers put into them. Parameters are
+matched by identity. What has been found for a model counts as long as it has the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = [
+    "Parameters",
+    "are_parts",
+    "device_of",
+    "has_fsdp1",
+    "load_model_state",
+    "model_state",
+    "named_parameters",
+    "names_below",
+    "parameters_of",
+]
+
+_WRAPPED: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What ``torch.compile``, activation checkpointing and FSDP1 put before the names of all that they wrap."""
+
+Parameters = Mapping[str, torch.Tensor]
+"""Parameters by their names."""
+
+Keys = tuple[list[str], list[str]]
+"""The keys of a module, and the names that they stand for."""
+
+_of_states: MutableMapping[torch.nn.Module, Keys] = WeakKeyDictionary()
+_of_parameters: MutableMapping[torch.nn.Module, Keys] = WeakKeyDictionary()
+
+
+def has_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 shards it: torch's functions alone know its names and make its states, which are new tensors."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+def names_below(names: Iterable[str], prefix: str) -> set[str]:
+    """The rest of those ``names`` that lie below ``prefix``."""
+    start = f"{prefix}."
+    return {name.removeprefix(start) for name in names if name.startswith(start)}
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where values for ``tensor`` are to be: for one on the meta device, the default device."""
+    if not tensor.is_meta:
+        return tensor.device
+    if isinstance(tensor, DTensor):
+        return torch.device(tensor.device_mesh.device_type)
+    return torch.get_default_device()
+
+
+def model_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The tensors and extra states of a model, by name: not copies, but of FSDP1. ``modules`` are its parts, which may
+    have buffers in common.
+
+    Raises :class:`ConfigurationError` if two of a module have one name.
+    """
+    found: dict[str, Any] = {}
+    for module in modules:
+        if has_fsdp1(module):
+            state = get_model_state_dict(module)
+        else:
+            plain = module.state_dict()
+            state = dict(zip(_names(module, plain, _of_states), plain.values(), strict=True))
+        found.update(state)
+    return found
+
+
+def load_model_state(
+    modules: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Give the modules the values of a state by name: those of each. What is on the meta device becomes a tensor with
+    the memory of its value, and stays the same object for an optimizer.
+
+    Raises :class:`RuntimeError`, as ``load_state_dict()``, for values that do not fit: with ``strict``, also for names
+    that are missing or too many.
+    """
+    left = set(state)
+    for module in modules:
+        if has_fsdp1(module):
+            set_model_state_dict(module, dict(state), options=StateDictOptions(strict=strict))
+            return
+        _fill_meta(module, state)
+        plain = module.state_dict()
+        names = _names(module, plain, _of_states)
+        keys = {name: key for key, name in zip(plain, names, strict=True)}
+        mine = state if len(modules) == 1 else {n: v for n, v in state.items() if n in keys}
+        left -= mine.keys()
+        module.load_state_dict({keys.get(n, n): v for n, v in mine.items()}, strict=strict)
+    if left and strict:
+        raise RuntimeError(f"no part of the model has {sorted(left)}")
+
+
+def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a module by name; one that has several names by the first."""
+    plain = dict(module.named_parameters())
+    return zip(_names(module, plain, _of_parameters), plain.values(), strict=True)
+
+
+def are_parts(modules: Sequence[torch.nn.Module]) -> bool:
+    """Whether modules are parts of one model: no name is that of two parameters."""
+    found: dict[str, torch.Tensor] = {}
+    return all(
+        found.setdefault(name, each) is each
+        for module in modules
+        for name, each in named_parameters(module)
+    )
+
+
+def parameters_of(
+    models: Mapping[str, Sequence[torch.nn.Module]], wanted: Iterable[torch.Tensor]
+) -> dict[str, Parameters]:
+    """The parameters of those models that have some of ``wanted``, by the models' names. A model that has all of them
+    comes alone: the smallest.
+
+    FSDP2 modules are resharded first if their parameters are other objects than the optimizer's, as they are between a
+    forward and a backward pass, and after a forward pass without one.
+    """
+    ids = set(map(id, wanted))
+    found = _parameters(models)
+    if not ids <= _ids(found.values()):
+        _reshard(models)
+        found = _parameters(models)
+    if complete := [name for name, each in found.items() if ids <= _ids([each])]:
+        smallest = min(complete, key=lambda name: len(found[name]))
+        return {smallest: found[smallest]}
+    return {name: each for name, each in found.items() if ids & _ids([each])}
+
+
+def _parameters(models: Mapping[str, Sequence[torch.nn.Module]]) -> dict[str, Parameters]:
+    return {
+        name: {key: each for module in modules for key, each in named_parameters(module)}
+        for name, modules in models.items()
+    }
+
+
+def _ids(parameters: Iterable[Parameters]) -> set[int]:
+    return {id(each) for some in parameters for each in some.values()}
+
+
+def _reshard(models: Mapping[str, Sequence[torch.nn.Module]]) -> None:
+    for modules in models.values():
+        for module in modules:
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()
+
+
+def _names(
+    module: torch.nn.Module,
+    keys: Iterable[str],
+    known: MutableMapping[torch.nn.Module, Keys],
+) -> list[str]:
+    """The names of ``keys``. Raises :class:`ConfigurationError` if two of them become one."""
+    given = list(keys)
+    found = known.get(module)
+    if found is None or found[0] != given:
+        below = _below_ddp(module)
+        names = [_unwrapped(key, below) for key in given]
+        if len(set(names)) < len(names):
+            double = next(name for name in names if names.count(name) > 1)
+            raise ConfigurationError(
+                f"without what wrappers add, two values of the model have the name {double!r}; rename one"
+            )
+        known[module] = found = given, names
+    return found[1]
+
+
+def _below_ddp(module: torch.nn.Module) -> list[str]:
+    """How the keys begin of what DDP wraps, the innermost first."""
+    found = []
+    for path, each in module.named_modules(remove_duplicate=False):
+        if isinstance(each, DistributedDataParallel):
+            found.append(f"{_without_wrapped(f'{path}.')}module.".removeprefix("."))
+    return found[::-1]
+
+
+def _unwrapped(key: str, below_ddp: list[str]) -> str:
+    name = _without_wrapped(key)
+    for start in below_ddp:
+        if name.startswith(start):
+            name = start.removesuffix("module.") + name.removeprefix(start)
+    return name
+
+
+def _without_wrapped(key: str) -> str:
+    for each in _WRAPPED:
+        key = key.replace(each, "")
+    return key
+
+
+@torch.no_grad()
+def _fill_meta(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    below = _below_ddp(module)
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for key, tensor in named:
+        value = state.get(_unwrapped(key, below))
+        if tensor.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
+            value = value.detach()  # the state keeps its own
+            if isinstance(tensor, torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

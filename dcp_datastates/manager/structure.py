@@ -1,0 +1,69 @@
+"""Nested values, as tensors by path and one small Python value that says how they were nested: keys and containers come
+back with their types.
+
+The small value consists of tuples, which DCP stores as they are::
+
+    ("dict", ((0, ("tensor", "mats.0")), (1, ("tensor", "mats.1"))))
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+__all__ = ["Structure", "put_together", "taken_apart"]
+
+Structure = tuple[Any, ...]
+"""How a value was nested."""
+
+_DICTS: Final[dict[str, Callable[..., Any]]] = {"dict": dict, "ordered": OrderedDict}
+_LISTS: Final[dict[str, Callable[..., Any]]] = {"list": list, "tuple": tuple}
+_NAMES: Final[dict[type, str]] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    list: "list",
+    tuple: "tuple",
+}
+
+
+def taken_apart(
+    value: Any, path: str = "", note: Callable[[torch.Tensor], Any] = lambda tensor: None
+) -> tuple[dict[str, torch.Tensor], Structure]:
+    """The tensors in ``value`` by path, below ``path``, and its structure. Paths consist of keys and dots.
+
+    Dicts, ``OrderedDict``s, lists and tuples are opened; anything else that is no tensor is part of the structure, as
+    it is. ``note`` says what is to be known of a tensor before it is there.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def look(value: Any, path: str) -> Structure:
+        if isinstance(value, torch.Tensor):
+            while path in tensors:  # keys such as 1 and "1"
+                path += "'"
+            tensors[path] = value
+            noted = note(value)
+            return ("tensor", path) if noted is None else ("tensor", path, noted)
+        name = _NAMES.get(type(value))
+        start = f"{path}." if path else ""
+        if name in _DICTS:
+            return name, tuple((key, look(each, f"{start}{key}")) for key, each in value.items())
+        if name in _LISTS:
+            return name, tuple(look(each, f"{start}{n}") for n, each in enumerate(value))
+        return "value", value
+
+    return tensors, look(value, path)
+
+
+def put_together(structure: Structure, tensor: Callable[..., Any]) -> Any:
+    """The value of ``structure``: ``tensor`` gives the tensor at a path, and takes what was noted of it, too."""
+    kind, inner = structure[0], structure[1]
+    if kind == "tensor":
+        return tensor(*structure[1:])
+    if kind in _DICTS:
+        return _DICTS[kind]((key, put_together(each, tensor)) for key, each in inner)
+    if kind in _LISTS:
+        return _LISTS[kind](put_together(each, tensor) for each in inner)
+    return inner

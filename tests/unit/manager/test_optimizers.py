@@ -1,0 +1,394 @@
+"""Optimizers of every kind, saved and restored by the manager into a program that has changed.
+
+The oracle is a deep copy of the live objects: after the restore, each parameter has the state and the settings that it
+had, with their types, and training goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+
+import pytest
+import torch
+from support.state.checkpoints import raises
+from support.state.loops import manager
+from support.tiers import sampled
+from torch import nn
+
+from dcp_datastates import IncompatibleStateError
+
+
+class _Odd(torch.optim.Optimizer):
+    """Keeps what optimizers of users keep: matrices by dimension, histories, strings, and a count of its own."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state.setdefault("global", {"count": 0, "sum": torch.zeros(2)})["count"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["mode"] = "warm" if state["step"] < 3 else "hot"
+                state["none"], state["empty"] = None, [{}, (), []]
+                matrices = state.setdefault("matrices", {})
+                for n in range(parameter.dim()):
+                    rows = parameter.grad.movedim(n, 0).reshape(parameter.shape[n], -1)
+                    matrices[n] = matrices.get(n, 0) + rows @ rows.T
+                state.setdefault("history", []).append((state["step"], parameter.grad.norm()))
+                parameter -= float(group["lr"]) * parameter.grad * state["matrices"][0].mean()
+
+
+def _made(kind, **options):
+    return lambda groups: kind(groups, **{"lr": 0.05, **options})
+
+
+OPTIMIZERS = {
+    "SGD": _made(torch.optim.SGD),
+    "momentum": _made(torch.optim.SGD, momentum=0.9),
+    "AdamW": _made(torch.optim.AdamW),
+    "amsgrad": _made(torch.optim.AdamW, amsgrad=True, foreach=True),
+    "fused": _made(torch.optim.AdamW, fused=True),
+    "tensor lr": _made(torch.optim.AdamW, lr=torch.tensor(0.05)),
+    "Adagrad": _made(torch.optim.Adagrad),
+    "Adafactor": _made(torch.optim.Adafactor),
+    "RMSprop": _made(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "NAdam": _made(torch.optim.NAdam),
+    "odd": _Odd,
+}
+
+
+class _Net(nn.Module):
+    def __init__(self, names=("a", "b", "c")):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _grouped(model, optimizer, cuts):
+    parameters = list(model.parameters())
+    edges = [0, *cuts, len(parameters)]
+    return optimizer([{"params": parameters[a:b]} for a, b in itertools.pairwise(edges)])
+
+
+def _same_program(model, make):
+    return {"model": model, "optimizer": _grouped(model, make, [2])}
+
+
+def _frozen(model, make):
+    for parameter in model.a.parameters():
+        parameter.requires_grad_(False)
+    return _same_program(model, make)
+
+
+def _reordered(model, make):
+    first, second, third = ([*each.parameters()] for each in (model.a, model.b, model.c))
+    return {"model": model, "optimizer": make([{"params": [*third, *second]}, {"params": first}])}
+
+
+def _in_parts(model, make):
+    parts = [_Net(("a", "c")), _Net(("b",))]
+    optimizer = make([{"params": [*parts[1].parameters()]}, {"params": [*parts[0].parameters()]}])
+    return {"model": parts, "optimizer": optimizer}
+
+
+def _warmed(model, make):
+    state = _same_program(model, make)
+    _train(state, 1, seed=5)
+    return state
+
+
+CHANGES = {
+    "same": _same_program,
+    "frozen": _frozen,
+    "reordered": _reordered,
+    "split groups": lambda model, make: {
+        "model": model,
+        "optimizer": _grouped(model, make, [1, 2, 5]),
+    },
+    "in parts": _in_parts,
+    "has a state": _warmed,
+    "compiled": lambda model, make: (
+        _same_program(model, make) | {"model": torch.compile(model, backend="eager")}
+    ),
+}
+
+
+def _train(state, steps, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    model = state["model"]
+    for _ in range(steps):
+        model(torch.randn(3, 4, generator=draws)).square().sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def _by_name(state):
+    """A deep copy of each parameter's state and settings, by the parameter's name."""
+    models = state["model"] if isinstance(state["model"], list) else [state["model"]]
+    names = {
+        parameter: name.replace("_orig_mod.", "")
+        for model in models
+        for name, parameter in model.named_parameters()
+    }
+    found = {"global": copy.deepcopy(state["optimizer"].state.get("global"))}
+    for group in state["optimizer"].param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            own = state["optimizer"].state.get(parameter, {})
+            found[names[parameter]] = copy.deepcopy((dict(own), settings, parameter.detach()))
+    return found
+
+
+def _assert_same(found, expected, where=""):
+    assert type(found) is type(expected), (where, found, expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert set(found) == set(expected), where
+        for key, each in expected.items():
+            _assert_same(found[key], each, f"{where}.{key!r}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for number, (mine, each) in enumerate(zip(found, expected, strict=True)):
+            _assert_same(mine, each, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+def _saved(tmp_path, make, **options):
+    torch.manual_seed(0)
+    state = _same_program(_Net(), make)
+    for number, group in enumerate(state["optimizer"].param_groups):
+        group["weight_decay"] = 0.0  # the same, so that groups may be cut anew
+        group["initial_lr"] = 0.7
+        if number and options.get("differ"):
+            group["lr"] = 0.3
+    _train(state, 3)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    return state
+
+
+def _restored(tmp_path, state, **options):
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(state, **options) == 1
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    sampled(
+        itertools.product(OPTIMIZERS, CHANGES),
+        keep=lambda pair: pair[0] in ("AdamW", "odd") or pair[1] == "same",
+    ),
+)
+def test_each_parameter_gets_its_state_and_settings_back(kind, change, tmp_path):
+    first = _saved(tmp_path, OPTIMIZERS[kind])
+    expected = _by_name(first)
+    torch.manual_seed(1)
+    second = _restored(tmp_path, CHANGES[change](_Net(), OPTIMIZERS[kind]))
+    _assert_same(_by_name(second), expected)
+    if change in ("same", "split groups", "has a state"):
+        _train(first, 2, seed=9)
+        _train(second, 2, seed=9)
+        _assert_same(_by_name(second), _by_name(first))
+
+
+@pytest.mark.parametrize("kind", sampled(OPTIMIZERS, keep=lambda kind: kind in ("AdamW", "odd")))
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_rename_of_a_model_renames_the_parameters_of_its_optimizer(kind, itself, tmp_path):
+    expected = _by_name(_saved(tmp_path, OPTIMIZERS[kind]))
+    new = {"a": "b", "b": "a", "c": "last"}  # two change their places
+    rename = {f"model.{old}.": f"model.{name}." for old, name in new.items()}
+    if itself:
+        rename |= {
+            f"optimizer.state.{old}.": f"optimizer.state.{name}." for old, name in new.items()
+        }
+    second = _same_program(_Net(("a", "b", "last")), OPTIMIZERS[kind])
+    _restored(tmp_path, second, rename=rename)
+    renamed = {
+        ".".join([new.get(name.split(".")[0], name), *name.split(".")[1:]]): each
+        for name, each in expected.items()
+    }
+    _assert_same(_by_name(second), renamed)
+
+
+@pytest.mark.parametrize("kind", sampled(OPTIMIZERS, keep=lambda kind: kind in ("AdamW", "odd")))
+def test_what_an_optimizer_has_no_parameter_for_is_in_its_next_save(kind, tmp_path, caplog):
+    first = _saved(tmp_path, OPTIMIZERS[kind])
+    expected = _by_name(first)
+    model = _Net()
+    fewer = [*model.b.parameters(), *model.c.parameters()]
+    second = {"model": model, "optimizer": OPTIMIZERS[kind](fewer)}
+    with manager(tmp_path) as checkpoints, caplog.at_level(logging.WARNING):
+        checkpoints.restore_latest(second)
+        checkpoints.save(2, second)
+    assert ("'a.weight'" in caplog.text) == bool(expected["a.weight"][0])
+    third = _same_program(_Net(), OPTIMIZERS[kind])
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(third) == 2
+    if expected["a.weight"][0]:
+        _assert_same(_by_name(third), expected)
+
+
+def test_moments_without_a_parameter_are_refused_by_name_and_nothing_changes(tmp_path):
+    _saved(tmp_path, OPTIMIZERS["AdamW"])
+    second = _same_program(_Net(("a", "b", "other")), OPTIMIZERS["AdamW"])
+    before = copy.deepcopy(_by_name(second))
+    with raises(IncompatibleStateError, "optimizer.state.c.weight"):
+        _restored(tmp_path, second, missing="ignore")
+    _assert_same(_by_name(second), before)
+    _restored(tmp_path, second, missing="ignore", exclude=["*.c.*"])
+    assert second["optimizer"].state[second["model"].a.weight]["step"] == 3
+
+
+def test_groups_whose_parameters_had_different_settings_keep_their_own_and_say_so(tmp_path, caplog):
+    first = _saved(tmp_path, OPTIMIZERS["AdamW"], differ=True)
+    second = {"model": _Net()}
+    second["optimizer"] = torch.optim.AdamW(second["model"].parameters(), lr=0.9)
+    with caplog.at_level(logging.WARNING):
+        _restored(tmp_path, second)
+    (group,) = second["optimizer"].param_groups
+    assert group["lr"] == 0.9
+    assert group["initial_lr"] == 0.7
+    assert "keeps its lr" in caplog.text
+    again = _restored(tmp_path, _same_program(_Net(), OPTIMIZERS["AdamW"]))
+    assert [group["lr"] for group in again["optimizer"].param_groups] == [0.05, 0.3]
+    assert _by_name(again).keys() == _by_name(first).keys()
+
+
+def test_a_setting_that_the_checkpoint_lacks_is_the_programs(tmp_path, caplog):
+    _saved(tmp_path, OPTIMIZERS["AdamW"])
+    second = _same_program(_Net(), OPTIMIZERS["AdamW"])
+    second["optimizer"].param_groups[0]["max_lr"] = 2.0
+    with caplog.at_level(logging.INFO):
+        _restored(tmp_path, second)
+    assert second["optimizer"].param_groups[0]["max_lr"] == 2.0
+    assert "keeps its max_lr" in caplog.text
+
+
+@pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)])
+@pytest.mark.parametrize("own", [0.5, torch.tensor(0.5)])
+def test_a_rate_stays_a_number_or_the_same_tensor(saved, own, tmp_path):
+    _saved(tmp_path, _made(torch.optim.AdamW, lr=saved))
+    second = _same_program(_Net(), _made(torch.optim.AdamW, lr=own))
+    held = second["optimizer"].param_groups[0]["lr"]
+    _restored(tmp_path, second)
+    rate = second["optimizer"].param_groups[0]["lr"]
+    assert float(rate) == 0.25
+    assert rate is held if isinstance(own, torch.Tensor) else type(rate) is float
+
+
+def test_masters_that_no_model_has_come_back_with_their_moments(tmp_path):
+    def program(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4).bfloat16()
+        masters = [each.detach().float().requires_grad_() for each in model.parameters()]
+        return {"model": model, "optimizer": torch.optim.AdamW(masters, lr=0.1)}
+
+    def train(state):
+        masters = state["optimizer"].param_groups[0]["params"]
+        for each in masters:
+            each.grad = torch.ones_like(each)
+        state["optimizer"].step()
+        return masters
+
+    first, second = program(0), program(1)
+    train(first)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    _restored(tmp_path, second)
+    for old, new in zip(train(first), train(second), strict=True):
+        _assert_same(new.detach(), old.detach())
+
+
+def test_moments_keep_a_dtype_that_is_not_their_parameters(tmp_path):
+    def program():
+        model = nn.Linear(4, 4).bfloat16()
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    first, second = program(), program()
+    for parameter in first["model"].parameters():
+        moments = torch.rand(parameter.shape)
+        first["optimizer"].state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": moments,
+            "exp_avg_sq": moments.double(),
+        }
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    _restored(tmp_path, second)
+    _assert_same(_by_name(second), _by_name(first))
+
+
+def test_nothing_takes_a_step_in_a_restore(tmp_path):
+    _saved(tmp_path, OPTIMIZERS["AdamW"])
+    second = _same_program(_Net(), OPTIMIZERS["AdamW"])
+    steps = []
+    second["optimizer"].register_step_pre_hook(lambda *_: steps.append(1))
+    _restored(tmp_path, second)
+    assert steps == []
+
+
+def test_an_optimizer_over_several_models_and_one_over_none_come_back(tmp_path):
+    def program(seed):
+        torch.manual_seed(seed)
+        state = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+        both = [*state["one"].parameters(), *state["two"].parameters()]
+        loose = nn.Parameter(torch.rand(3))
+        for each in (*both, loose):
+            each.grad = torch.ones_like(each)
+        return {**state, "both": torch.optim.AdamW(both), "loose": torch.optim.AdamW([loose])}
+
+    first, second = program(0), program(1)
+    first["both"].step(), first["loose"].step()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    _restored(tmp_path, second)
+    for name in ("both", "loose"):
+        _assert_same(second[name].state_dict(), first[name].state_dict())
+    _assert_same(*(each["loose"].param_groups[0]["params"][0].detach() for each in (second, first)))
+
+
+def test_a_model_on_the_meta_device_trains_on_after_the_restore(tmp_path):
+    first = _saved(tmp_path, OPTIMIZERS["AdamW"])
+    with torch.device("meta"):
+        model = _Net()
+    second = _restored(tmp_path, _same_program(model, OPTIMIZERS["AdamW"]))
+    _train(first, 2, seed=9)
+    _train(second, 2, seed=9)
+    _assert_same(_by_name(second), _by_name(first))
+
+
+def test_an_optimizer_of_all_parameters_refuses_another_order(tmp_path):
+    def program(reverse):
+        model = _Net()
+        parameters = list(model.parameters())
+        return {"model": model, "optimizer": torch.optim.LBFGS(parameters[:: -1 if reverse else 1])}
+
+    def closure():
+        first["optimizer"].zero_grad()
+        loss = first["model"](torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    first = program(False)
+    first["optimizer"].step(closure)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    with raises(IncompatibleStateError, "another order"):
+        _restored(tmp_path, program(True))
+    _assert_same(_by_name(_restored(tmp_path, program(False))), _by_name(first))
