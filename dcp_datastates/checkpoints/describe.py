@@ -232,7 +232,7 @@ class Directory:
             (
                 each.name,
                 each.step,
-                date(each.committed_at) or ("yes" if each.committed else "no"),
+                date(each.committed_at) or _said(each),
                 each.attempt,
                 None if each.nbytes is None else size(each.nbytes),
                 each.ranks,
@@ -249,6 +249,12 @@ class Directory:
         if each.pins:
             notes.append(f"pinned: {', '.join(each.pins)}")
         return "; ".join(filter(None, notes))
+
+
+def _said(each: Listed) -> str:
+    if each.committed:
+        return "yes"
+    return "unknown" if each.unjudged else "no"
 
 
 def describe(

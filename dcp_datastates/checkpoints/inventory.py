@@ -62,9 +62,10 @@ def folders_in(root: Location) -> list[str]:
     Raises :class:`ConfigurationError` if ``root`` is not a directory, :class:`StorageError` if it cannot be read.
     """
     if isinstance(root, ObjectPath):
-        return [
-            name for name in root.store.list(root.key).folders if name != store_index.INDEX_NAME
-        ]
+        listing = root.store.list(root.key)
+        if not (listing.folders or listing.objects):
+            presence.check_answers(root.store, root.key)
+        return [name for name in listing.folders if name != store_index.INDEX_NAME]
     entries = presence.entries_in(root)
     if not entries and presence.is_file(root):
         raise ConfigurationError(

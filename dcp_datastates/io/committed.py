@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,16 +68,8 @@ def open_committed(directory: Location) -> Committed:
 
 
 def _check_no_page(data: bytes, path: Location) -> None:
-    """Raise :class:`StorageError` for a web page, by which a proxy or a server that is down has answered."""
-    beginning = data[:64].lstrip().lower()
-    if beginning.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise StorageError(
-            errno.EPROTO,
-            f"what is there cannot be told: a web page came in place of the checkpoint's metadata "
-            f"({beginning[:32].decode(errors='replace')!r}), from a proxy or a server that is down; check what stands "
-            f"between this machine and storage (http_proxy, the endpoint)",
-            str(path),
-        )
+    if presence.is_page(data):
+        raise presence.web_page(path)
 
 
 def open_nearest(places: Sequence[Location]) -> Committed:

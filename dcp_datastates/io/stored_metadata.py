@@ -11,7 +11,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.io.foreign import is_stock, kind_of_file, kind_of_folder
-from dcp_datastates.storage import decisions, store_attempts, store_index
+from dcp_datastates.storage import decisions, presence, store_attempts, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
@@ -33,6 +33,8 @@ def read(directory: ObjectPath) -> tuple[ObjectPath, bytes, float]:
     found = store_attempts.newest_committed(directory)
     if found is None:
         listing = directory.store.list(directory.key)
+        if not (listing.folders or listing.objects):
+            presence.check_answers(directory.store, directory.key)
         _refuse_stock(directory, listing)
         raise CheckpointNotFoundError(
             f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing)}"

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.manager.library_state import is_ours_here
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import is_url
@@ -46,6 +46,8 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 def _may_be_loaded(path: str) -> bool:
     try:
         ours = is_ours_here(path)
+    except StorageError:  # it may be the newest
+        raise
     except DataStatesError as error:
         logger.warning("leaving out checkpoint %s: %s", path, error)
         return False

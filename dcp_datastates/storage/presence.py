@@ -1,4 +1,4 @@
-"""What lies at a path of a file system: the one place that asks whether there is something.
+"""What lies at a path: the one place that asks whether there is something.
 
 Only the answer that there is no such name means that nothing is there. A file server that is away, a permission that is
 missing, and a path that is too long say nothing about what is there: that is a :class:`StorageError`, which names the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 import time
 from collections.abc import Callable
@@ -19,19 +20,23 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
+from dcp_datastates.storage.object_store import ObjectMissingError, ObjectStore
 
 __all__ = [
     "NotAFileError",
     "asked",
+    "check_answers",
     "entries_in",
     "is_directory",
     "is_file",
     "is_link",
     "is_missing",
+    "is_page",
     "is_there",
     "names_in",
     "status_of",
     "unjudged",
+    "web_page",
 ]
 
 T = TypeVar("T")
@@ -145,6 +150,33 @@ def is_link(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
     status = _judged(lambda: os.lstat(path), path)
     return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def check_answers(store: ObjectStore, prefix: str) -> None:
+    """``store`` has listed nothing below ``prefix``. Raise :class:`StorageError` if it is not the store that answers: a
+    proxy that answers each request with a page has an empty list, too, and each object. One request.
+    """
+    key = f"{prefix}/.nothing-{secrets.token_hex(8)}".lstrip("/")
+    try:
+        store.size(key)
+    except ObjectMissingError:
+        return
+    raise web_page(f"{store.url}/{key}")
+
+
+def is_page(data: bytes) -> bool:
+    """Whether ``data`` begin as a web page does."""
+    return data[:64].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml"))
+
+
+def web_page(path: object) -> StorageError:
+    """The error for a web page in place of what is at ``path``."""
+    return StorageError(
+        errno.EPROTO,
+        "what is there cannot be told: a web page came in place of it, from a proxy or a server that is down; check "
+        "what stands between this machine and storage (http_proxy, the endpoint)",
+        str(path),
+    )
 
 
 def names_in(directory: str | os.PathLike[str]) -> list[str]:

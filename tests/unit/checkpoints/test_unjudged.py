@@ -264,6 +264,8 @@ def test_a_root_is_described_with_what_cannot_be_judged(place, root, faults):
     each = {entry.name: entry for entry in described.checkpoints}
     assert each[f"step-{NEWEST}"].unjudged
     assert "Permission denied" in str(described)
+    if place != "attempt":
+        assert "unknown" in str(described), "whether it is committed"
     assert [each[f"step-{step}"].unjudged for step in (1, 2)] == [False, False]
 
 

@@ -11,10 +11,11 @@ import threading
 
 import pytest
 from support.stores import proxy as faults
-from support.stores.proxy import Proxy, answered
+from support.stores.proxy import Answer, Proxy, answered
 from support.stores.server import Bucket, client, endpoint, use
 from support.waiting import await_that
 
+import dcp_datastates
 from dcp_datastates import StorageError
 from dcp_datastates.storage import obstore_adapter
 from dcp_datastates.storage.bounded import HungError, bounded, is_hung
@@ -45,6 +46,29 @@ def bucket():
 def store(proxy, bucket):
     use(proxy.url)
     return ObstoreStore(f"s3://{bucket.name}")
+
+
+def _page(exchange):
+    exchange.reply(Answer(200, [("Content-Type", "text/html")], b"<html>Please log in</html>"))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        dcp_datastates.latest,
+        lambda root: dcp_datastates.retain(root, keep=1),
+        lambda root: dcp_datastates.load(f"{root}/step-1"),
+        lambda root: dcp_datastates.inspect(f"{root}/step-1"),
+    ],
+    ids=["latest", "retain", "load", "inspect"],
+)
+def test_a_proxy_that_answers_with_a_page_is_no_empty_store(ask, proxy, store):
+    """To a library, its list is empty."""
+    assert dcp_datastates.latest(f"{store.url}/run") is None
+    for method in ("GET", "HEAD"):
+        proxy.inject(_page, method, times=1000)
+    with pytest.raises(StorageError, match="web page"):
+        ask(f"{store.url}/run")
 
 
 def stream(store, pieces=PIECES):
