@@ -22,7 +22,7 @@ from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.incarnation import Incarnation
-from dcp_datastates.ranks.rank_set import RankSet, rank_set_of
+from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_of", "from_first_rank"]
 
@@ -70,12 +70,9 @@ def from_first_rank(
     """
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
+    check_group(process_group)
     if not (dist.is_available() and dist.is_initialized()):
         return compute()
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise ConfigurationError(
-            f"process_group={process_group!r} is no group that this rank is in; only its members take part"
-        )
     return from_first_of(rank_set_of(process_group), compute, key, purpose, timeout)
 
 

@@ -26,6 +26,7 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import empty_in, nested, path_of
 from dcp_datastates.format.validate import check_covered
+from dcp_datastates.ranks.rank_set import check_group
 from dcp_datastates.storage.object_path import AnyPath
 
 __all__ = ["load", "load_values", "load_with"]
@@ -79,6 +80,9 @@ def load(
         DataStatesError: anything else that failed on a rank, which the message names.
     """
     check_options("load", options, FitOptions)
+    check_group(process_group)
+    if path is None:
+        raise ConfigurationError("path=None: load(path, state) needs the checkpoint's directory")
     planner = FittingPlanner(Fit.of(options, only), path)
     return load_with(
         planner,

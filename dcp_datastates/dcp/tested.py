@@ -6,6 +6,8 @@ import logging
 import re
 from typing import Final
 
+from dcp_datastates.process.job_log import once_per_job
+
 __all__ = ["TESTED", "tell_if_untested"]
 
 logger = logging.getLogger("dcp_datastates")
@@ -22,7 +24,8 @@ TESTED: Final = (
 def tell_if_untested(version: str) -> None:
     """Log a warning if torch ``version`` is newer than all tested releases, by its major and minor numbers."""
     if _minor(version) > _minor(TESTED[-1]):
-        logger.warning(
+        logger.log(
+            once_per_job(logging.WARNING),
             "torch %s is newer than those that dcp_datastates was tested with (%s): it should work, but look for a "
             "newer dcp_datastates",
             version,

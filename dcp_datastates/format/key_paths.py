@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any, Final
 
 from dcp_datastates.format import values
+from dcp_datastates.process.job_log import once_per_job
 
 __all__ = [
     "EMPTY",
@@ -73,7 +74,8 @@ def _simple(key: Any) -> Iterator[Any]:
 
 @cache
 def _say(kind: str, text: str) -> None:
-    logger.warning(
+    logger.log(
+        once_per_job(logging.WARNING),
         "a dict of the state has the key %r, a %s, which checkpoints cannot store: it comes back as a string",
         text,
         kind,

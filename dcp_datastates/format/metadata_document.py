@@ -33,6 +33,7 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placeme
 from dcp_datastates.format.fields import IN_COLUMNS, is_field_name, known_fields, set_unknown_values
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
@@ -105,7 +106,13 @@ def fields_to_json(instance: Any) -> dict[str, Any]:
 @cache
 def warn_of_loss(kind: str, name: str, why: str) -> None:
     """Warn, once per process, that a field of another torch is left out of checkpoints."""
-    logger.warning("%s.%s of this torch is left out of checkpoints: it has %s", kind, name, why)
+    logger.log(
+        once_per_job(logging.WARNING),
+        "%s.%s of this torch is left out of checkpoints: it has %s",
+        kind,
+        name,
+        why,
+    )
 
 
 def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:

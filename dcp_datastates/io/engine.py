@@ -26,6 +26,7 @@ from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
@@ -122,7 +123,9 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                 )
             else:
                 _engine.grow(host_cache_bytes)
-                logger.info("host cache grown to %d MiB", host_cache_bytes >> 20)
+                logger.log(
+                    once_per_job(logging.INFO), "host cache grown to %d MiB", host_cache_bytes >> 20
+                )
         except MemoryError as error:
             raise ConfigurationError(
                 f"host_cache_size={host_cache_bytes}: the system gives this process no such memory "

@@ -32,6 +32,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
@@ -156,7 +157,7 @@ class Continuing:
         )
         self._decided = True
         self._adopt(self._there)  # what lies beside it is of this run, too
-        logger.info("restored %s", places[0])
+        logger.log(once_per_job(logging.INFO), "restored %s", places[0])
         return number_of(places[0], PREFIX)
 
     def before_save(self) -> None:
@@ -186,7 +187,12 @@ class Continuing:
                 f'save; another run needs another root, or CheckpointManager(fresh="replace"), which sets those aside'
             )
         else:
-            logger.info("going on at step %d without a restore: %s", first, self._describe())
+            logger.log(
+                once_per_job(logging.INFO),
+                "going on at step %d without a restore: %s",
+                first,
+                self._describe(),
+            )
             self._adopt(self._names())
 
     def _check_others(self) -> None:

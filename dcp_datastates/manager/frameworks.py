@@ -6,6 +6,8 @@ import logging
 import re
 from typing import Final
 
+from dcp_datastates.process.job_log import once_per_job
+
 __all__ = ["TESTED_FRAMEWORKS", "tell_if_untested"]
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ def tell_if_untested(name: str, version: str) -> None:
     """Log a warning if the release of a framework differs from the tested one, by major and minor number."""
     tested = TESTED_FRAMEWORKS[name]
     if _minor(version) != _minor(tested):
-        logger.warning(
+        logger.log(
+            once_per_job(logging.WARNING),
             "%s %s is another release than the one that dcp_datastates was tested with (%s)",
             name,
             version,

@@ -36,6 +36,7 @@ from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories, by_step
 from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.saving.paths import archive_root
 from dcp_datastates.stats import SaveRecord
@@ -275,7 +276,8 @@ class CheckpointManager:
             self._schedule.not_saved()
             return before[1]
         if decision.stop:
-            logger.warning("a signal announces the end of the job: step %d is saved", step)
+            text = "a signal announces the end of the job: step %d is saved"
+            logger.log(once_per_job(logging.WARNING), text, step)
         handle = self._begin(step, state, metrics)
         self._newest_save = step, handle
         return handle

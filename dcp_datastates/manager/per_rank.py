@@ -12,6 +12,8 @@ import torch
 import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_datastates.process.job_log import once_per_job
+
 __all__ = ["PerRank", "RngState", "differs", "packed", "unpack", "warn_of_order"]
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,8 @@ def warn_of_order(name: str, loader: Any) -> None:
         cause = f"its sampler, torch's {type(sampler).__name__}, keeps no state of its generator"
     else:
         return
-    logger.warning(
+    logger.log(
+        once_per_job(logging.WARNING),
         "the order of %r will not be the same after a restore: %s. Give it "
         "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own",
         name,

@@ -13,6 +13,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.process.futures import when_done
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.text import duration
 
 __all__ = ["Decision", "Schedule"]
@@ -91,7 +92,10 @@ class Schedule:
         except TypeError:
             step = -1
         if step < 0:
-            raise ConfigurationError(f"step={given!r} must be a whole number, 0 or more")
+            shown = repr(given) if isinstance(given, (int, float, str)) else type(given).__name__
+            raise ConfigurationError(
+                f"step={shown} must be a whole number, 0 or more; it is save(step, state)"
+            )
         if self._step is not None and step < self._step:
             raise ConfigurationError(
                 f"step={step} comes after step {self._step}: a checkpoint of a lower step would count as the newest"
@@ -191,7 +195,7 @@ class Schedule:
         before, chosen = self._chosen, choose(self._rule, cost)
         self._chosen = chosen
         if before is None or not 0.8 <= chosen.steps / before.steps <= 1.25:
-            logger.info("saving %s", self)
+            logger.log(once_per_job(logging.INFO), "saving %s", self)
         return self._saved_step is None or step - self._saved_step >= chosen.steps
 
     def _say(self, signalled: bool, now: float) -> _Said:

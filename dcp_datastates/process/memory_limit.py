@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES
+from dcp_datastates.process.job_log import once_per_job
 
 __all__ = ["MemoryLimit", "default_host_cache_bytes", "largest_host_cache_bytes", "memory_limit"]
 
@@ -54,7 +55,8 @@ def default_host_cache_bytes(root: Path = Path("/")) -> int:
     ranks = _local_ranks() or 1
     nbytes = min(_DEFAULT_BYTES, max(limit.nbytes // _DEFAULT_SHARE // ranks, MIN_HOST_CACHE_BYTES))
     if nbytes < _DEFAULT_BYTES:
-        logger.info(
+        logger.log(
+            once_per_job(logging.INFO),
             "host_cache_size: %d MiB by default, a quarter of %d MiB (%s) shared by %d rank(s) here",
             nbytes >> 20,
             limit.nbytes >> 20,

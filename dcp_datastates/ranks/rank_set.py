@@ -21,7 +21,7 @@ from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import Client, Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 
-__all__ = ["ALONE", "RankSet", "is_current", "of_store", "rank_set_of"]
+__all__ = ["ALONE", "RankSet", "check_group", "is_current", "of_store", "rank_set_of"]
 
 _CONNECT_SECONDS: Final = timedelta(seconds=5)
 """How long to try to reach the store's server before it counts as gone."""
@@ -201,11 +201,24 @@ _lock = ProcessLock()  # guards _base
 _base: _Base | None = None
 
 
+def check_group(process_group: object) -> None:
+    """Raise :class:`ConfigurationError` unless this is a process group, or None for all ranks."""
+    if process_group is None or process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"process_group is a {type(process_group).__name__}; pass a group that torch.distributed.new_group has "
+            f"made, or None for all ranks (this package makes connections of its own: the group's backend does not "
+            f"matter)"
+        )
+
+
 def rank_set_of(process_group: Any) -> RankSet:
     """The rank set of ``process_group`` (None: all ranks), or :data:`ALONE` without ``torch.distributed``.
 
-    Raises :class:`ConfigurationError` if the group does not contain this process.
+    Raises :class:`ConfigurationError` if it is no group, or does not contain this process.
     """
+    check_group(process_group)
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     me = dist.get_rank()

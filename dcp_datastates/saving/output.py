@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from dcp_datastates._native import Engine, ExpectedBytes, Fault, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
 from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.saving.store_upload import StoreUpload, check_fits
 from dcp_datastates.stats import SaveStats
@@ -228,4 +229,7 @@ def _log_buffered_once() -> None:
     global _logged_buffered
     if not _logged_buffered:
         _logged_buffered = True
-        logger.info("the file system refuses O_DIRECT; writing through the page cache")
+        logger.log(
+            once_per_job(logging.INFO),
+            "the file system refuses O_DIRECT; writing through the page cache",
+        )

@@ -99,7 +99,8 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
             the optimizer's own tensors, and live as long as the optimizer. Replaces those of an earlier call.
 
     Raises:
-        ConfigurationError: ``optimizer`` is no :class:`torch.optim.Optimizer`.
+        ConfigurationError: ``optimizer`` is no :class:`torch.optim.Optimizer`, or ``also`` has something other than
+            tensors.
 
     Threads: any.
     """
@@ -108,10 +109,16 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
             f"track() takes a torch.optim.Optimizer, not a {type(optimizer).__name__}; what another "
             f"object updates cannot be deferred, because nothing announces its step"
         )
+    further = [also] if isinstance(also, (torch.Tensor, torch.nn.Module)) else list(also)
+    for each in further:
+        if not isinstance(each, torch.Tensor):
+            raise ConfigurationError(
+                f"track(also=…) takes tensors, not a {type(each).__name__}; of a module, pass module.parameters()"
+            )
     with _lock:
         _known.add(optimizer)
         _torn.discard(optimizer)
-        vars(optimizer)[_ALSO] = list(also)
+        vars(optimizer)[_ALSO] = further
 
 
 def known_optimizers() -> list[Optimizer]:

@@ -93,7 +93,7 @@ def check_mapping(state: object) -> None:
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"the state is a {type(state).__name__}, and DCP saves a mapping of names to tensors and objects: "
-            f'pass {{"state": …}}, or model.state_dict()'
+            f'pass {{"state": …}}, or model.state_dict(); it is save(state, path)'
         )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,6 +60,16 @@ _SCHEMES: Final = {
 }
 
 
+def _check_is_path(path: object, name: str) -> None:
+    if isinstance(path, (str, os.PathLike)):
+        return
+    given = "None" if path is None else f"a {type(path).__name__}"
+    hint = "; it is load(path, state) and save(state, path)" if isinstance(path, Mapping) else ""
+    raise ConfigurationError(
+        f"{name} is {given}, and must be a str or os.PathLike of a directory, or a URL{hint}"
+    )
+
+
 def local_path(path: str | os.PathLike[str], below: str | None = None, name: str = "path") -> Path:
     """``path`` as an absolute :class:`~pathlib.Path`; refuses URLs, also those that a ``Path`` has made of one, and
     other types.
@@ -70,10 +79,7 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
 
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError(
-            f"{name}={reprlib.repr(path)} must be a str or os.PathLike of a directory"
-        )
+    _check_is_path(path, name)
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{name}={path!r} must name a directory")

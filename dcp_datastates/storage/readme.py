@@ -25,7 +25,7 @@ _FIRST_LINE: Final = (
 _TEXT: Final = (
     _FIRST_LINE
     + b"""
-Load it with dcp_datastates.load(state, PATH), or with
+Load it with dcp_datastates.load(PATH, state), or with
     torch.distributed.checkpoint.load(state, storage_reader=dcp_datastates.DataStatesReader(PATH))
 
 Programs that do not know this format read a copy in a format of theirs:

@@ -1,0 +1,75 @@
+"""Arguments that a user mixes up: one short line that names the argument and what belongs there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.state.checkpoints import CACHE
+
+import dcp_datastates as ds
+
+MODEL = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
+STATE = {"model": MODEL, "t": torch.ones(5000)}
+
+
+def _manager(root):
+    return ds.CheckpointManager(root, every=1, save_last=False, host_cache_size=CACHE)
+
+
+def _optimizer():
+    return torch.optim.SGD(MODEL.parameters(), 0.1)
+
+
+SWAPPED = "it is load(path, state) and save(state, path)"
+MISTAKES = {
+    "async_save(path, state)": (lambda p: ds.async_save(p, STATE), "it is save(state, path)"),
+    "save(path, state)": (lambda p: ds.save(p, STATE), "it is save(state, path)"),
+    "load(state, path)": (lambda p: ds.load(STATE, p), SWAPPED),
+    "load(None)": (lambda p: ds.load(None), "load(path, state) needs the checkpoint's directory"),
+    "save(state, None)": (lambda p: ds.save(STATE, None), "pass path"),
+    "latest(None)": (lambda p: ds.latest(None), "path is None"),
+    "latest(state)": (lambda p: ds.latest(STATE), SWAPPED),
+    "verify(state)": (lambda p: ds.verify(STATE), SWAPPED),
+    "inspect(state)": (lambda p: ds.inspect(STATE), SWAPPED),
+    "convert(state)": (lambda p: ds.convert(STATE, p, to="torch"), SWAPPED),
+    "retain(state)": (lambda p: ds.retain(STATE, keep=1), SWAPPED),
+    "delete(state)": (lambda p: ds.delete(STATE), SWAPPED),
+    "writer(state)": (lambda p: ds.DataStatesWriter(STATE), SWAPPED),
+    "reader(state)": (lambda p: ds.DataStatesReader(STATE).read_metadata(), SWAPPED),
+    "manager(state)": (lambda p: _manager(STATE), SWAPPED),
+    "manager.save(state, step)": (lambda p: _manager(p).save(STATE, 0), "it is save(step, state)"),
+    "manager.save(step, model)": (lambda p: _manager(p).save(0, MODEL), "pass a dict"),
+    "track(model)": (lambda p: ds.track(MODEL), "takes a torch.optim.Optimizer"),
+    "track(also=model)": (lambda p: ds.track(_optimizer(), also=MODEL), "module.parameters()"),
+    "track(also=names)": (lambda p: ds.track(_optimizer(), also=["weight"]), "not a str"),
+    "save in a backend": (lambda p: ds.save(STATE, p, process_group="gloo"), "new_group"),
+    "load in a backend": (lambda p: ds.load(p, {}, process_group="gloo"), "new_group"),
+    "latest in a backend": (lambda p: ds.latest(p, process_group="gloo"), "new_group"),
+    "writer in a backend": (lambda p: ds.DataStatesWriter(p, process_group="gloo"), "new_group"),
+    "manager in a backend": (
+        lambda p: ds.CheckpointManager(p, every=1, process_group="gloo"),
+        "new_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_in_one_line_that_says_what_belongs_there(mistake, tmp_path):
+    call, words = MISTAKES[mistake]
+    with pytest.raises(ds.DataStatesError) as raised:
+        call(tmp_path / "c")
+    message = str(raised.value)
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 250
+
+
+def test_the_call_that_a_checkpoint_tells_its_reader_works(tmp_path):
+    ds.save({"t": torch.ones(3)}, tmp_path / "c", host_cache_size=CACHE)
+    text = (tmp_path / "c" / "README").read_text()
+    (call,) = [part for part in text.split() if part.startswith("dcp_datastates.load(")]
+    call += " " + text.split(call)[1].split(",")[0].strip()
+    assert call == "dcp_datastates.load(PATH, state)"
+    state = {"t": torch.zeros(3)}
+    eval(call, {"dcp_datastates": ds, "PATH": tmp_path / "c", "state": state})
+    assert torch.equal(state["t"], torch.ones(3))
