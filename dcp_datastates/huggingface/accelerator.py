@@ -7,9 +7,11 @@ each rank. All is one committed checkpoint.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,11 +27,12 @@ from accelerate.checkpointing import (
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
 )
-from dcp_datastates.huggingface.files import read_files, write_files
+from dcp_datastates.huggingface.files import alike, read_files, write_files
 from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
     files_from,
@@ -47,6 +50,8 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["DataStatesAccelerator"]
 
+logger = logging.getLogger(__name__)
+
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _PREFIX: Final = "checkpoint_"
 _STOCK_FILES: Final = "random_states_*.pkl"
@@ -58,8 +63,8 @@ _CUSTOM: Final = re.compile(r"custom_checkpoint_[0-9]+\.pkl")
 class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[misc]
     """An ``Accelerator`` with saves that do not stop training, for FSDP2, FSDP1, DDP and one process.
 
-    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
-    those of ``Accelerator``.
+    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
+    :class:`SavesInBackground`, beside those of ``Accelerator``.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed, Megatron-LM and XLA.
     """
@@ -172,24 +177,35 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
     ) -> None:
         """Load the states from ``input_dir``; with ``automatic_checkpoint_naming``, None is the newest committed one.
 
-        All ranks call this, at any number of ranks. Checkpoints that Accelerate itself has saved are loaded by it; the
-        numbers of automatic names go on behind the one that was loaded.
+        All ranks call this, at any number of ranks. If the newest one is damaged, the next older one is loaded, with a
+        line in the log; a damaged one that is named is an error. Checkpoints that Accelerate itself has saved are
+        loaded by it; the numbers of automatic names go on behind the one that was loaded.
 
-        Raises :class:`CheckpointNotFoundError` if there is no committed checkpoint; :class:`IncompatibleStateError` if
-        other objects are registered than were saved; and the errors of :func:`~dcp_datastates.load`.
+        Raises :class:`CheckpointNotFoundError` if there is no committed checkpoint, :class:`CheckpointCorruptError` if
+        it is damaged, or if all are; :class:`IncompatibleStateError` if other objects are registered than were saved;
+        and the errors of :func:`~dcp_datastates.load`.
         """
-        path = self._to_load(input_dir)
-        if is_ours(path):
-            self._load(path, load_kwargs)
-        else:
-            super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
+        left_out: list[str] = []
+        while True:
+            path = self._to_load(input_dir, left_out)
+            try:
+                if is_ours(path):
+                    self._load(path, load_kwargs)
+                else:
+                    super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
+                break
+            except CheckpointCorruptError as error:
+                if input_dir is not None:  # the program goes by the number in its name
+                    raise
+                logger.error("leaving out checkpoint %s: %s", path, error)
+                left_out.append(path.name)
         number = number_of(path, _PREFIX)
         if number >= 0 and self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = number + 1
 
     def _load(self, path: Location, load_kwargs: dict[str, Any] | None) -> None:
         models, optimizers = self._trained()
-        files = files_from(path)
+        files = alike(partial(files_from, path))
         saved = len(list(filter(_CUSTOM.fullmatch, files)))
         if saved != len(self._custom_objects):
             raise IncompatibleStateError(
@@ -203,9 +219,10 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
             for hook in self._load_model_state_pre_hook.values():
                 hook(left, folder)
             by_us = models if self._is_sharded else _among(left, models)
-            if by_us:
-                load_models(path, by_us)
-            load_optimizers(path, models, optimizers)
+            with self._loading():
+                if by_us:
+                    load_models(path, by_us, **self._load_options)
+                load_optimizers(path, models, optimizers, **self._load_options)
             found = load_accelerator_state(
                 folder,
                 [],
@@ -260,15 +277,25 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
             )
         self._checked_names = automatic
 
-    def _to_load(self, input_dir: str | os.PathLike[str] | None) -> Location:
+    def _to_load(
+        self, input_dir: str | os.PathLike[str] | None, left_out: Sequence[str]
+    ) -> Location:
         if input_dir is not None:
             return _place(input_dir)
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("no input_dir, and no automatic_checkpoint_naming: name a directory")
-        newest = newest_numbered(self._folder, _PREFIX, _is_stock)
-        if newest is None:
-            raise CheckpointNotFoundError(f"no committed checkpoint in {self._folder}")
-        return newest
+        newest = newest_numbered(self._folder, _PREFIX, _is_stock, leave_out=left_out)
+        if newest is not None:
+            return newest
+        if left_out:
+            raise CheckpointCorruptError(
+                f"none of the checkpoints in {self._folder} can be loaded ({', '.join(left_out)}); repair or move "
+                f"them, or begin in another directory"
+            )
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint in {self._folder}: a first run does not call load_state(). This line starts or "
+            f"resumes: if dcp_datastates.latest({str(self._folder)!r}) is not None: accelerator.load_state()"
+        )
 
 
 def _place(path: str | os.PathLike[str]) -> Location:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.checkpoints.listing import directories
+from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_datastates.manager.library_state import is_ours, is_ours_here
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, locate
 
-__all__ = ["PREFIX", "Resumption", "is_lost", "is_stock"]
+__all__ = ["PREFIX", "Resumption", "former_run", "is_lost", "is_stock"]
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,17 @@ def _is_highest(given: str) -> bool:
         return 0 <= number_of(path, PREFIX) == max(numbers, default=-1)
 
     return from_first_rank(look, "highest", "the newest checkpoint")
+
+
+def former_run(run: Path, saved: Collection[str]) -> list[Location]:
+    """The checkpoints in a directory, also the Trainer's own, in order, but for those of the names ``saved``."""
+    committed = set(checkpoints(run))
+    return [
+        path
+        for path in directories(run)
+        if number_of(path, PREFIX) >= 0 and path.name not in saved
+        if path in committed or is_stock(path)
+    ]
 
 
 def is_stock(path: Location) -> bool:

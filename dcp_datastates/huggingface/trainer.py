@@ -28,6 +28,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import SaveStrategy
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import directories
@@ -39,8 +40,15 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.huggingface.adapters import adapters_of, placeholders, saved_names
 from dcp_datastates.huggingface.files import alike, read_files, read_others, write_files
-from dcp_datastates.huggingface.resuming import PREFIX, Resumption, is_lost, is_stock
+from dcp_datastates.huggingface.resuming import (
+    PREFIX,
+    Resumption,
+    former_run,
+    is_lost,
+    is_stock,
+)
 from dcp_datastates.manager.background import SavesInBackground
+from dcp_datastates.manager.continuing import Fresh, parse_fresh, set_aside
 from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.manager.library_state import (
     files_from,
@@ -54,7 +62,7 @@ from dcp_datastates.manager.library_state import (
 from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
 
@@ -76,12 +84,19 @@ _WEIGHTS: Final = (
 class DataStatesTrainerMixin(SavesInBackground):
     """For a ``Trainer`` or a class derived from it: ``class T(DataStatesTrainerMixin, SFTTrainer)``.
 
-    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
-    those of the trainer; with ``strict``, the end of ``train`` raises the error of a failed save, too.
+    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
+    :class:`SavesInBackground`, beside those of the trainer; with ``strict``, the end of ``train`` raises the error of a
+    failed save, too.
+
+    Args:
+        fresh: whether a training that resumes nothing may begin in an ``output_dir`` with checkpoints of a former run:
+            ``"refuse"``, or ``"replace"``: those are set aside, in a directory of ``output_dir``.
 
     Raises :class:`ConfigurationError` for an option that cannot work, for DeepSpeed and pushing every save, and for an
     ``output_dir`` that is a URL.
     """
+
+    fresh: Fresh = "refuse"
 
     _resumed_from: str | None = None
     """The checkpoint that ``train`` resumes from, if it is one of this package."""
@@ -99,6 +114,8 @@ class DataStatesTrainerMixin(SavesInBackground):
     """During a save: the temporary directory to which the Trainer writes its small files."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.fresh = parse_fresh(keywords.pop("fresh", self.fresh))
+        self._saved: set[str] = set()  # the names of this run's checkpoints
         for given in (*arguments, *keywords.values()):
             if isinstance(given, TrainingArguments):
                 local.local_path(given.output_dir, name="output_dir")  # the Trainer makes it
@@ -157,6 +174,7 @@ class DataStatesTrainerMixin(SavesInBackground):
         (path, saved, files), self._prepared = self._prepared, None
         if self.args.should_save:  # type: ignore[attr-defined]
             files = {**read_others(path), **files}
+        self._saved.add(path.name)
         self._saves.start(with_files(saved, files), path)
         self._delete_old(path.parent)
 
@@ -217,12 +235,14 @@ class DataStatesTrainerMixin(SavesInBackground):
         a checkpoint that was not committed, :class:`CheckpointCorruptError` for a damaged one, or if all are damaged;
         and the other errors of :func:`~dcp_datastates.load`.
         """
+        trial = arguments[0] if arguments else keywords.get("trial")
         if not resume_from_checkpoint:
+            self._begin_in(Path(super()._get_output_dir(trial)))  # type: ignore[misc]
             return super().train(None, *arguments, **keywords)  # type: ignore[misc]
         resumption = Resumption(resume_from_checkpoint, self.args.output_dir)  # type: ignore[attr-defined]
         while True:
             path, ours = resumption.next()
-            self._continued = max(self._continued, number_of(locate(path), PREFIX))
+            self._go_on_from(path, Path(super()._get_output_dir(trial)))  # type: ignore[misc]
             if not ours:
                 return super().train(path, *arguments, **keywords)  # type: ignore[misc]
             try:
@@ -236,6 +256,36 @@ class DataStatesTrainerMixin(SavesInBackground):
             except _Unloadable as found:
                 resumption.leave_out(path, found.error)
 
+    def _go_on_from(self, path: str, run: Path) -> None:
+        """What lies beside the checkpoint belongs to this run."""
+        if Path(path).resolve().parent != run.resolve():
+            self._begin_in(run)
+            return
+        self._continued = max(self._continued, number_of(Path(path), PREFIX))
+
+    def _begin_in(self, run: Path) -> None:
+        """Begin another run than that of the checkpoints in a directory.
+
+        Raises :class:`ConfigurationError` if there are some: its saves would replace them, one after another, and a
+        later resume would mix both.
+        """
+        if self.args.save_strategy == SaveStrategy.NO:  # type: ignore[attr-defined]
+            return
+
+        def look() -> None:
+            there = former_run(run, self._saved)
+            if there and self.fresh == "replace":
+                set_aside(run, there)
+            elif there:
+                raise ConfigurationError(
+                    f"{str(run)!r} has {there[-1].name} of a former run, and this training starts from scratch: its "
+                    f"checkpoints would replace those. train(resume_from_checkpoint=True) continues that run; another "
+                    f'run needs another output_dir; or fresh="replace" sets those aside (DataStatesTrainer(…, '
+                    f'fresh="replace"), or python -m dcp_datastates.huggingface --set fresh=replace)'
+                )
+
+        from_first_rank(look, "former", "what the output directory holds")
+
     def _train_from(
         self, path: str, files: Mapping[str, bytes], *arguments: Any, **keywords: Any
     ) -> Any:
@@ -247,27 +297,40 @@ class DataStatesTrainerMixin(SavesInBackground):
             finally:
                 self._resumed_from = None
 
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        try:
+            with super()._loading():
+                yield
+        except _UNLOADABLE as error:
+            raise _Unloadable(error) from error
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed_from is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
             models = self._saved_models if model in (None, self.model) else {_MODEL: model}  # type: ignore[attr-defined]
-            with _loading():
-                load_models(self._resumed_from, models)
+            with self._loading():
+                load_models(self._resumed_from, models, **self._load_options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed_from is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif holds(self._resumed_from, _OPTIMIZER):
-            with _loading():
-                load_optimizers(self._resumed_from, self._saved_models, self._saved_optimizers)
+            with self._loading():
+                load_optimizers(
+                    self._resumed_from,
+                    self._saved_models,
+                    self._saved_optimizers,
+                    **self._load_options,
+                )
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if is_ours(best):
-            load_models(best, self._saved_models)
+            load_models(best, self._saved_models, **self._load_options)
         else:
             super()._load_best_model()  # type: ignore[misc]
 
@@ -313,14 +376,6 @@ class _Unloadable(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-@contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    try:
-        yield
-    except _UNLOADABLE as error:
-        raise _Unloadable(error) from error
 
 
 def _delete_old(run: Path, keep: int, counts: Callable[[Location], bool], continued: int) -> None:

@@ -185,7 +185,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         whole = meta.pop(_TENSORS, [])
         if self._fills_model:
             strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
-            load_models(path, {_MODEL: self._module}, strict=strict)
+            load_models(path, {_MODEL: self._module}, missing="error" if strict else "ignore")
             if self._is_fitting:
                 self._load_optimizers(path)
         else:

@@ -4,23 +4,25 @@ have to wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, cast
 
 import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.config import BackgroundOptions, WriterConfig, parse_flag
 from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
-__all__ = ["BackgroundSaves", "SavesInBackground", "pop_writer_options"]
+__all__ = ["BackgroundSaves", "SavesInBackground", "pop_load_options", "pop_writer_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,23 @@ def pop_writer_options(keywords: dict[str, Any]) -> BackgroundOptions:
     chosen = {
         name: keywords.pop(name) for name in BackgroundOptions.__annotations__ if name in keywords
     }
+    known = [*BackgroundOptions.__annotations__, *FitOptions.__annotations__]
     for name in keywords:
-        if near := difflib.get_close_matches(
-            name, BackgroundOptions.__annotations__, 1, _MISSPELLED
-        ):
+        if near := difflib.get_close_matches(name, known, 1, _MISSPELLED):
             raise ConfigurationError(f"there is no option {name!r}; did you mean {near[0]!r}?")
     WriterConfig.checked(**chosen)
     return cast(BackgroundOptions, chosen)
+
+
+def pop_load_options(keywords: dict[str, Any]) -> FitOptions:
+    """Move the options of a load (``rename``, ``missing``, …) out of a framework's ``keywords``, and check them.
+
+    Raises :class:`ConfigurationError` for a value that cannot work.
+    """
+    chosen = {name: keywords.pop(name) for name in FitOptions.__annotations__ if name in keywords}
+    options = cast(FitOptions, chosen)
+    Fit.of(options)
+    return options
 
 
 class SavesInBackground:
@@ -50,19 +62,38 @@ class SavesInBackground:
 
     Args:
         strict: whether a failed save ends the training: the next save, or :meth:`wait_for_saves`, then raises its
-            error. Each save then waits for the one before it. By default, a failed save is logged.
+            error. Each save then waits for the one before it. By default, a failed save is logged. A failure by which
+            no save can succeed ends it in any case.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of the framework's class. A type checker cannot know both; the call refuses a misspelled one.
+            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``);
+            those of each load (:class:`~dcp_datastates.dcp.fit.FitOptions`: ``rename``, ``missing``, ``unexpected``,
+            ``exclude``, ``cast``), with which a changed program goes on; and those of the framework's class. A type
+            checker cannot know them all; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 
     Threads: one thread calls the methods. The first rank deletes checkpoints in a thread.
     """
 
-    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Options of each object that a program makes, unless it passes others."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        keywords = {**self.defaults, **keywords}
+        strict = keywords.pop("strict", False)
+        self._load_options = pop_load_options(keywords)
         self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
         super().__init__(*arguments, **keywords)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Say in the error of a state that does not fit where the options of a load are given here."""
+        try:
+            yield
+        except IncompatibleStateError as error:
+            where = f"Give such options to {type(self).__name__}(…)."
+            error.args = (f"{error} {where}", *error.args[1:])
+            raise
 
     def wait_for_saves(self) -> None:
         """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""

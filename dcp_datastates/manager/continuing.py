@@ -38,7 +38,7 @@ from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import duration
 
-__all__ = ["Continuing", "Fresh"]
+__all__ = ["Continuing", "Fresh", "parse_fresh", "set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,13 @@ _COPY_SECONDS: Final = 86400.0
 
 _NAMED: Final = 5
 """How many names a message has."""
+
+
+def parse_fresh(fresh: Any) -> Fresh:
+    """``fresh``, if it is one of them. Raises :class:`ConfigurationError`."""
+    if fresh not in get_args(Fresh):
+        raise ConfigurationError(f'fresh={fresh!r} must be "refuse" or "replace"')
+    return fresh  # type: ignore[no-any-return]
 
 
 class Continuing:
@@ -78,8 +85,7 @@ class Continuing:
         options: LoadOptions,
         adopt: Callable[[Iterable[str]], None],
     ) -> None:
-        if fresh not in get_args(Fresh):
-            raise ConfigurationError(f'fresh={fresh!r} must be "refuse" or "replace"')
+        parse_fresh(fresh)
         Fit.of_restore(options)
         self._steps = steps
         self._rank_set = rank_set
@@ -179,7 +185,7 @@ class Continuing:
             logger.info("starting from scratch: %s", self._describe())
         elif self._replaces:
             for root in self._steps.roots:
-                _set_aside(root, committed_among(filter(self._steps.is_one, candidates(root))))
+                set_aside(root, committed_among(filter(self._steps.is_one, candidates(root))))
         elif first <= steps[-1]:
             raise ConfigurationError(
                 f"{self._describe()}, and this loop, which has restored nothing, begins at step {first}: its "
@@ -247,7 +253,7 @@ class Continuing:
         return from_first_of(self._rank_set, compute, key, purpose, timeout)
 
 
-def _set_aside(root: Location, paths: list[Location]) -> None:
+def set_aside(root: Location, paths: list[Location]) -> None:
     """Move the checkpoints at ``paths`` into a directory of their own in ``root``, where no rule deletes them.
 
     A directory is renamed. A store renames nothing: there, each is copied, and then deleted.

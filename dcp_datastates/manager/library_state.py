@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.dcp.fit import Fit
+from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -55,31 +56,35 @@ def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict
 
 
 def load_models(
-    path: str | os.PathLike[str] | ObjectPath, models: Models, *, strict: bool = True
+    path: str | os.PathLike[str] | ObjectPath, models: Models, **options: Unpack[FitOptions]
 ) -> None:
     """Load models in place, at any number of ranks. All ranks call this.
 
-    With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
+    ``options`` are those of :func:`~dcp_datastates.load`. Raises as that.
     """
+    strict = options.get("missing", "error") == "error"
     stored = _stored_names(path)
     parts = {
         name: ModelPart(model, strict, names_below(stored, name)) for name, model in models.items()
     }
     # With nothing to load and nothing stored, a name would be an error.
     there = {n: each for n, each in parts.items() if each.stored or (strict and each.state_dict())}
-    fit = Fit.of({"missing": "error" if strict else "ignore"}, only=there)
+    fit = Fit.of(options, only=there)
     load_with(FittingPlanner(fit, path), path, dict(there))
 
 
 def load_optimizers(
-    path: str | os.PathLike[str] | ObjectPath, models: Models, optimizers: Optimizers
+    path: str | os.PathLike[str] | ObjectPath,
+    models: Models,
+    optimizers: Optimizers,
+    **options: Unpack[FitOptions],
 ) -> None:
-    """Load optimizers of ``models``, like :func:`load_models`."""
+    """Load optimizers of ``models``, like :func:`load_models`. A ``rename`` of a model renames what they have of it."""
     if not optimizers:
         return
     parts = {name: _part_of(name, models, each) for name, each in optimizers.items()}
     names = _stored_names(path)
-    fit, needed = load_options(Fit.of({}, only=parts), names, list(parts.values()))
+    fit, needed = load_options(Fit.of(options, only=parts), names, list(parts.values()))
     layouts = layouts_of(parts.values(), [path])
     load_with(FittingPlanner(fit, path, lay_out=layouts, needed=needed), path, dict(parts))
 

@@ -79,7 +79,8 @@ class SaveTracker:
 
     Args:
         max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
-            number does.
+            number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
+            disks, say) always does.
         on_commit: is called with the path and the handle of each committed save.
         on_failure: is called with the path and the error of each failed save.
         on_save: is called with the path and the record of each save, whatever came of it.
@@ -114,6 +115,7 @@ class SaveTracker:
         """The path of the newest save that is committed."""
         self._in_a_row = 0
         self._last: BaseException | None = None  # the last failure, if there is a limit
+        self._hopeless: ConfigurationError | None = None  # why no save can succeed
         self._begun = 0
         self._newest: _Save | None = None
         self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
@@ -148,6 +150,8 @@ class SaveTracker:
             self.failures += 1
             self._in_a_row += 1
             self._last = None if self._most is None else error
+            if isinstance(error, ConfigurationError):
+                self._hopeless = error
         if self._on_failure is not None:
             self._on_failure(path, error)
 
@@ -208,13 +212,20 @@ class SaveTracker:
         they decide that: all ranks see the same.
         """
         self.take()
+        self._raise_if_hopeless()
         if self._most is not None and self._in_a_row + len(self._open) >= self._most:
             self.finish()
+
+    def _raise_if_hopeless(self) -> None:
+        failure, self._hopeless = self._hopeless, None
+        if failure is not None:
+            raise failure
 
     def finish(self, until: float | None = None) -> None:
         """:meth:`drain`, and raise the last failure if there are too many in a row; once."""
         self.drain(until)
         self.take()
+        self._raise_if_hopeless()
         if self._most is not None and self._in_a_row >= self._most:
             self._in_a_row, failure, self._last = 0, self._last, None
             assert failure is not None

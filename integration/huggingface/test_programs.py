@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.state.files import data_files, flip_bit
 from support.state.roots import committed_names
 from support.stores.server import BUCKET, endpoint, use
 
@@ -125,6 +126,45 @@ def test_hooks_that_save_and_load_a_model_by_themselves(tmp_path: Path) -> None:
     assert torch.equal(accelerator._models[0].weight, weight)
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_accelerate_leaves_out_a_damaged_newest(tmp_path: Path, damage: str) -> None:
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = _accelerator(DataStatesAccelerator, tmp_path)
+    weights = []
+    for _ in range(2):
+        weights.append(_train_a_step(accelerator))
+        path = accelerator.save_state()
+    accelerator.wait_for_saves()
+    (file,) = data_files(Path(path))
+    if damage == "flip":
+        flip_bit(file, file.stat().st_size // 2)
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    _train_a_step(accelerator)
+    accelerator.load_state()
+    assert torch.equal(accelerator._models[0].weight, weights[0])
+    assert accelerator.save_iteration == 1
+    with pytest.raises(ds.CheckpointCorruptError):  # a program goes by the number in the name
+        accelerator.load_state(path)
+
+
+@pytest.mark.parametrize("whose", ["ours", "stock"])
+def test_on_a_first_run_accelerate_has_nothing_to_load(tmp_path: Path, whose: str) -> None:
+    from accelerate import Accelerator
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    made = DataStatesAccelerator if whose == "ours" else Accelerator
+    accelerator = _accelerator(made, tmp_path / "run")
+    with pytest.raises(FileNotFoundError) as caught:
+        accelerator.load_state()
+    with pytest.raises(ValueError, match="folder does not exist"):
+        accelerator.load_state(str(tmp_path / "other"))
+    if whose == "ours":
+        assert "is not None: accelerator.load_state()" in str(caught.value)
+
+
 SCRIPT = """
 import sys
 
@@ -155,6 +195,12 @@ def test_a_program_of_somebody_else_gets_the_classes(way: str, tmp_path: Path) -
     whose = "accelerate.accelerator" if way == "only" else "dcp_datastates.huggingface.accelerator"
     assert ended.stdout.splitlines()[-1] == f"True {whose} ['out', '--flag']"
     assert committed_names(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]
+    if way == "script":  # another run, with an option of these classes
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "checkpoint-2 of a former run" in ended.stderr
+        command[3:3] = ["--set", "fresh=replace"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
@@ -178,6 +224,11 @@ def test_a_name_that_cannot_be_installed_is_refused() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "choose of accelerate, trainer" in ended.stderr
+    for option in ("missing", "missing=some", "mising=warn", "freshly=1"):
+        command[4:] = ["trainer", "--set", option, "x.py"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 2, option
+        assert option.partition("=")[0] in ended.stderr
 
 
 def test_a_hook_may_change_the_weights_that_are_saved(tmp_path: Path) -> None:

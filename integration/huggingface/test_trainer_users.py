@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -97,7 +96,9 @@ BOTH = [pytest.param(Ours, id="ours"), pytest.param(Stock, id="stock")]
 def run(kind: Any, folder: Path, resume: Any = None, model: Any = None, **given: Any) -> Any:
     """A trainer that has trained."""
     keywords = {
-        name: given.pop(name) for name in ("callbacks", "processing_class") if name in given
+        name: given.pop(name)
+        for name in ("callbacks", "processing_class", "fresh")
+        if name in given
     }
     trainer = kind(
         model=model or llama(9 if resume else 1),
@@ -334,10 +335,37 @@ def test_a_run_changes_over_and_the_limit_counts_all_checkpoints(tmp_path: Path)
     assert len(list((tmp_path / "run").iterdir())) == 2
 
 
-def test_the_state_of_the_trainer_is_in_the_checkpoint(tmp_path: Path) -> None:
-    run(Ours, tmp_path, max_steps=2)
-    files = ds.load(tmp_path / "checkpoint-2", only="files")["files"]["rank-0"]
-    assert json.loads(files["trainer_state.json"])["global_step"] == 2
+@pytest.mark.parametrize("before", BOTH)
+def test_one_directory_has_one_run(tmp_path: Path, before: Any) -> None:
+    """Stock mixes both: a later resume goes on from the older run, whose numbers are higher."""
+    run(before, tmp_path, max_steps=6)
+    there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ds.ConfigurationError, match="checkpoint-6 of a former run"):
+        run(Ours, tmp_path, max_steps=2)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there
+    run(Ours, tmp_path, max_steps=2, save_strategy="no")  # it saves nothing
+    run(Ours, tmp_path, max_steps=4, save_total_limit=1, fresh="replace")
+    (aside,) = tmp_path.glob("set-aside-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", aside.name]
+    assert {aside / path.relative_to(tmp_path): data for path, data in there.items()} == {
+        path: path.read_bytes() for path in aside.rglob("*") if path.is_file()
+    }
+    resumed = run(Ours, tmp_path, resume=True, max_steps=6)
+    assert resumed.losses.keys() == {5, 6}
+
+
+def test_a_trainer_may_train_again(tmp_path: Path) -> None:
+    trainer = run(Ours, tmp_path, max_steps=4)
+    trainer.train()
+    assert committed_names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_run_goes_on_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:
+    losses = run(Ours, tmp_path / "one", max_steps=4).losses
+    resumed = run(Ours, tmp_path / "two", resume=tmp_path / "one" / "checkpoint-2", max_steps=4)
+    assert resumed.losses == {step: losses[step] for step in (3, 4)}
+    with pytest.raises(ds.ConfigurationError, match="checkpoint-4 of a former run"):
+        run(Ours, tmp_path / "two", resume=tmp_path / "one" / "checkpoint-2", max_steps=4)
 
 
 # ---- exports -----------------------------------------------------------------------------------

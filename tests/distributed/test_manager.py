@@ -27,6 +27,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
+from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -329,3 +330,26 @@ def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
                 talk.take()
         dist.barrier()
         talk.close()
+
+
+@pytest.mark.parametrize("kind", ["manager", "framework"])
+@ranks(2)
+def test_ranks_with_different_disks_end_the_job(kind, shared_dir):
+    """No save can succeed there: training does not go on without checkpoints."""
+    mine = shared_dir / f"host{dist.get_rank()}"
+    state = {"w": torch.ones(10)}
+    saves = manager(mine, 1) if kind == "manager" else BackgroundSaves({"host_cache_size": CACHE})
+
+    def save(step):
+        return (
+            saves.save(step, state) if kind == "manager" else saves.start(state, mine / str(step))
+        )
+
+    with raises(ConfigurationError, "rank 1", "does not see"):
+        save(1)
+        saves.wait()
+    dist.barrier()
+    save(2).committed.exception(60)
+    dist.barrier()
+    with raises(ConfigurationError, "rank 1", "does not see"):
+        save(3)

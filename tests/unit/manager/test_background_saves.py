@@ -16,7 +16,11 @@ from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints.deletions import Deletions
-from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
+from dcp_datastates.manager.background import (
+    BackgroundSaves,
+    pop_load_options,
+    pop_writer_options,
+)
 
 STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
@@ -126,3 +130,13 @@ def test_options_are_taken_and_checked() -> None:
         pop_writer_options({"max_inflight": 2, "accelerator": "cpu"})
     with pytest.raises(ds.ConfigurationError, match="strict"):
         BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
+
+
+def test_options_of_loads_are_taken_and_checked() -> None:
+    keywords = {"missing": "warn", "rename": {"a": "b"}, "precision": "32"}
+    assert pop_load_options(keywords) == {"missing": "warn", "rename": {"a": "b"}}
+    assert keywords == {"precision": "32"}
+    with pytest.raises(ds.ConfigurationError, match="missing='some'"):
+        pop_load_options({"missing": "some"})
+    with pytest.raises(ds.ConfigurationError, match="'mising'; did you mean 'missing'"):
+        pop_writer_options({"mising": "warn"})
