@@ -42,7 +42,7 @@ from dcp_datastates.manager.library_state import (
     state_of_optimizer,
     with_files,
 )
-from dcp_datastates.manager.per_rank import RngState, packed, unpack
+from dcp_datastates.manager.per_rank import RngState, packed, unpacked
 from dcp_datastates.manager.trainable import ModelPart
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
@@ -215,7 +215,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         load_optimizers(path, {_MODEL: self._module}, _numbered(self.optimizers))  # type: ignore[attr-defined]
         if self._rng is not None:
             # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
-            unpack(RngState(), self._rng)
+            RngState().load_state_dict(unpacked(self._rng))
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -226,7 +226,7 @@ class DataStatesStrategyMixin(SavesInBackground):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
             if batch_idx:  # in the middle of an epoch, the shuffling came before the save
-                unpack(RngState(), self._rng)
+                RngState().load_state_dict(unpacked(self._rng))
             self._rng = None
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 

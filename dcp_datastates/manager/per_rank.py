@@ -6,15 +6,17 @@ import io
 import logging
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["PerRank", "RngState", "differs", "packed", "unpack", "warn_of_order"]
+__all__ = ["PerRank", "RngState", "differs", "packed", "unpacked", "warn_of_order"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +24,27 @@ logger = logging.getLogger(__name__)
 class PerRank:
     """Marks an object whose state differs between ranks, such as a data loader that gives each rank other samples.
 
-    The manager stores the state of every rank, and restores each rank's own. If the number of ranks has changed, the
-    object stays as it is, and a warning says so. ``torch.save`` stores the state with its types; it should be small.
+    The manager stores the state of every rank, and restores each rank's own. ``torch.save`` stores the state with its
+    types; it should be small.
 
     Args:
         wrapped: An object with ``state_dict()`` and ``load_state_dict()``.
+        merge: If another number of ranks saved the checkpoint: makes this rank's state of a list of all states that
+            were stored, by rank. All ranks call it, each for itself. Without it, such a restore is an
+            :class:`IncompatibleStateError`, unless ``missing=`` says otherwise: then the object stays as it is.
+
+    Raises :class:`ConfigurationError` for what has no ``state_dict()``, and for a ``merge`` that cannot be called.
     """
 
-    def __init__(self, wrapped: Stateful) -> None:
+    def __init__(self, wrapped: Stateful, merge: Callable[[list[Any]], Any] | None = None) -> None:
+        if isinstance(wrapped, type) or not isinstance(wrapped, Stateful):
+            raise ConfigurationError(
+                f"PerRank({wrapped!r}): it needs an object with state_dict() and load_state_dict()"
+            )
+        if merge is not None and not callable(merge):
+            raise ConfigurationError(f"merge={merge!r} is no function of a list of states")
         self.wrapped = wrapped
+        self.merge = merge
 
 
 class RngState:
@@ -66,11 +80,11 @@ class RngState:
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def differs(value: Any) -> Stateful | None:
-    """The object whose state each rank has for itself; None for any other value."""
+def differs(value: Any) -> PerRank | None:
+    """``value``, marked, if its state differs between ranks; None for any other value."""
     if isinstance(value, PerRank):
-        return value.wrapped
-    return value if isinstance(value, RngState) or _is_loader(value) else None
+        return value
+    return PerRank(value) if isinstance(value, RngState) or _is_loader(value) else None
 
 
 def _is_loader(value: Any) -> bool:
@@ -106,12 +120,12 @@ def warn_of_order(name: str, loader: Any) -> None:
 
 
 def packed(state: Any) -> bytes:
-    """A state, with its types, for :func:`unpack`."""
+    """A state, with its types, for :func:`unpacked`."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def unpack(value: Stateful, data: bytes) -> None:
-    """Give ``value`` the state that :func:`packed` packed."""
-    value.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+def unpacked(data: bytes) -> Any:
+    """The state that :func:`packed` packed, with its tensors on the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.dcp.fit import Fit
+from dcp_datastates.dcp.fit import Answer, Fit
 from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.manager.naming import are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of, load_options
@@ -30,7 +30,7 @@ from dcp_datastates.manager.per_rank import (
     RngState,
     differs,
     packed,
-    unpack,
+    unpacked,
     warn_of_order,
 )
 from dcp_datastates.manager.trainable import ModelPart, Trainable
@@ -48,15 +48,51 @@ _PACKED: Final = "packed"
 
 @dataclass
 class _Own:
-    value: Stateful
+    """What each rank has for itself."""
+
+    marked: PerRank
     rank: int
-    loaded: bytes | None = None
+    merged: int = 0
+    """Of how many ranks the states are to be loaded, if not of this one alone."""
+    loaded: list[bytes] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"{_RANK}{self.rank}": packed(self.value.state_dict())}
+        if self.merged:
+            return {f"{_RANK}{rank}": b"" for rank in range(self.merged)}
+        return {f"{_RANK}{self.rank}": packed(self.marked.wrapped.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state[f"{_RANK}{self.rank}"]
+        ranks = range(self.merged) if self.merged else [self.rank]
+        self.loaded = [state[f"{_RANK}{rank}"] for rank in ranks]
+
+    def fit(self, name: str, saved_by: int, world: int, missing: Answer) -> bool:
+        """Prepare to load what ``saved_by`` ranks have saved under ``name``; whether that is possible.
+
+        Raises :class:`IncompatibleStateError` if a position would be lost, unless ``missing`` allows that.
+        """
+        self.merged = 0 if saved_by in (0, world) or self.marked.merge is None else saved_by
+        if saved_by in (0, world) or self.merged:
+            return True
+        said = f"{name!r} was saved by {saved_by} ranks, and there are {world} now"
+        is_position = not isinstance(self.marked.wrapped, RngState)
+        if is_position and missing == "error":
+            raise IncompatibleStateError(
+                f"{said}: PerRank(…, merge=function) gives the function all states that were stored, and restores what "
+                f'it returns; exclude={name!r} or missing="warn" keeps the object as the program made it. Nothing was '
+                f"changed.",
+                missing=[name],
+            )
+        if not is_position or missing == "warn":
+            logger.warning("%s: it stays as it is", said)
+        return False
+
+    def finish(self) -> None:
+        """Give the object the state that was loaded."""
+        states = list(map(unpacked, self.loaded))
+        if states:
+            merge = self.marked.merge if self.merged else None
+            self.marked.wrapped.load_state_dict(states[0] if merge is None else merge(states))
+        self.merged = 0
 
 
 @dataclass
@@ -73,7 +109,7 @@ class _Object:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if _PACKED in state:
-            unpack(self.value, state[_PACKED])
+            self.value.load_state_dict(unpacked(state[_PACKED]))
         else:
             self.value.load_state_dict(state)
 
@@ -107,14 +143,14 @@ class TrainingState:
         """Log what will not go on as it would have, after a restore."""
         for name, part in self.parts.items():
             if isinstance(part, _Own):
-                warn_of_order(name, part.value)
+                warn_of_order(name, part.marked.wrapped)
 
     def load(
         self, places: Sequence[Location], fit: Fit, names: Collection[str], **options: Any
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
 
-        What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning. Values, which
+        What the checkpoint has for another number of ranks is merged, refused or left out. Values, which
         have no ``load_state_dict()``, are put into the user's dict. Then the ranks are given their own states: the
         random generators last, since what comes before may draw from them.
 
@@ -134,13 +170,7 @@ class TrainingState:
                 part.stored = below
             elif isinstance(part, _Own):
                 found = sum(each.startswith(_RANK) for each in below)
-                if found not in (0, self._rank_set.world):
-                    logger.warning(
-                        "%r stays as it is: it was saved by %d ranks, and there are %d now",
-                        name,
-                        found,
-                        self._rank_set.world,
-                    )
+                if not part.fit(name, found, self._rank_set.world, fit.missing):
                     del loaded[name]
                     left_out.append(name)
             elif isinstance(part, _Object):
@@ -166,9 +196,8 @@ class TrainingState:
                     f"{name!r} lies in a {type(inside).__name__}; it must be a dict or a list to receive the value"
                 )
             inside[key] = value
-        for part in sorted(own, key=lambda each: isinstance(each.value, RngState)):
-            if part.loaded is not None:
-                unpack(part.value, part.loaded)
+        for part in sorted(own, key=lambda each: isinstance(each.marked.wrapped, RngState)):
+            part.finish()
 
     def _part(self, name: str, value: Any) -> Any:
         if (mine := differs(value)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from dcp_datastates import (
     CheckpointManager,
     CheckpointNotFoundError,
     ConfigurationError,
+    IncompatibleStateError,
     Keep,
     PerRank,
     RngState,
@@ -183,6 +185,72 @@ def test_a_loop_goes_on_at_the_same_and_at_another_number_of_ranks(shared_dir):
     run_on_ranks(3, save_a_sharded_loop, shared_dir=shared_dir)
     run_on_ranks(3, restore_on_as_many_ranks, shared_dir=shared_dir)
     run_on_ranks(2, restore_on_fewer_ranks, shared_dir=shared_dir)
+
+
+class Position:
+    """How many samples of an epoch this rank has taken."""
+
+    def __init__(self, sampler):
+        self.sampler, self.taken = sampler, 0
+
+    def take(self):
+        self.taken += 1
+        return next(self.samples)
+
+    def begin(self):
+        self.samples = iter(self.sampler)
+
+    def state_dict(self):
+        return {"epoch": self.sampler.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.sampler.set_epoch(state["epoch"])
+        self.taken = state["taken"]
+        self.sampler.load_state_dict({"yielded": self.taken})
+
+
+def shared_out(states):
+    taken = sum(state["taken"] for state in states)
+    return {**states[0], "taken": taken // dist.get_world_size()}
+
+
+def position():
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return Position(samplers.StatefulDistributedSampler(range(60), seed=7))
+
+
+def save_positions(shared_dir):
+    at = position()
+    at.sampler.set_epoch(2)
+    at.begin()
+    taken = [at.take() for _ in range(4)]
+    with manager(shared_dir, 1, save_last=False) as checkpoints:
+        checkpoints.save(1, {"at": PerRank(at, merge=shared_out)}).result(60)
+    torch.save(taken, shared_dir / f"taken-{dist.get_rank()}")
+
+
+def go_on_with_other_positions(shared_dir):
+    world, alone = dist.get_world_size(), position()
+    with manager(shared_dir, 1, save_last=False) as checkpoints:
+        with raises(IncompatibleStateError, f"saved by 3 ranks, and there are {world} now"):
+            checkpoints.restore(1, {"at": PerRank(alone)})
+        assert alone.taken == 0
+        at = position()
+        checkpoints.restore(1, {"at": PerRank(at, merge=shared_out)})
+    assert at.taken == 12 // world
+    at.begin()
+    rest = [None] * world
+    dist.all_gather_object(rest, list(at.samples))
+    taken = [torch.load(shared_dir / f"taken-{rank}") for rank in range(3)]
+    assert sorted(itertools.chain(*taken, *rest)) == list(range(60)), (
+        "each sample of the epoch once"
+    )
+
+
+def test_a_loop_goes_on_in_the_epoch_at_another_number_of_ranks(shared_dir):
+    run_on_ranks(3, save_positions, shared_dir=shared_dir)
+    for world in (2, 4):
+        run_on_ranks(world, go_on_with_other_positions, shared_dir=shared_dir)
 
 
 class Broken:

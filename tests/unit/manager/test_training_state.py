@@ -12,9 +12,11 @@ from support.state.loops import manager
 import dcp_datastates as ds
 from dcp_datastates import (
     ConfigurationError,
+    IncompatibleStateError,
     PerRank,
     RngState,
 )
+from dcp_datastates.manager.per_rank import packed
 
 
 def test_names_must_be_strings(tmp_path):
@@ -85,14 +87,67 @@ def test_a_loader_of_torchdata_has_a_state_for_each_rank(tmp_path):
     assert next(iter(second)).tolist() == [6, 7], seen
 
 
-def test_states_of_another_number_of_ranks_are_left_out(tmp_path, caplog):
-    stored = {"loader": {"rank-0": b"", "rank-1": b""}, "step": 5}
-    ds.save(stored, tmp_path / "step-5")
+@pytest.fixture
+def by_three_ranks(tmp_path):
+    """A checkpoint of step 5 in which three ranks have a position each, and generators."""
+    states = {f"rank-{rank}": packed({"at": rank}) for rank in range(3)}
+    draws = {f"rank-{rank}": packed(RngState().state_dict()) for rank in range(3)}
+    ds.save({"loader": states, "rng": draws, "step": 5}, tmp_path / "step-5")
+    return tmp_path
+
+
+def test_a_position_of_another_number_of_ranks_is_an_error_and_nothing_changes(by_three_ranks):
     position, state = Position(), {"step": 0}
-    with manager(tmp_path) as checkpoints:
-        assert checkpoints.restore_latest({**state, "loader": PerRank(position)}) == 5
-    assert position.at == {}
-    assert "saved by 2 ranks, and there are 1 now" in caplog.text
+    with manager(by_three_ranks) as checkpoints:
+        said = "'loader' was saved by 3 ranks, and there are 1 now", "merge="
+        with raises(IncompatibleStateError, *said):
+            checkpoints.restore(5, {**state, "loader": PerRank(position)})
+    assert (position.at, state) == ({}, {"step": 0})
+
+
+@pytest.mark.parametrize(
+    "way_out", [{"missing": "warn"}, {"missing": "ignore"}, {"exclude": "loader"}]
+)
+def test_a_position_of_another_number_of_ranks_may_be_left(way_out, by_three_ranks, caplog):
+    position, state = Position(), {"step": 0}
+    state["loader"] = PerRank(position)
+    with manager(by_three_ranks) as checkpoints:
+        checkpoints.restore(5, state, **way_out)
+    assert (position.at, state["step"]) == ({}, 5)
+    assert ("saved by 3 ranks" in caplog.text) == (way_out == {"missing": "warn"})
+
+
+def test_merge_makes_a_state_of_all_ranks_states_in_their_order(by_three_ranks):
+    position, given = Position(), []
+
+    def merge(states):
+        given.extend(states)
+        return {"at": sum(state["at"] for state in states)}
+
+    marked = PerRank(position, merge=merge)
+    with manager(by_three_ranks) as checkpoints:
+        checkpoints.restore(5, {"step": 0, "loader": marked})
+        assert given == [{"at": 0}, {"at": 1}, {"at": 2}]
+        assert position.at == 3
+        checkpoints.save(6, {"loader": marked}).result(60)
+        again = Position()
+        checkpoints.restore(6, {"loader": PerRank(again, merge=merge)})
+    assert again.at == 3
+    assert len(given) == 3, "it is for another number of ranks only"
+
+
+def test_generators_of_another_number_of_ranks_go_on_as_they_are(by_three_ranks, caplog):
+    before = torch.get_rng_state()
+    with manager(by_three_ranks) as checkpoints:
+        checkpoints.restore(5, {"rng": RngState(), "step": 0}, exclude="loader")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "'rng' was saved by 3 ranks, and there are 1 now: it stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("given", [[3], [Position], [Position(), 3]])
+def test_what_cannot_be_marked_is_refused(given):
+    with pytest.raises(ConfigurationError):
+        PerRank(*given)
 
 
 def two_layers():
