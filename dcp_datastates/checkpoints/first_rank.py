@@ -9,6 +9,7 @@ a former job has left in the store.
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import time
 import weakref
@@ -20,11 +21,14 @@ import torch.distributed as dist
 from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import after_fork
+from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_of", "from_first_rank"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT: Final = 300.0
 """How long the other ranks wait, in seconds."""
@@ -116,7 +120,7 @@ def _packed(error: BaseException) -> bytes:
 def _await(rank_set: RankSet, store: Connection, number: str, purpose: str, timeout: float) -> Any:
     first, incarnation = rank_set.ranks[0], rank_set.incarnation
     try:
-        found = _find(rank_set, store, number, timeout)
+        found = _find(rank_set, store, number, timeout, f"rank {first} has not told {purpose}")
         if found is not None and store.add(f"{number}/read", 1) == rank_set.world - 1:
             store.delete_key(number)
             store.delete_key(f"{number}/read")
@@ -137,17 +141,24 @@ def _await(rank_set: RankSet, store: Connection, number: str, purpose: str, time
     return value
 
 
-def _find(rank_set: RankSet, store: Connection, number: str, timeout: float) -> bytes | None:
-    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then."""
+def _find(
+    rank_set: RankSet, store: Connection, number: str, timeout: float, what: str
+) -> bytes | None:
+    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then. ``what`` is missing, for
+    the log.
+    """
+    log = WaitLog(logger, "this rank")
     deadline = time.monotonic() + timeout
     incarnation = rank_set.incarnation
     while not incarnation.await_known(min(_LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
+        log.look(what)
         if incarnation.store_error is not None:
             raise RuntimeError(incarnation.store_error)
         if time.monotonic() > deadline:
             return None
     pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * rank_set.world)
     while not store.check([number]):
+        log.look(what)
         left = deadline - time.monotonic()
         if left <= 0:
             return None

@@ -22,7 +22,8 @@ class Keep:
 
     Attributes:
         last: The number of the newest to keep, 1 or more.
-        every: Keep those whose step is a multiple of this number. The step is the number at the end of the name.
+        every: Keep those whose step is a multiple of this number, for good: storage must hold them all. The step is the
+            number at the end of the name.
         best: Keep the one with the least or the greatest metric, ``("loss", "min")``, or several,
             ``("accuracy", "max", 3)``. Checkpoints without that metric, or with NaN, do not count.
         within: Keep those committed within this time before the newest: seconds, or a string such as ``"7d"``. If the

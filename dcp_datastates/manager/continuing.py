@@ -47,8 +47,9 @@ Fresh = Literal["refuse", "replace"]
 T = TypeVar("T")
 
 _PHASE: Final = "set aside"
-_COPY_SECONDS: Final = 86400.0
-"""How long the other ranks wait for the first one, which may copy within a store."""
+_PATIENCE_SECONDS: Final = 86400.0
+"""How long the other ranks wait at their first save for the first one: it may evaluate before, or copy within a store.
+"""
 
 _NAMED: Final = 5
 """How many names a message has."""
@@ -173,8 +174,8 @@ class Continuing:
         if self._decided:
             return
         assert self._first is not None
-        timeout = _COPY_SECONDS if self._replaces else DEFAULT_TIMEOUT
-        self._ask(partial(self._begin, self._first), "root", "what the root holds", timeout)
+        begin = partial(self._begin, self._first)
+        self._ask(begin, "root", "what the root holds", _PATIENCE_SECONDS)
         self._decided = True
 
     # ---- the first rank ------------------------------------------------------------------------------

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
+from support.logs import lines
 from support.state.checkpoints import committed, raises, save
 from support.state.files import data_files
 from support.waiting import await_that
 from torch.distributed import distributed_c10d
 
 from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
+from dcp_datastates.checkpoints import first_rank
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.process import waiting
 
 
 def _gathered(value):
@@ -33,6 +37,28 @@ def test_every_rank_gets_the_first_ranks_answer_each_time():
         rank = dist.get_rank()
         answer = from_first_rank(partial(tuple, ["answer", rank, call]), "test", "a test")
         assert answer == ("answer", 0, call)
+
+
+@ranks(2)
+def test_a_rank_that_waits_for_the_first_one_says_so():
+    store = distributed_c10d._get_default_store()
+
+    def look():
+        store.wait(["the other rank has said so"])
+        return 42
+
+    with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
+        patch.setattr(waiting, "FIRST_LINE_SECONDS", 0.05)
+        if dist.get_rank():
+            told = logging.Handler()
+            told.emit = lambda record: store.set("the other rank has said so", "")
+            first_rank.logger.addHandler(told)
+        try:
+            assert from_first_rank(look, "test", "a test") == 42
+        finally:
+            if dist.get_rank():
+                first_rank.logger.removeHandler(told)
+    assert any("rank 0 has not told a test" in line for line in said) == (dist.get_rank() == 1)
 
 
 @ranks(4)

@@ -90,6 +90,17 @@ def test_all_ranks_are_refused_in_the_root_of_a_former_run(shared_dir):
 
 
 @ranks(2)
+def test_where_a_loop_begins_is_a_line_of_the_job(shared_dir):
+    for began in ("starting from scratch: ", "restored "):
+        with lines() as said, manager(shared_dir, 1) as checkpoints:
+            checkpoints.restore_latest({"w": torch.zeros(10)})
+            checkpoints.save(checkpoints.latest_step or 0, {"w": torch.ones(10)}, force=True)
+        found = [line for line in said if line.startswith((began, "closed: "))]
+        assert len(found) == (2 if dist.get_rank() == 0 else 0)
+        dist.barrier()
+
+
+@ranks(2)
 def test_ranks_may_spell_the_root_differently(shared_dir):
     """As with other mount points on other hosts."""
     rank = dist.get_rank()

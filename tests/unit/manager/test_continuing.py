@@ -26,6 +26,8 @@ def root(request, tmp_path, monkeypatch):
     """The root of a run, in a directory or in a store."""
     if request.param == "directory":
         return str(tmp_path)
+    if request.param == "s3":
+        return request.getfixturevalue("s3_root")
     return str(installed(monkeypatch, MemoryStore()).parent)
 
 
@@ -76,7 +78,7 @@ def test_a_refused_loop_is_refused_again(tmp_path):
     assert committed_names(tmp_path) == ["step-9"]
 
 
-@pytest.mark.parametrize("root", KINDS, indirect=True)
+@pytest.mark.parametrize("root", [*KINDS, "s3"], indirect=True)
 def test_a_run_that_replaces_a_former_one_sets_it_aside(root, caplog):
     save(root, 1, 2, 3)
     ds.pin(locate(root) / "step-2", "eval")
@@ -88,6 +90,22 @@ def test_a_run_that_replaces_a_former_one_sets_it_aside(root, caplog):
     assert {weight(aside / f"step-{step}") for step in (1, 2, 3)} == {1.0}
     assert pins(aside / "step-2") == ("eval",)
     assert aside.name in caplog.text
+
+
+def test_a_run_that_replaces_a_former_one_sets_it_aside_on_each_tier(tmp_path, monkeypatch):
+    fast, slow = str(tmp_path), str(installed(monkeypatch, MemoryStore()).parent)
+    for value, options in ((1.0, {}), (2.0, {"fresh": "replace"})):
+        with manager(fast, archive=slow, keep=1, **options) as loop:
+            for step in (1, 2):
+                loop.save(step, {"w": torch.full((1000,), value)})
+            loop.wait()
+    assert (names(fast), names(slow)) == (["step-2"], ["step-1", "step-2"])
+    assert weight(f"{fast}/step-2") == weight(f"{slow}/step-1") == 2.0
+    assert {name: weight(set_aside(slow) / name) for name in names(str(set_aside(slow)))} == {
+        "step-1": 1.0,
+        "step-2": 1.0,
+    }
+    assert names(str(set_aside(fast))) == ["step-2"]
 
 
 def test_a_run_that_may_replace_others_goes_on_from_its_own(tmp_path):
