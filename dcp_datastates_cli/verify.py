@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from dcp_datastates.checkpoints.inventory import is_committed, is_directory
-from dcp_datastates.checkpoints.listing import committed_in
+from dcp_datastates.checkpoints.inventory import is_committed, is_directory, may_be_committed
+from dcp_datastates.checkpoints.listing import committed_in, directories
 from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -28,7 +28,7 @@ __all__ = ["run"]
 def run(options: argparse.Namespace) -> int:
     """Verify what is at ``options.path``; returns the exit status."""
     path = locate(options.path)
-    below = _without_links(committed_in(path)) if is_directory(path) else []
+    below = _without_links(_below(path)) if is_directory(path) else []
     if below:
         return _verify_all(path, [path, *below] if is_committed(path) else below, options)
     report = _verify(path, options)
@@ -37,6 +37,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(report, options.quiet)
     return OK if report.whole else DAMAGED
+
+
+def _below(path: Location) -> list[Location]:
+    """The checkpoints in a directory; also what cannot be judged, of which its own check says why."""
+    if isinstance(path, ObjectPath):
+        return committed_in(path)
+    return [each for each in directories(path) if may_be_committed(each)]
 
 
 def _without_links(paths: list[Location]) -> list[Location]:

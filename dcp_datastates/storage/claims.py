@@ -76,7 +76,7 @@ class Neighbours:
     def __init__(self) -> None:
         self._root: Location | None = None
         self._known: dict[
-            str, tuple[int, int]
+            str, tuple[int, int] | None
         ] = {}  # only entries that exist now, so that it does not grow with the job
         self._newest: Attempt | None = None
         self._device: int | None = None
@@ -111,10 +111,13 @@ class Neighbours:
         for name in names:
             try:
                 status = os.stat(root / name / local.METADATA_NAME)
-            except OSError:
+                found = status.st_ino, status.st_mtime_ns
+            except (FileNotFoundError, NotADirectoryError):
                 continue
-            self._known[name] = status.st_ino, status.st_mtime_ns
-            if known.get(name) != self._known[name]:
+            except OSError:  # it may be a checkpoint, so the next save is newer
+                found = None
+            self._known[name] = found
+            if found is None or known.get(name) != found:
                 with contextlib.suppress(OSError):  # other users' directories may not be readable
                     for attempt in attempts.present(root / name)[-1:]:
                         self.note(attempt)

@@ -19,7 +19,9 @@ from support.state.files import data_files
 from support.tiers import sampled
 
 import dcp_datastates as ds
+import dcp_datastates_cli.commands  # noqa: F401  # the faults below would hit its import
 from dcp_datastates.storage import presence
+from dcp_datastates_cli.main import main
 
 ERRORS = (
     *(errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -267,6 +269,25 @@ def test_a_root_is_described_with_what_cannot_be_judged(place, root, faults):
     if place != "attempt":
         assert "unknown" in str(described), "whether it is committed"
     assert [each[f"step-{step}"].unjudged for step in (1, 2)] == [False, False]
+
+
+def test_the_command_verifies_what_it_can(root, faults, capsys):
+    faults.at(_metadata(root), errno.EIO)
+    assert main(["verify", str(root)]) == 2
+    told = capsys.readouterr()
+    assert told.out.count(": whole") == NEWEST - 1
+    assert "not checked" in told.err
+    assert "Input/output error" in told.err
+
+
+def test_a_save_is_newer_than_a_neighbour_that_cannot_be_judged(root, faults):
+    """Its names can be listed, and its metadata cannot be read; its job had a clock in the future."""
+    future = "d000000000000000-00000001"
+    (root / "step-2" / future).mkdir()
+    faults.at(root / "step-2" / ".metadata", errno.EACCES)
+    ds.save(_state(4), root / "step-4")
+    (attempt,) = (each.name for each in (root / "step-4").iterdir() if each.is_dir())
+    assert attempt > future
 
 
 def test_a_web_page_in_place_of_the_metadata_is_not_judged(root):
