@@ -19,6 +19,7 @@ from dcp_datastates.config import check_options, parse_flag, parse_host_cache_si
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import small_files
+from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
@@ -161,8 +162,9 @@ def convert(
             "datastates", also a URL.
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
-            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved. None:
-            "datastates", if the source has another format.
+            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
+            has saved, the file from which its own strategies resume. None: "datastates", if the source has another
+            format.
         progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
             total bytes.
         options: These keywords:
@@ -224,6 +226,8 @@ def convert(
     skipped = _without_objects(selected, chosen_format, checked.strict)
     if chosen_format not in _FLAT:
         _check_nesting(selected)
+    if chosen_format == "torch" and is_of_lightning(selected):
+        selected = LightningFile(selected, checked.allow_objects)
     limits = _limits(opened, selected, checked)
     if isinstance(there, ObjectPath):
         files = write_to_store(selected, there, limits, checked.overwrite, progress)

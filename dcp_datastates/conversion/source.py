@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError, UnsafeObjectError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
 from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.format.nesting import nested
 from dcp_datastates.format.validate import check_covered
 from dcp_datastates.storage.object_path import Location
 
@@ -45,6 +46,7 @@ __all__ = [
     "metadata_of_source",
     "parts",
     "shards",
+    "unpickled",
     "unsafe",
     "value_of",
 ]
@@ -132,6 +134,10 @@ class Source(abc.ABC):
         """An object, as ``torch.save`` has written it."""
         raise KeyError(name)
 
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The nested state of ``values``, by names: all tensors and objects."""
+        return nested(values, self.paths)
+
 
 class DCPSource(Source):
     """A checkpoint that DCP's metadata describe."""
@@ -178,18 +184,20 @@ def value_of(source: Source, name: str, allow_objects: bool) -> Any:
 
     Raises :class:`UnsafeObjectError` for one that needs more than torch's safe types, unless ``allow_objects``.
     """
-    data = io.BytesIO(source.object_bytes(name))
+    return unpickled(source.object_bytes(name), f"{source.path}: object {name!r}", allow_objects)
+
+
+def unpickled(data: bytes, what: str, allow_objects: bool) -> Any:
+    """What ``torch.save`` has written; ``what`` is for people. Raises as :func:`value_of`."""
     try:
-        return torch.load(data, map_location="cpu", weights_only=not allow_objects)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_objects)
     except pickle.UnpicklingError as error:
         if allow_objects:
-            raise CheckpointCorruptError(
-                f"{source.path}: object {name!r} cannot be unpickled: {error}"
-            ) from error
-        raise unsafe(f"{source.path}: object {name!r}", error) from error
+            raise CheckpointCorruptError(f"{what} cannot be unpickled: {error}") from error
+        raise unsafe(what, error) from error
     except Exception as error:
         raise CheckpointCorruptError(
-            f"{source.path}: object {name!r} cannot be unpickled: {type(error).__name__}: {error}"
+            f"{what} cannot be unpickled: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -20,7 +20,6 @@ from dcp_datastates.conversion.output_file import Output, OutputFile, Placed
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import UnsupportedStateError
-from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.local import explained
 
 __all__ = ["save_without_data", "torch_output"]
@@ -41,7 +40,7 @@ def torch_output(source: Source, target: Path, allow_objects: bool) -> Output:
     for name in source.objects:
         _check_without_tensors(source, name)
         values[name] = value_of(source, name, allow_objects)
-    state = nested(values, source.paths)
+    state = source.nested(values)
     with explained("writing", target), target.open("xb") as stream:
         save_without_data(state, stream)
     name_of = {id(fake): name for name, fake in fakes.items()}

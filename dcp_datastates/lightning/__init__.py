@@ -16,6 +16,7 @@ except ImportError as error:
     ) from error
 
 from dcp_datastates.lightning.callback import DataStatesModelCheckpoint
+from dcp_datastates.lightning.stored import install
 from dcp_datastates.lightning.strategy import (
     DataStatesDDPStrategy,
     DataStatesFSDPStrategy,
@@ -35,4 +36,5 @@ __all__ = [
 ]
 
 tell_if_untested("lightning", lightning.__version__)
-del lightning
+install()
+del install, lightning

@@ -12,12 +12,11 @@ They differ from Lightning's only in these points:
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -28,20 +27,38 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.inventory import remove_all
+from dcp_datastates.conversion.lightning_file import (
+    FURTHER_TENSORS,
+    GROUPS,
+    META,
+    MODEL,
+    NAMES,
+    OPTIMIZERS,
+    lightning_checkpoint,
+    optimizer_name,
+)
+from dcp_datastates.dcp.fit import FitOptions
 from dcp_datastates.dcp.loading import load
-from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    IncompatibleStateError,
+)
+from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
+from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
-    files_from,
     is_ours,
     load_models,
     load_optimizers,
     state_of_optimizer,
     with_files,
 )
+from dcp_datastates.manager.packed_optimizer import groups_in
 from dcp_datastates.manager.per_rank import RngState, packed, unpacked
 from dcp_datastates.manager.trainable import ModelPart
 from dcp_datastates.staging.ownership import track
@@ -56,36 +73,20 @@ __all__ = [
     "DataStatesStrategyMixin",
 ]
 
-_MODEL: Final = "state_dict"
-_OPTIMIZERS: Final = "optimizer_states"
-_META: Final = "meta.pt"
-
-_TENSORS: Final = "dcp_datastates_tensors"
-"""The key of the names of further states that are tensors, such as those of ``WeightAveraging``."""
-
-_FOR_TOOLS: Final = (
-    "pytorch-lightning_version",
-    "epoch",
-    "global_step",
-    "hparams_name",
-    "hparams_type",
-    "hyper_parameters",
-)
-"""What is stored as values, too: a file that ``convert`` makes then has what ``load_from_checkpoint`` reads."""
-
 
 class DataStatesStrategyMixin(SavesInBackground):
     """For a strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
 
-    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
-    those of Lightning's strategy; with ``strict``, the end of ``fit`` raises the error of a failed save, too.
+    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter`, and those of a load (``rename``,
+    ``missing`` …), as :class:`SavesInBackground`, beside those of Lightning's strategy; with ``strict``, the end of
+    ``fit`` raises the error of a failed save, too.
     """
 
     _fills_model = True
     """Whether a load fills the model's shards in place; else Lightning puts whole tensors into it."""
 
-    _loaded: str | None = None
-    """The path of the checkpoint of this package that is being loaded."""
+    _loaded: Loaded | None = None
+    """The checkpoint of this package that is being loaded."""
 
     _rng: bytes | None = None
     """The random numbers of a loaded checkpoint, until the next batch."""
@@ -103,7 +104,7 @@ class DataStatesStrategyMixin(SavesInBackground):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return state_of_optimizer({_MODEL: self._module}, inner)
+        return state_of_optimizer({MODEL: self._module}, inner)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -118,12 +119,14 @@ class DataStatesStrategyMixin(SavesInBackground):
             )
         path = self.broadcast(str(filepath))  # type: ignore[attr-defined]
         meta = dict(checkpoint)
-        state = {_MODEL: meta.pop(_MODEL), **_numbered(meta.pop(_OPTIMIZERS, []))}
-        meta[_TENSORS] = [name for name, value in meta.items() if _is_of_tensors(value)]
-        state.update({name: meta.pop(name) for name in meta[_TENSORS]})
-        state.update({name: meta[name] for name in _FOR_TOOLS if name in meta})
+        model, optimizers = meta.pop(MODEL), _numbered(meta.pop(OPTIMIZERS, []))
+        meta[FURTHER_TENSORS] = [name for name, value in meta.items() if _is_of_tensors(value)]
+        further = {name: meta.pop(name) for name in meta[FURTHER_TENSORS]}
+        meta[GROUPS] = [groups_in(each) for each in optimizers.values()]
+        meta[NAMES] = {} if self._fills_model else self._own_names
+        state = {MODEL: model, **optimizers, **further}
         # Each rank's own, because the positions of data loaders may differ.
-        files = {_META: packed(meta), self._rng_name: packed(RngState().state_dict())}
+        files = {META: packed(meta), self._rng_name: packed(RngState().state_dict())}
         self._saves.start(with_files(state, files), path)
         # Lightning's handler for SLURM saves, and then has the job queued again and ended.
         requeued = os.path.basename(path).startswith("hpc_ckpt_")
@@ -169,52 +172,73 @@ class DataStatesStrategyMixin(SavesInBackground):
         :func:`~dcp_datastates.load`.
         """
         self._saves.wait()
+        self._loaded = None
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
         if not is_ours(path):
-            self._loaded = None
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
-        self._loaded = path
-        files = files_from(path)
-        if _META not in files:
-            raise CheckpointNotFoundError(
-                f"{path} is a checkpoint of this package, but Lightning did not save it: it has no {_META}"
-            )
-        meta: dict[str, Any] = torch.load(io.BytesIO(files[_META]), weights_only=weights_only)
+        meta, files = meta_of(path, weights_only)
         self._rng = files.get(self._rng_name) if self._is_fitting else None
-        whole = meta.pop(_TENSORS, [])
+        names = list(meta[FURTHER_TENSORS])
         if self._fills_model:
-            strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
-            load_models(path, {_MODEL: self._module}, missing="error" if strict else "ignore")
-            if self._is_fitting:
-                self._load_optimizers(path)
+            self._load_shards(path)
         else:
-            whole.append(_MODEL)
-            if "lr_schedulers" in meta:  # not save_weights_only
-                meta[_OPTIMIZERS] = []  # Lightning looks for the key
-        return {**meta, **load(path, only=whole)} if whole else meta
+            names.append(MODEL)
+            if self._is_fitting and self._hooks_look:
+                names += map(optimizer_name, range(len(meta[GROUPS])))
+        stored = load(path, only=names) if names else {}
+        if not self._fills_model:
+            stored[MODEL] = chosen(stored[MODEL], self._load_options)
+        checkpoint = lightning_checkpoint(stored, meta)
+        self._loaded = Loaded.of(path, checkpoint)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning's, with names as they were saved: without those that ``torch.compile`` adds."""
+        """Lightning's. The names are those that the modules have now, whether ``torch.compile`` adds to them or not."""
         if self._loaded is None or self._fills_model:
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
             return
+        self._loaded.take_model(checkpoint[MODEL])
         module = self.lightning_module  # type: ignore[attr-defined]
-        keys = {_plain(key): key for key in module.state_dict()}
-        state = {keys.get(_plain(key), key): value for key, value in checkpoint[_MODEL].items()}
-        super().load_model_state_dict({**checkpoint, _MODEL: state}, strict)  # type: ignore[misc]
+        with self._loading():
+            state = fitted(module, checkpoint[MODEL], self._load_options)
+            try:
+                super().load_model_state_dict({**checkpoint, MODEL: state}, strict)  # type: ignore[misc]
+            except RuntimeError as error:
+                raise IncompatibleStateError(
+                    f"{self._loaded.path}: {error}\n  Ways out: rename={{old: new}}, missing=, unexpected=, "
+                    f"exclude=[…], with stored names such as '{MODEL}.layer.weight'; or on_load_checkpoint."
+                ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers of a whole model. Lightning has made them from what ``on_load_checkpoint`` left."""
-        if self._loaded is None:
+        """Load the optimizers of a whole model by the names that hooks have left. If hooks have changed their states,
+        Lightning loads these, by position.
+        """
+        loaded = self._loaded
+        if loaded is None or (self._hooks_look and loaded.has_other_optimizers(checkpoint)):
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         elif not self._fills_model:
-            self._load_optimizers(self._loaded)
+            self._load_optimizers(loaded.path, loaded.options(self._load_options))
+        if loaded is not None:
+            self._restore_random_numbers()
 
-    def _load_optimizers(self, path: str) -> None:
-        load_optimizers(path, {_MODEL: self._module}, _numbered(self.optimizers))  # type: ignore[attr-defined]
+    def _load_shards(self, path: str) -> None:
+        strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
+        options: FitOptions = {"missing": "error" if strict else "ignore", **self._load_options}
+        with self._loading():
+            load_models(path, {MODEL: self._module}, **options)
+        if self._is_fitting:
+            self._load_optimizers(path, self._load_options)
+            self._restore_random_numbers()
+
+    def _load_optimizers(self, path: str, options: FitOptions) -> None:
+        optimizers = _numbered(self.optimizers)  # type: ignore[attr-defined]
+        with self._loading():
+            load_optimizers(path, {MODEL: self._module}, optimizers, **options)
+
+    def _restore_random_numbers(self) -> None:
+        """A checkpoint from the end of an epoch is followed by the next epoch's shuffling."""
         if self._rng is not None:
-            # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
             RngState().load_state_dict(unpacked(self._rng))
 
     @property
@@ -236,6 +260,18 @@ class DataStatesStrategyMixin(SavesInBackground):
     def _module(self) -> torch.nn.Module:
         assert self.model is not None  # type: ignore[attr-defined]
         return self.model  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def _own_names(self) -> dict[str, str]:
+        """The model's own names of those values that are stored under others."""
+        keys = self.lightning_module.state_dict()  # type: ignore[attr-defined]
+        return {plain(key): key for key in keys if plain(key) != key}
+
+    @property
+    def _hooks_look(self) -> bool:
+        """Whether there are hooks that see a checkpoint before it is loaded."""
+        hooks = (self.lightning_module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+        return any(is_overridden("on_load_checkpoint", each) for each in hooks)
 
     @property
     def _is_fitting(self) -> bool:
@@ -306,13 +342,8 @@ def _is_of_tensors(value: Any) -> bool:
     )
 
 
-def _plain(key: str) -> str:
-    """The name of a model's value, without what ``torch.compile`` of its modules adds."""
-    return key.replace("_orig_mod.", "")
-
-
 def _numbered(values: list[Any]) -> dict[str, Any]:
-    return {f"optimizer_{number}": value for number, value in enumerate(values)}
+    return {optimizer_name(number): value for number, value in enumerate(values)}
 
 
 def _remove(path: Location) -> None:

@@ -17,10 +17,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.distributed.fsdp import fully_shard
 
-from dcp_datastates.lightning import DataStatesDDPStrategy, DataStatesSingleDeviceStrategy
+from dcp_datastates.lightning import (
+    DataStatesDDPStrategy,
+    DataStatesModelParallelStrategy,
+    DataStatesSingleDeviceStrategy,
+)
 
 FAILED = "failed: "
 """An outcome that nobody expected begins so."""
@@ -31,6 +36,9 @@ STRATEGIES = {
     "single": lambda **options: DataStatesSingleDeviceStrategy("cpu", **options),
     "own ddp": lambda **options: DDPStrategy(process_group_backend="gloo", **options),
     "ddp": lambda **options: DataStatesDDPStrategy(process_group_backend="gloo", **options),
+    "fsdp2": lambda **options: DataStatesModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", **options
+    ),
 }
 
 
@@ -63,7 +71,9 @@ class Use:
         self.trainer(epochs, saves).fit(model, batches())
         return saves.last_model_path
 
-    def resume(self, model: Net, path: str, epochs: int = 2, **options: Any) -> dict[int, str]:
+    def resume(
+        self, model: Net, path: str | None, epochs: int = 2, **options: Any
+    ) -> dict[int, str]:
         """Resume and train, and return the losses by step."""
         self.trainer(epochs, enable_checkpointing=False, **options).fit(
             model, batches(), ckpt_path=path
@@ -80,6 +90,11 @@ class Net(pl.LightningModule):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
         self.losses: dict[int, str] = {}
+
+    def configure_model(self) -> None:
+        attached = self._trainer is not None
+        if attached and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.net(batch)
@@ -121,6 +136,19 @@ def all_rows(folder: str, device: str) -> dict[str, list[Any]]:
                 outcome = f"{FAILED}{traceback.format_exc()}"
             found[name].append(outcome)
     return found
+
+
+def saved(folder: str, kind: str, model: str) -> str:
+    """The path of a checkpoint, for ranks."""
+    return Use(kind, Path(folder)).save(globals()[model]())
+
+
+def resumed(
+    folder: str, kind: str, model: str, options: dict[str, Any], path: str | None = None
+) -> dict[int, str]:
+    """The losses after a checkpoint, or of a whole training, for ranks."""
+    warnings.simplefilter("ignore")
+    return Use(kind, Path(folder)).resume(globals()[model](), path, strategy=options)
 
 
 def weights(model: torch.nn.Module) -> list[float]:
@@ -183,7 +211,82 @@ def the_batch_size_is_searched(use: Use) -> Any:
     return _tuned(use, lambda tuner, model: tuner.scale_batch_size(model, max_trials=2))
 
 
+@row
+def the_learning_rate_is_searched(use: Use) -> Any:
+    return _tuned(use, lambda tuner, model: tuner.lr_find(model, num_training=9).suggestion())
+
+
 # ---- what hooks do to a checkpoint --------------------------------------------------------------
+
+
+class OtherHead(Net):
+    """Has another number of outputs than the checkpoint, whose head it does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = torch.nn.Linear(16, 3)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name, value in self.state_dict().items():
+            if checkpoint["state_dict"][name].shape != value.shape:
+                checkpoint["state_dict"][name] = value
+        checkpoint["optimizer_states"] = []
+
+
+@row
+def a_hook_gives_the_model_another_head_and_drops_the_optimizer(use: Use) -> Any:
+    return use.resume(OtherHead(), use.save(Net()))
+
+
+class Renamed(Net):
+    """Calls its layers otherwise than the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.net
+        del self.net
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.body(batch)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {name.replace("net.", "body."): value for name, value in state}
+
+
+@row
+def a_hook_renames_and_the_optimizer_goes_on(use: Use) -> Any:
+    return use.resume(Renamed(), use.save(Net()))
+
+
+class OtherRate(Net):
+    """Goes on at another learning rate, with half of the moments."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (optimizer,) = checkpoint["optimizer_states"]
+        for group in optimizer["param_groups"]:
+            assert group["params"] == list(range(4))
+            group["lr"] = 1.0
+        for state in optimizer["state"].values():
+            state["exp_avg"].mul_(0.5)
+
+
+@row
+def a_hook_changes_the_state_of_the_optimizer(use: Use) -> Any:
+    return use.resume(OtherRate(), use.save(Net()))
+
+
+class Longer(Net):
+    """Calls its layers otherwise than the checkpoint, and has one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.net
+        self.more = torch.nn.Linear(2, 2).requires_grad_(False)
+        del self.net
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.body(batch)
 
 
 class AsStored(Net):
@@ -265,6 +368,26 @@ def the_best_is_validated_tested_and_predicts(use: Use) -> Any:
         Path(saves.best_model_path).name,
         sorted(each.name for each in use.folder.iterdir()),
     )
+
+
+class WithTable(Net):
+    """Has parameters that no text can hold: keys that are numbers, and a tensor."""
+
+    def __init__(self, table: Any, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@row
+def the_best_is_loaded_for_inference(use: Use) -> Any:
+    saves = ModelCheckpoint(use.folder, monitor="val", save_top_k=1, filename="{epoch}")
+    first = WithTable({0: "a", 1: ["b", {}]}, rate=0.2)
+    use.trainer(2, saves).fit(first, batches(), batches(8))
+    model = WithTable.load_from_checkpoint(saves.best_model_path, rate=0.3)
+    path = Path(saves.best_model_path)
+    other = WithTable.load_from_checkpoint(path, map_location=torch.device("cpu"))
+    devices = {each.device.type for each in other.parameters()}
+    return weights(model) == weights(first), dict(model.hparams), devices
 
 
 @row
@@ -366,6 +489,24 @@ class Scheduled(Net):
 @row
 def a_scheduler_is_left_out(use: Use) -> Any:
     return use.resume(Net(), use.save(Scheduled()))
+
+
+@row
+def a_scheduler_is_added(use: Use) -> Any:
+    return use.resume(Scheduled(), use.save(Net()))
+
+
+class TwoGroups(Net):
+    """The last layer comes first, and learns more slowly."""
+
+    def configure_optimizers(self) -> Any:
+        first, last = (list(layer.parameters()) for layer in self.net)
+        return torch.optim.AdamW([{"params": last, "lr": 1e-3}, {"params": first}], lr=1e-2)
+
+
+@row
+def two_groups_have_rates_of_their_own(use: Use) -> Any:
+    return use.resume(TwoGroups(), use.save(TwoGroups()))
 
 
 class WithLBFGS(Net):

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_rows import FAILED, ROWS, Compiled, Net, Use, all_rows
-from test_training import job
+import dcp_datastates as ds
+from lightning_rows import (
+    FAILED,
+    ROWS,
+    Compiled,
+    Longer,
+    Net,
+    Scheduled,
+    TwoGroups,
+    Use,
+    WithLBFGS,
+    all_rows,
+)
+from test_training import from_step, job
+
+RENAMED = {"state_dict.net.": "state_dict.body."}
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +35,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("rows")
-    arguments = {"module": "lightning_rows", "folder": str(folder), "device": "ddp"}
-    ranks = job("all_rows", 2, folder, seconds=300.0, **arguments)
+    return on_two_ranks("all_rows", folder, folder=str(folder), device="ddp")
+
+
+def on_two_ranks(function: str, scratch: Path, **arguments: Any) -> Any:
+    ranks = job(function, 2, scratch, module="lightning_rows", seconds=300.0, **arguments)
     first, *_ = [one.result() for one in ranks]
     return first
 
@@ -43,3 +62,99 @@ def test_a_job_may_begin_or_cease_to_compile(
     use = Use("single", tmp_path)
     path = use.save(saved())
     assert use.resume(loaded(), path) == use.resume(saved(), path)
+
+
+# ---- the way back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [Net, Compiled, Scheduled, TwoGroups, WithLBFGS])
+def test_lightnings_own_strategy_goes_on_from_a_checkpoint_and_from_what_convert_makes_of_it(
+    tmp_path: Path, model: type[Net]
+) -> None:
+    live, own = Use("own single", tmp_path / "live"), Use("own single", tmp_path / "own")
+    losses = from_step(live.resume(model(), None), 10)
+    path = Use("single", tmp_path).save(model())
+    assert own.resume(model(), path) == losses
+    ds.convert(path, tmp_path / "file.ckpt", "torch")
+    assert own.resume(model(), str(tmp_path / "file.ckpt")) == losses
+    assert_same(torch.load(tmp_path / "file.ckpt"), torch.load(live.save(model())))
+
+
+def test_what_two_ranks_have_saved_is_converted_for_lightning(tmp_path: Path) -> None:
+    """Each rank has written a part: groups and parameters are in their order all the same."""
+    files = []
+    for kind in ("ddp", "own ddp"):
+        folder = tmp_path / kind
+        path = on_two_ranks("saved", tmp_path, folder=str(folder), kind=kind, model="TwoGroups")
+        files.append(path)
+    ds.convert(files[0], tmp_path / "file.ckpt", "torch")
+    assert_same(torch.load(tmp_path / "file.ckpt"), torch.load(files[1]))
+
+
+def assert_same(ours: Any, own: Any) -> None:
+    """The same keys in the same types, and the same values; but for the callbacks, which have paths."""
+    callbacks = ours.pop("callbacks"), own.pop("callbacks")
+    assert callbacks[0].keys() == callbacks[1].keys()
+    assert plain(ours) == plain(own)
+
+
+def plain(value: Any) -> Any:
+    """Without tensors, and without the order of keys."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+# ---- options of a load ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp2"])
+def test_the_options_of_a_load_are_those_of_the_strategy(tmp_path: Path, kind: str) -> None:
+    """A model that is renamed takes its optimizer with it."""
+    options = {"rename": RENAMED, "missing": "ignore"}
+    if kind == "single":
+        use = Use(kind, tmp_path)
+        whole = use.resume(Longer(), None)
+        found = use.resume(Longer(), use.save(Net()), strategy=options)
+    else:
+        common = {"folder": str(tmp_path), "kind": kind}
+        longer = {**common, "model": "Longer", "options": options}
+        whole = on_two_ranks("resumed", tmp_path, **longer)
+        path = on_two_ranks("saved", tmp_path, **common, model="Net")
+        found = on_two_ranks("resumed", tmp_path, **longer, path=path)
+    first = min(found)
+    assert 0 < first < max(found)
+    assert found == from_step(whole, first)
+
+
+def test_every_option_is_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    use = Use("single", tmp_path)
+    path = use.save(Net())
+
+    def resume(model: Net, **options: Any) -> None:
+        use.resume(model, path, strategy=options)
+
+    with caplog.at_level(logging.WARNING, "dcp_datastates"):
+        resume(Longer(), rename=RENAMED, missing="warn")
+    assert "more.weight" in caplog.text
+    with pytest.raises(ds.IncompatibleStateError, match="Unexpected key"):
+        resume(Longer(), missing="ignore")
+    anew: dict[str, Any] = {"missing": "ignore", "unexpected": "warn"}
+    with pytest.raises(ds.IncompatibleStateError, match=r"optimizer_0\.state\.net"):
+        resume(Longer(), **anew)  # moments that have no owner
+    resume(Longer(), **anew, exclude="optimizer_0")
+    with pytest.raises(ds.IncompatibleStateError, match="cast=False"):
+        resume(Net().double(), cast=False)
+    with pytest.raises(ds.ConfigurationError, match="missing='perhaps'"):
+        resume(Net(), missing="perhaps")
+    with pytest.raises(ds.ConfigurationError, match="did you mean 'exclude'"):
+        resume(Net(), excludes="net")
+
+
+def test_an_error_names_the_options_of_the_strategy(tmp_path: Path) -> None:
+    use = Use("single", tmp_path)
+    path = use.save(Net())
+    with pytest.raises(ds.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"):
+        use.resume(Longer(), path)
