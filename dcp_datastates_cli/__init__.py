@@ -7,9 +7,10 @@ errors answer at once.
 Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. Exit status:
 
 ====  =====================================================================================================
-0     verify: every byte is as it was written. inspect: described. diff: the same. latest: found. Others: done
+0     verify: every byte is as it was written. inspect: described. diff: the same. latest: found.
+      doctor: saves work. Others: done
 1     verify, convert: damaged. inspect: the metadata are damaged. diff: different. latest: there is none.
-      rm: the answer was not yes
+      rm: the answer was not yes. doctor: something that saves need is missing
 2     wrong usage, no checkpoint at the path, or the system refused. diff: also one that is damaged
 130   interrupted
 ====  =====================================================================================================
@@ -43,6 +44,11 @@ known is null. Fields may be added, and keep their names.
 
     kind: "directory", path, latest
     checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem}]
+
+``doctor --json``::
+
+    root, saves_work, seconds
+    operations: [{operation, works, needed, cause, meaning}]              cause, meaning: null if it works
 
 ``trace --json`` is a trace in Chrome's format::
 

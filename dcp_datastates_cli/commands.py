@@ -12,7 +12,18 @@ from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
-from dcp_datastates_cli import convert, copy, delete, describe, diff, find, trace, verify, watch
+from dcp_datastates_cli import (
+    convert,
+    copy,
+    delete,
+    describe,
+    diff,
+    doctor,
+    find,
+    trace,
+    verify,
+    watch,
+)
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
 __all__ = ["run"]
@@ -20,6 +31,7 @@ __all__ = ["run"]
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "verify": verify.run,
     "inspect": describe.run,
+    "doctor": doctor.run,
     "watch": watch.run,
     "trace": trace.run,
     "convert": convert.run,

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_inspect(commands)
+    _add_doctor(commands)
     _add_watch(commands)
     _add_trace(commands)
     _add_convert(commands)
@@ -89,6 +90,19 @@ def _add_inspect(commands: _Commands) -> None:
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor and object")
+
+
+def _add_doctor(commands: _Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="try what the storage at a root can do",
+        description="Try each operation that saves rely on, on files or objects of its own below ROOT, and say what is "
+        "missing, what is done without it, or which permission or mount option helps. A job's first save below a root "
+        "tries the same. Exit status: 0 saves work, 1 they do not, 2 storage fails or does not answer.",
+    )
+    doctor.add_argument(
+        "root", metavar="ROOT", help="where checkpoints are to lie: a directory, or a URL"
+    )
 
 
 def _add_watch(commands: _Commands) -> None:

@@ -20,7 +20,6 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
-    "storage/store_probe.py": "stores",
     "saving/store_upload.py": "uploads, whose segments are the host cache's",
     "checkpoints/deletions.py": "lists of deletions",
     "checkpoints/first_rank.py": "incarnations",

@@ -29,6 +29,7 @@ def delete_committed(path: ObjectPath, victim: Found, dry_run: bool) -> None:
     if dry_run:
         return
     marker = path / victim.attempt.name / DELETING
+    marker.store.delete([marker.key])  # who may not delete learns it before anything has changed
     marker.store.put(marker.key, b"")
     try:
         there = _check(path, victim)

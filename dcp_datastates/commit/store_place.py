@@ -28,8 +28,8 @@ from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.self_test import Operation, creates_once, what_works
 from dcp_datastates.storage.store_claims import StoreClaim
-from dcp_datastates.storage.store_probe import creates_once
 
 __all__ = ["StorePlace"]
 
@@ -52,12 +52,19 @@ class StorePlace:
     def _creates_once(self) -> bool:
         return creates_once(self._directory.parent)
 
+    @property
+    def _deletes(self) -> bool:
+        """Whether the credentials may delete there. If not, that was said once, and nothing is removed."""
+        return what_works(self._directory.parent).works(Operation.DELETE)
+
     def check_overwrite(self, overwrite: bool) -> None:
         if not overwrite:
             store_claims.check_absent(self._directory)
 
     def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
-        _ = self._creates_once  # the first save tries it now, where nothing waits for it
+        what_works(
+            self._directory.parent
+        )  # the first save tries it now, where nothing waits for it
         return store_claims.claim(self._directory, neighbours, overwrite)
 
     # ---- publishing ------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ class StorePlace:
         try:
             if rank == 0 and round_.attempt is not None:
                 self._copy(round_.attempt, round_.published)
-            if superseded:
+            if superseded and self._deletes:
                 self.remove(superseded)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
@@ -191,6 +198,8 @@ class StorePlace:
         if round_.attempt is None:
             return
         try:
+            if not self._deletes:
+                return
             store_attempts.remove_data(self._directory, round_.attempt, rank, world)
             if round_.archives and rank == 0:
                 path = self._directory / round_.attempt.archive_pin

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
-from dcp_datastates.storage import attempts, local, presence
+from dcp_datastates.storage import attempts, local, presence, self_test
 from dcp_datastates.storage.attempt import Attempt, next_attempt, next_deletion
 from dcp_datastates.storage.lock import Hold
 from dcp_datastates.storage.object_path import Location
@@ -153,11 +153,14 @@ def _device_of(path: Path) -> int:
 def claim(directory: Path, neighbours: Neighbours) -> DirectoryClaim:
     """Claim a new attempt at ``directory``, which is made if it is missing: steps 1 and 2 of docs/commit.md.
 
+    The first claim below a root tries what its file system can do (:mod:`self_test`).
+
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
     neighbours.check_mounted(directory.parent, directory.name)
     local.make_directories(directory)
+    self_test.what_works_for(directory)
     with local.explained("claiming a save's directory", directory):
         made = _claim(directory, neighbours)
     neighbours.note(made.attempt)

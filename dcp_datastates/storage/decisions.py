@@ -154,7 +154,7 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
 
 
 def decide_unguarded(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
-    """As :func:`decide`, in a store that lets two creations of an object succeed (:mod:`store_probe`): then only one
+    """As :func:`decide`, in a store that lets two creations of an object succeed (:mod:`self_test`): then only one
     process may decide about an attempt, and no other withdraws it.
     """
     path = decision_path(directory, attempt)

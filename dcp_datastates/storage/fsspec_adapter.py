@@ -1,7 +1,7 @@
 """Every other store that fsspec knows, and any store with options in fsspec's words.
 
 fsspec promises less than the protocol asks for. Whether a creation succeeds once is tried before anything relies on it
-(:mod:`store_probe`). Some file systems show an object while it is written, and a process that dies then leaves part of
+(:mod:`self_test`). Some file systems show an object while it is written, and a process that dies then leaves part of
 it: only data files are written in parts, and no attempt is committed before they are whole.
 """
 
@@ -44,6 +44,8 @@ _CONFLICT_SECONDS: Final = 60.0
 
 class FsspecStore:
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
+
+    deletes_many: Final = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url: Final = url

@@ -90,8 +90,7 @@ class ObstoreStore:
         self._clients = _open(url)
         self._most_deleted: Final = 1000 if url.startswith("s3") else 256
         """The most objects that one request deletes."""
-        self._deletes_many: bool | None = None
-        """Whether the server knows requests that delete several objects; None: not tried yet."""
+        self.deletes_many: bool | None = None
 
     def put(self, key: str, data: Buffer) -> None:
         content = bytes_like(data)
@@ -199,20 +198,20 @@ class ObstoreStore:
         names = list(keys)
         if not names:
             return
-        if self._deletes_many is not False:
-            seconds = _WRITE_SECONDS if self._deletes_many else 0.0
+        if self.deletes_many is not False:
+            seconds = _WRITE_SECONDS if self.deletes_many else 0.0
             try:
                 self._delete(names, lambda own: own.calls, seconds)
             except StorageError as error:
-                if self._deletes_many:
+                if self.deletes_many:
                     raise
                 refusal = error
             else:
-                self._deletes_many = True
+                self.deletes_many = True
                 return
         self._delete(names, lambda own: own.single, _WRITE_SECONDS)
-        if self._deletes_many is None and not isinstance(refusal, BusyError):
-            self._deletes_many = False
+        if self.deletes_many is None and not isinstance(refusal, BusyError):
+            self.deletes_many = False
             logger.info(
                 "%s does not take requests that delete several objects, so each is deleted by one of its own: %s",
                 self.url,

@@ -23,7 +23,6 @@ from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
-    "NO_DIRECTORY_SYNC",
     "NO_EXCHANGE",
     "exchange",
     "link",
@@ -41,7 +40,7 @@ TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 
 NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
-NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What an fsync of a directory says where there is none, as in SMB: the server keeps the entries by itself. The native
 engine goes by the same (``output_file.cpp``).
 """
@@ -155,7 +154,7 @@ def sync_directory(path: Path, phase: str) -> None:
     try:
         _sync(descriptor, path, phase, "sync_directory")
     except OSError as error:
-        if error.errno not in NO_DIRECTORY_SYNC:
+        if error.errno not in _NO_DIRECTORY_SYNC:
             raise
     finally:
         os.close(descriptor)

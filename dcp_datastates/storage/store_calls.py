@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _FIRST_WAIT: Final = 0.1
 _LONGEST_WAIT: Final = 10.0
+_SLICE: Final = 0.25
 _SAID_AFTER: Final = 10.0
 """Seconds. An answer that comes sooner is no news."""
 
@@ -86,6 +87,8 @@ def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -
             if waited >= _SAID_AFTER and not said:
                 said = True
                 logger.warning("%s; asking again for up to %.0f s", error, seconds)
-        time.sleep(wait * random.uniform(0.5, 1))
+        over = time.monotonic() + wait * random.uniform(0.5, 1)
+        while (left := over - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE))
+            troubled(None)  # abandoned work ends here
         wait = min(3 * wait, _LONGEST_WAIT)
-        troubled(None)

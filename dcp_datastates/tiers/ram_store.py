@@ -54,6 +54,8 @@ class RamStore:
         nodes: returns the job's nodes; it may wait, and raise :class:`StorageError`.
     """
 
+    deletes_many: Final = True
+
     def __init__(self, url: str, nodes: Callable[[], RamNodes]) -> None:
         self.url: Final = url
         self._bucket = url.partition("://")[2]

@@ -8,11 +8,12 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch.distributed as dist
 
-__all__ = ["bind_permissions", "fill", "private_tmpfs", "remount", "tmpfs"]
+__all__ = ["bind_permissions", "fill", "mounted", "private_tmpfs", "remount", "tmpfs"]
 
 _CLONE_NEWNS = 0x00020000
 _CAPABILITY_VERSION = 0x20080522
@@ -47,6 +48,38 @@ def tmpfs(path: Path, size: str) -> Iterator[Path]:
             dist.barrier()
         if dist.get_rank() == 0:
             subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+
+
+_MADE_BY: Final = {
+    "ext4": ("mkfs.ext4", "-q", "-F"),
+    "xfs": ("mkfs.xfs", "-q", "-f"),
+    "btrfs": ("mkfs.btrfs", "-q", "-f"),
+}
+_IMAGE_BYTES: Final = 400 << 20  # xfs wants 300 MiB; the file has holes
+
+
+@contextlib.contextmanager
+def mounted(kind: str, scratch: Path) -> Iterator[Path]:
+    """An empty file system of this kind, or the test is skipped."""
+    path, image = scratch / kind, scratch / f"{kind}.img"
+    path.mkdir()
+    if kind == "tmpfs":
+        said = _mount("-t", "tmpfs", "-o", "size=16m", "none", path)
+    else:
+        with image.open("wb") as file:
+            file.truncate(_IMAGE_BYTES)
+        try:
+            subprocess.run([*_MADE_BY[kind], str(image)], check=True, capture_output=True)
+        except FileNotFoundError as error:
+            pytest.skip(f"{kind} cannot be made here: {error}")
+        said = _mount("-o", "loop", image, path)
+    if said:
+        pytest.skip(f"{kind} cannot be mounted here: {said}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+        image.unlink(missing_ok=True)
 
 
 def remount(path: Path, how: str) -> None:

@@ -68,6 +68,7 @@ class MemoryStore:
     """
 
     url = ROOT
+    deletes_many = True
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ def test_a_console_s_folder_is_no_object():
 
 def test_an_object_is_created_once(store, request):
     if "rclone" in request.node.name:
-        pytest.skip("rclone ignores the condition; storage/store_probe.py finds that out")
+        pytest.skip("rclone ignores the condition; storage/self_test.py finds that out")
     assert store.put_if_absent("a", b"first")
     assert not store.put_if_absent("a", b"second")
     assert store.get("a")[0] == b"first"

@@ -1,0 +1,118 @@
+"""``doctor`` says what storage at a root can do, what is missing, and what helps."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from support.commands import run_cli
+from support.crashes.mounts import mounted
+from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.state.checkpoints import assert_same, load, save
+from support.stores.kinds import new_store
+from support.stores.proxy import Proxy, answered
+from support.stores.server import bucket_behind, strict_endpoint
+
+from dcp_datastates import StorageError
+from dcp_datastates.storage import stores
+from dcp_datastates.storage.obstore_adapter import ObstoreStore
+from dcp_datastates.storage.self_test import Operation
+
+
+def operations(ended):
+    """Whether each works, as the JSON document says."""
+    document = json.loads(ended.stdout)
+    return {each["operation"]: each["works"] for each in document["operations"]}
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", "xfs", "btrfs"])
+def test_common_file_systems_can_do_all_and_saves_work_there(kind, tmp_path):
+    with mounted(kind, tmp_path) as root:
+        before = sorted(os.listdir(root))
+        ended = run_cli("doctor", root, "--json")
+        assert ended.returncode == 0
+        assert set(operations(ended).values()) == {True}
+        assert sorted(os.listdir(root)) == before
+        state = {"w": torch.arange(1000.0)}
+        save(state, root / "step-1")
+        assert_same(load({"w": torch.zeros(1000)}, root / "step-1"), state)
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto", "azurite"])
+def test_stores_can_do_what_saves_need_and_are_left_as_they_were(monkeypatch, kind):
+    store = (
+        ObstoreStore(bucket_behind(strict_endpoint(), strict_endpoint()))
+        if kind == "moto"
+        else new_store(kind)
+    )
+    monkeypatch.setattr(stores, "store_of", lambda root, options=None: store)
+    ended = run_cli("doctor", f"{store.url}/run", "--json")
+    assert ended.returncode == 0
+    assert all(
+        works for name, works in operations(ended).items() if name != "delete many by one request"
+    )
+    assert list(store.walk("")) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "missing"),
+    [
+        ("POST", "delete", 501, "NotImplemented", {Operation.DELETE_MANY}),
+        ("POST", "delete", 400, "MissingArgument", {Operation.DELETE_MANY}),
+        ("(POST|DELETE)", "(delete|self-test)", 403, "AccessDenied", {Operation.DELETE}),
+        ("GET", "list-type", 403, "AccessDenied", {Operation.LIST}),
+        ("PUT", "", 403, "AccessDenied", {Operation.PUT}),
+    ],
+)
+def test_what_a_server_refuses_is_missing(monkeypatch, method, path, status, code, missing):
+    proxy = Proxy(strict_endpoint())
+    monkeypatch.setattr(stores, "_opened", {})
+    for each in method.strip("()").split("|"):
+        proxy.inject(answered(status, code), each, path, times=99)
+    try:
+        ended = run_cli("doctor", f"{bucket_behind(proxy.url, strict_endpoint())}/run", "--json")
+    finally:
+        proxy.close()
+    found = operations(ended)
+    assert {name for name, works in found.items() if not works} == {each.value for each in missing}
+    saves = not missing & {Operation.LIST, Operation.PUT}
+    assert ended.returncode == (0 if saves else 1)
+    assert json.loads(ended.stdout)["saves_work"] is saves
+
+
+def test_the_table_says_what_is_missing_and_what_helps(monkeypatch):
+    def refuse(request):
+        if request.kind == "delete":
+            raise StorageError(errno.EACCES, "AccessDenied", request.key)
+        return Fate.DONE
+
+    installed(monkeypatch, MemoryStore(refuse))
+    ended = run_cli("doctor", "mem://bucket/run")
+    assert ended.returncode == 0
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ["list", "yes"] in lines
+    assert ["delete", "no", "AccessDenied"] in lines
+    assert "s3:DeleteObject" in ended.stdout
+    assert "saves work there" in ended.stdout
+
+
+def test_a_missing_operation_that_saves_need_is_status_1(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "ftruncate", lambda descriptor, nbytes: None)
+    ended = run_cli("doctor", tmp_path)
+    assert ended.returncode == 1
+    assert "s3://bucket" in ended.stdout
+    assert "no save works there" in ended.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_storage_that_fails_or_is_not_there_is_status_2(monkeypatch, tmp_path):
+    ended = run_cli("doctor", tmp_path / "none" / "below")
+    assert ended.returncode == 2
+    assert f"name {str(tmp_path)!r}" in ended.stderr
+    installed(monkeypatch, MemoryStore(lambda request: Fate.REFUSED))
+    ended = run_cli("doctor", "mem://bucket/run")
+    assert ended.returncode == 2
+    assert "503" in ended.stderr
