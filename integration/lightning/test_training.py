@@ -16,7 +16,11 @@ from support.jobs.processes import Ended, run_ranks
 from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
-from dcp_datastates.lightning import DataStatesFSDPStrategy, DataStatesModelParallelStrategy
+from dcp_datastates.lightning import (
+    DataStatesFSDPStrategy,
+    DataStatesModelParallelStrategy,
+    callback,
+)
 
 STEPS = 7
 LATE = {"read_deadline": 600.0}
@@ -274,3 +278,18 @@ def test_checkpoints_in_a_store_are_saved_deleted_and_resumed_from(tmp_path: Pat
     assert "ckpt_path=str(dcp_datastates.latest('memory://run'))" in found["last"]
     assert found["local"] == []
     assert [each.name for each in ds.inspect(root).checkpoints] == ["step-7"]
+
+
+def test_a_last_checkpoint_that_storage_does_not_show_is_not_left_out(tmp_path, monkeypatch):
+    """The training would start from the beginning."""
+    (tmp_path / "last.ckpt").mkdir()
+
+    def refuse(path, *more, **named):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(ds.StorageError, match="Permission denied"):
+        callback._may_be_loaded(str(tmp_path / "last.ckpt"))
+    monkeypatch.undo()
+    assert not callback._may_be_loaded(str(tmp_path / "last.ckpt"))
