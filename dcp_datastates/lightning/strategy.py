@@ -48,6 +48,7 @@ from dcp_datastates.errors import (
     ConfigurationError,
     IncompatibleStateError,
 )
+from dcp_datastates.lightning.fallback import load_newest
 from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
 from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.manager.background import SavesInBackground
@@ -166,14 +167,24 @@ class DataStatesStrategyMixin(SavesInBackground):
 
         Shards of models and optimizers are loaded in place. A whole model is returned, as Lightning's own strategies
         return it: ``on_load_checkpoint`` may change it. Waits for the saves in flight, since one may be that of
-        ``checkpoint_path``.
+        ``checkpoint_path``. If ``fit`` was given the newest checkpoint of its folder, and that is damaged, the one
+        before it is loaded.
 
         Raises :class:`CheckpointNotFoundError` for a checkpoint that was not committed, and the errors of
         :func:`~dcp_datastates.load`.
         """
         self._saves.wait()
-        self._loaded = None
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
+        if not self._is_fitting:
+            return self._load_from(path, weights_only)
+        return load_newest(
+            path,
+            lambda each: self._load_from(each, weights_only),
+            self.reduce_boolean_decision,  # type: ignore[attr-defined]
+        )
+
+    def _load_from(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        self._loaded = None
         if not is_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found

@@ -21,6 +21,8 @@ from lightning_rows import (
     Use,
     WithLBFGS,
     all_rows,
+    batches,
+    resumed,
 )
 from test_training import from_step, job
 
@@ -158,3 +160,45 @@ def test_an_error_names_the_options_of_the_strategy(tmp_path: Path) -> None:
     path = use.save(Net())
     with pytest.raises(ds.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"):
         use.resume(Longer(), path)
+
+
+# ---- a damaged checkpoint ------------------------------------------------------------------------
+
+
+def damaged(path: Path) -> Path:
+    """With one bit changed, in a file of data."""
+    data = max(path.glob("*/*"), key=lambda each: each.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 3] ^= 1
+    data.write_bytes(content)
+    return path
+
+
+def three(folder: Path) -> list[Path]:
+    """Three checkpoints, the oldest first."""
+    Use("single", folder).save(Net(), epochs=3, save_top_k=-1, save_last=False, filename="{epoch}")
+    return [folder / f"epoch={number}.ckpt" for number in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp"])
+def test_a_training_goes_on_before_a_damaged_newest(tmp_path: Path, kind: str) -> None:
+    first, second, newest = three(tmp_path / "run")
+    damaged(second)
+    path = str(damaged(newest))
+    arguments = {"kind": kind, "model": "Net", "options": {}}
+    if kind == "single":
+        losses = resumed(str(tmp_path), path=path, **arguments)
+        assert losses == resumed(str(tmp_path), path=str(first), **arguments)
+        assert min(losses) == 10
+    else:
+        losses = on_two_ranks("resumed", tmp_path, folder=str(tmp_path), path=path, **arguments)
+        assert min(losses) == 10
+
+
+def test_another_one_that_is_named_must_be_whole(tmp_path: Path) -> None:
+    _, second, newest = three(tmp_path)
+    use = Use("single", tmp_path)
+    with pytest.raises(ds.CheckpointCorruptError):
+        use.resume(Net(), str(damaged(second)), epochs=4)
+    with pytest.raises(ds.CheckpointCorruptError):
+        use.trainer(1).validate(Net(), batches(4), ckpt_path=str(damaged(newest)), verbose=False)
