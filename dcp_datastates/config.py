@@ -23,6 +23,7 @@ __all__ = [
     "Defer",
     "EngineConfig",
     "IoPriority",
+    "OnNan",
     "RamConfig",
     "ReadWindow",
     "Reuse",
@@ -43,6 +44,7 @@ Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
+OnNan = Literal["warn", "refuse"]
 Reuse = Literal["none", "unchanged"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
@@ -287,6 +289,7 @@ class BackgroundOptions(TypedDict, total=False):
     max_in_flight: int
     when_behind: WhenBehind
     audit: bool
+    on_nan: OnNan
     reuse: Reuse
 
 
@@ -323,6 +326,7 @@ class WriterConfig:
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
     audit: bool = False
+    on_nan: OnNan = "warn"
     reuse: Reuse = "none"
     archive: Location | None = None
     archive_rate: int = 0
@@ -362,6 +366,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
+    "on_nan": partial(_one_of, kind=OnNan),
     "reuse": partial(_one_of, kind=Reuse),
     "archive": lambda name, value: value,
     "archive_rate": lambda name, value: parse_rate(value, name=name),

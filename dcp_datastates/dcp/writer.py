@@ -101,6 +101,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
             were behind; on others it raises :class:`SaveAbandonedError`.)
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
+        on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
+            all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
+            log names them, once per process for the same names; ``"refuse"``: the save fails.
         reuse: ``"none"``: write all tensors. ``"unchanged"``: write no tensors whose bytes are those of a checkpoint
             that this process has committed (the newest, or one of the three before): the new checkpoint has hard links
             to the files that hold them. All bytes are compared, by digests of 127 bits. Objects are always written. The
@@ -141,6 +144,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: int = 4,
         when_behind: str = "wait",
         audit: bool = False,
+        on_nan: str = "warn",
         reuse: str = "none",
         archive: str | os.PathLike[str] | ObjectPath | None = None,
         archive_rate: int | str | None = None,
@@ -160,6 +164,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             max_in_flight=max_in_flight,
             when_behind=when_behind,
             audit=audit,
+            on_nan=on_nan,
             reuse=reuse,
             archive=archive_root(archive, storage_options),
             archive_rate=archive_rate,

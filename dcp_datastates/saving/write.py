@@ -22,6 +22,7 @@ from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import Output, cancel, output_to
 from dcp_datastates.saving.reuse import changed_content, remember
@@ -100,6 +101,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
     native, output = engine(save.call.config.host_cache_bytes), output_to(folder)
+    look_for_nan(save, None if reads is None else reads.staged)
     save.on_storage("looking for the attempt", lambda: output.make_ready(rank))
     try:
         content = _content(save, planning, folder, native)

@@ -1,0 +1,93 @@
+"""NaN in what is saved: a line of the log by name, or a failed save (``on_nan``).
+
+A few elements are looked at, in the background: of each tensor that was copied at the call (those below 64 KiB, also
+from devices: biases, norms, statistics) and, in turn, of some that are read later from the host. One bad step of an
+optimizer makes all of a model NaN, so it shows there. Metrics that are given are looked at, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.staging.stage import StagedState
+
+__all__ = ["look_for_nan"]
+
+logger = logging.getLogger(__name__)
+
+_KINDS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLACES: Final = torch.tensor([0.0, 0.4, 0.7, 1.0], dtype=torch.float64, device="cpu")
+_LATER: Final = 64
+"""How many tensors that are read later are looked at in one save."""
+
+
+def look_for_nan(save: SaveOperation, staged: StagedState | None) -> None:
+    """Look at the elements; the state must still be as at the call. Raises :class:`SaveFailedError` with
+    ``on_nan="refuse"``.
+    """
+    found = []
+    if save.group.rank_set.rank == 0:  # whose metrics are stored
+        numbers = save.call.metrics.items()
+        found += [f"metrics.{name}" for name, number in numbers if math.isnan(number)]
+    if staged is not None:
+        found += [*_copied(staged), *_read_later(staged, save.call.number)]
+    if not found:
+        return
+    if save.call.config.on_nan == "refuse":
+        raise SaveFailedError(
+            f'there is NaN in {some_of(found)}, and on_nan="refuse" fails such saves; older checkpoints stay'
+        )
+    _warn(some_of(found))
+
+
+@lru_cache(maxsize=256)
+def _warn(names: str) -> None:
+    """Once per process for the same names: a run that has gone wrong saves on."""
+    logger.warning(
+        'there is NaN in %s, which is saved, and perhaps elsewhere; on_nan="refuse" fails such saves',
+        names,
+    )
+
+
+def _copied(staged: StagedState) -> Iterator[str]:
+    """The names of tensors among the eager copies that have NaN. Not of a state with sparse or complex tensors, say."""
+    if not staged.is_cacheable:
+        return  # the copies are not in the order of the traversal
+    columns = staged.traversal.columns
+    eager = [at for at, is_deferred in enumerate(staged.is_deferred) if not is_deferred]
+    staged.copying.wait()
+    for kind in _KINDS:
+        rows = [
+            (at, offset // kind.itemsize, columns.locals[at].numel() - 1)
+            for at, offset in zip(eager, staged.offsets, strict=True)
+            if columns.locals[at].dtype is kind and columns.locals[at].numel()
+        ]
+        if not rows:
+            continue
+        numbers, starts, lasts = torch.tensor(rows, dtype=torch.int64, device="cpu").unbind(1)
+        elements = staged.buffer[: staged.buffer.nbytes // kind.itemsize * kind.itemsize].view(kind)
+        places = starts[:, None] + (lasts[:, None] * _PLACES).long()
+        bad = elements[places.clamp_(max=len(elements) - 1)].isnan().any(1)
+        yield from map(columns.name, numbers[bad].tolist())
+
+
+def _read_later(staged: StagedState, turn: int) -> Iterator[str]:
+    """The names of tensors on the host that have NaN, of those whose turn it is."""
+    columns = staged.deferred.columns
+    every = -(-len(columns.locals) // _LATER) or 1
+    for at in range(turn % every, len(columns.locals), every):
+        tensor = columns.locals[at].detach()
+        if not tensor.is_cpu or tensor.dtype not in _KINDS or not tensor.numel():
+            continue
+        places = ([0] * tensor.ndim, [n // 2 for n in tensor.shape], [-1] * tensor.ndim)
+        if any(bool(tensor[tuple(place)].isnan()) for place in places):
+            yield columns.name(at)
