@@ -27,6 +27,7 @@ from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.self_test import what_it_says
 
 __all__ = ["Agreed", "Voter"]
 
@@ -216,7 +217,9 @@ class Voter:
                     return place_of(directory).find_older(round_)  # 5
 
                 self._older = bounded("looking at the files", directory, round_.timeout, look)
-        except (SaveStalledError, StorageError) as failure:
+        except SaveStalledError as stalled:
+            error = self._failure = SaveStalledError(f"{stalled}{what_it_says(round_.directory)}")
+        except StorageError as failure:
             error = self._failure = failure
         return protocol.Written(None if error is None else Reason.of(error))
 

@@ -22,6 +22,7 @@ from typing import Final
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.storage import trials
+from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.trials import Operation
@@ -32,12 +33,14 @@ __all__ = [
     "Operation",
     "creates_once",
     "examine",
+    "what_it_says",
     "what_works",
     "what_works_for",
 ]
 
 logger = logging.getLogger(__name__)
 
+_ASKED_SECONDS: Final = 3.0
 _REMEMBERED: Final = 64
 """Roots."""
 
@@ -177,6 +180,19 @@ def what_works(root: Location) -> Findings:
             level = logging.DEBUG if _lacks(root)[each.operation].quiet else logging.WARNING
             logger.log(level, "%s: %s", root, _said(each))
     return found
+
+
+def what_it_says(path: Location | None) -> str:
+    """Text to append to the error of a save to ``path`` that makes no progress: what its store answers. The libraries
+    do not tell why an upload stands still. Empty if it answers well, and for a directory. Takes some seconds.
+    """
+    if not isinstance(path, ObjectPath):
+        return ""
+    try:
+        bounded("a request", (path, "asked"), _ASKED_SECONDS, lambda: examine(path.parent))
+    except StorageError as error:
+        return f"; the store: {error.strerror}"
+    return ""
 
 
 def creates_once(root: ObjectPath) -> bool:

@@ -122,22 +122,29 @@ def _await_uploads() -> None:
     await_that(lambda: all(t.name != "dcp_datastates-upload" for t in threading.enumerate()))
 
 
-@pytest.mark.parametrize("how", ["away", "stalled"])
+@pytest.mark.parametrize("how", ["away", "stalled", "busy"])
 def test_a_store_that_does_not_come_back_fails_the_save_within_its_timeout(how, proxy, root):
     save(OLD, f"{root}/step-1")
-    over = threading.Event()
+    over, busy, said = threading.Event(), [], ""
     try:
         if how == "stalled":
             proxy.inject(stalled(over), *PARTS, times=99, skip=1)
+        elif how == "busy":
+            said = r".*the store: .*503 Service Unavailable: SlowDown"
+            fault = answered(503, "SlowDown")
+            busy = [proxy.inject(fault, method, times=9999) for method in ("PUT", "POST")]
         else:
             proxy.inject(lambda exchange: (setattr(proxy, "down", True), exchange.cut()), *PARTS)
         began = time.monotonic()
-        with pytest.raises(DataStatesError, match=r"without any progress \(commit_timeout=2\)"):
+        idle = r"without any progress \(commit_timeout=2\)"
+        with pytest.raises(DataStatesError, match=idle + said):
             save(NEW, f"{root}/step-1", commit_timeout=2.0)
         assert time.monotonic() - began < 30
     finally:
         over.set()
         proxy.down = False
+        for each in busy:
+            each.left = 0
     _only_old_is_there(root)
     save(NEW, f"{root}/step-1")
     assert_same(load(f"{root}/step-1"), NEW)
