@@ -20,7 +20,7 @@ BELOW = {
     "torchtitan": ("manager",),
     "deepspeed": ("manager", "conversion"),
     "lightning": ("conversion",),
-    "huggingface": ("manager",),
+    "huggingface": ("conversion",),
     "megatron": ("manager",),
     "monitoring": ("tiers",),
     "manager": ("dcp", "checkpoints"),

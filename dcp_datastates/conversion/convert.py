@@ -18,12 +18,13 @@ from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.hugging_face import small_files
+from dcp_datastates.conversion.hugging_face import GROUPS, small_files
 from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.trainer_folder import trainer_output, trainer_source
 from dcp_datastates.conversion.write_datastates import datastates_output
 from dcp_datastates.conversion.write_safetensors import hf_output, peft_output, safetensors_output
 from dcp_datastates.conversion.write_stock import stock_output
@@ -160,7 +161,8 @@ def convert(
         source: A file or directory, or its URL.
         target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
             "datastates", also a URL.
-        to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index.
+        to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
+            what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
             ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
             has saved, the file from which its own strategies resume. None: "datastates", if the source has another
@@ -214,16 +216,20 @@ def convert(
     opened = open_source(given, checked.allow_objects)
     chosen_format = _target_format(opened, to, checked)
     check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
-    selected = select(opened, checked.selection)
+    small = small_files(opened) if chosen_format == "hf" and checked.config_from is None else {}
+    is_training = GROUPS in small and checked.selection.takes_all
+    selected = trainer_source(opened) if is_training else select(opened, checked.selection)
     companions: Location | Mapping[str, bytes] | None = checked.config_from
     if chosen_format == "peft":
         companions = {ADAPTER_CONFIG: adapter_config(opened, checked.config_from)}
         selected = adapter_of(selected, frozenset(optimizers_in(opened)))
     elif chosen_format == "hf" and companions is None:
-        companions = opened.path if opened.format == "Hugging Face" else small_files(opened)
-    if chosen_format in ("hf", "safetensors") and not checked.selection.chooses:
-        _refuse_optimizers(selected, chosen_format)
-    skipped = _without_objects(selected, chosen_format, checked.strict)
+        companions = opened.path if opened.format == "Hugging Face" else small
+    skipped: tuple[str, ...] = ()
+    if not is_training:
+        if chosen_format in ("hf", "safetensors") and not checked.selection.chooses:
+            _refuse_optimizers(selected, chosen_format)
+        skipped = _without_objects(selected, chosen_format, checked.strict)
     if chosen_format not in _FLAT:
         _check_nesting(selected)
     if chosen_format == "torch" and is_of_lightning(selected):
@@ -268,6 +274,8 @@ def _output(
     if to == "peft":
         assert isinstance(companions, Mapping)
         return peft_output(source, path, companions[ADAPTER_CONFIG])
+    if to == "hf" and isinstance(companions, Mapping) and optimizers_in(source):
+        return trainer_output(source, path, limits.shard_bytes, companions, options.allow_objects)
     if to == "hf":
         return hf_output(source, path, limits.shard_bytes, companions)
     if to == "safetensors":

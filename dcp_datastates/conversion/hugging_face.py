@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,23 +13,29 @@ from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
 
-__all__ = ["CONFIG", "check_opens", "small_files"]
+__all__ = ["CONFIG", "GROUPS", "check_opens", "small_files"]
 
 logger = logging.getLogger(__name__)
 
 CONFIG: Final = "config.json"
-_FILES: Final = "files.rank-0."
-"""Where a checkpoint of the Trainer has the files of the first rank (``huggingface/files.py``)."""
+
+GROUPS: Final = "optimizer_groups.json"
+"""The Trainer's file with the names of the optimizer's groups in their order, which a checkpoint does not keep."""
+_FILE: Final = re.compile(r"files\.rank-(\d+)\.(.+)")
+"""The name of a file that the Trainer has saved on a rank (``huggingface/files.py``)."""
 
 
 def small_files(source: Source) -> dict[str, bytes]:
-    """The files that a checkpoint of the Trainer has beside its tensors, by their relative paths; none of another."""
-    found = {}
-    for name in source.objects:
-        if name.startswith(_FILES):
-            value = value_of(source, name, allow_objects=False)
+    """The files that a checkpoint of the Trainer has beside its tensors, by their relative paths; none of another. Of
+    several ranks' files of one name, this is the first rank's.
+    """
+    found: dict[str, bytes] = {}
+    matches = filter(None, map(_FILE.fullmatch, source.objects))
+    for match in sorted(matches, key=lambda match: int(match[1])):
+        if match[2] not in found:
+            value = value_of(source, match[0], allow_objects=False)
             if isinstance(value, bytes):
-                found[name.removeprefix(_FILES)] = value
+                found[match[2]] = value
     return found
 
 

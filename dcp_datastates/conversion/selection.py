@@ -45,6 +45,11 @@ class Selection:
         """Whether the user has named what is taken."""
         return self.only is not None or self.part is not None
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether all values are taken, as they are."""
+        return not (self.chooses or self.exclude or self.rename or self.dtype)
+
     @staticmethod
     def checked(
         only: str | Iterable[str] | None = None,

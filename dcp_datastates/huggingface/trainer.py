@@ -15,6 +15,7 @@ It differs from that of transformers only in these points:
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -33,6 +34,8 @@ from transformers.trainer_utils import SaveStrategy
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
+from dcp_datastates.conversion.hugging_face import GROUPS
+from dcp_datastates.conversion.trainer_folder import MODEL, OPTIMIZER
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -59,6 +62,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
+from dcp_datastates.manager.packed_optimizer import groups_in
 from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
@@ -70,8 +74,6 @@ logger = logging.getLogger(__name__)
 
 tell_if_untested("transformers", transformers.__version__)
 
-_MODEL: Final = "model"
-_OPTIMIZER: Final = "optimizer"
 _UNLOADABLE: Final = (CheckpointCorruptError, CheckpointNotFoundError)
 
 _WEIGHTS: Final = (
@@ -163,6 +165,8 @@ class DataStatesTrainerMixin(SavesInBackground):
             files = read_files(Path(folder, name))
         optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
         saved = state_of(self._saved_models, optimizers)
+        if self.args.should_save and optimizers:  # type: ignore[attr-defined]
+            files[GROUPS] = json.dumps(groups_in(saved[OPTIMIZER])).encode()
         self._prepared = Path(run, name), saved, files
         if not self._waits_for_callbacks:
             self._start_prepared()
@@ -309,14 +313,14 @@ class DataStatesTrainerMixin(SavesInBackground):
         if self._resumed_from is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
-            models = self._saved_models if model in (None, self.model) else {_MODEL: model}  # type: ignore[attr-defined]
+            models = self._saved_models if model in (None, self.model) else {MODEL: model}  # type: ignore[attr-defined]
             with self._loading():
                 load_models(self._resumed_from, models, **self._load_options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed_from is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        elif holds(self._resumed_from, _OPTIMIZER):
+        elif holds(self._resumed_from, OPTIMIZER):
             with self._loading():
                 load_optimizers(
                     self._resumed_from,
@@ -358,12 +362,12 @@ class DataStatesTrainerMixin(SavesInBackground):
         """The model; of one with adapters of PEFT, what is trained, and all that PEFT saves."""
         model = self.model  # type: ignore[attr-defined]
         adapters = self._adapters
-        return {_MODEL: model if adapters is None else Trainable(model, also=saved_names(adapters))}
+        return {MODEL: model if adapters is None else Trainable(model, also=saved_names(adapters))}
 
     @property
     def _saved_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         optimizer = self.optimizer  # type: ignore[attr-defined]
-        return {_OPTIMIZER: getattr(optimizer, "optimizer", optimizer)}
+        return {OPTIMIZER: getattr(optimizer, "optimizer", optimizer)}
 
 
 class DataStatesTrainer(DataStatesTrainerMixin, Trainer):  # type: ignore[misc]

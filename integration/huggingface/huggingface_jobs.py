@@ -189,8 +189,8 @@ class Kill(TrainerCallback):
         self._step = step
         self._killing = killing
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:  # the save begins after on_save
             kill(Path(args.output_dir), **self._killing)
 
 

@@ -57,14 +57,19 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
-    settings = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", **given}
+    settings = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "save_strategy": "steps",
+        "lr_scheduler_type": "constant",  # whatever max_steps says
+        **given,
+    }
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         use_cpu=True,
         seed=3,
-        lr_scheduler_type="constant",  # whatever max_steps says
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
@@ -129,7 +134,7 @@ def test_a_checkpoint_has_the_small_files_that_the_trainer_saves(tmp_path: Path)
         path.name: path.read_bytes() for path in (tmp_path / "stock" / "checkpoint-2").iterdir()
     }
     files = ds.load(tmp_path / "ours" / "checkpoint-2", only="files")["files"]["rank-0"]
-    assert files.keys() == theirs.keys() - STOCK_WEIGHTS
+    assert files.keys() == theirs.keys() - STOCK_WEIGHTS | {"optimizer_groups.json"}
     for name in (
         "config.json",
         "generation_config.json",
@@ -319,6 +324,62 @@ def test_on_a_first_run_there_is_nothing_to_resume(tmp_path: Path, kind: Any) ->
         assert run(Ours, tmp_path, resume=ds.latest(tmp_path)).losses.keys() == {1, 2, 3, 4}
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "each epoch": {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "adafactor": {"optim": "adafactor"},
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "rmsprop": {"optim": "rmsprop"},
+    "cosine": {"lr_scheduler_type": "cosine"},
+    "warm-up": {"lr_scheduler_type": "linear", "warmup_steps": 3},
+    "smaller batches": {"auto_find_batch_size": True},
+    "checkpointed activations": {"gradient_checkpointing": True},
+    "NEFTune": {"neftune_noise_alpha": 5},
+    "fused": {"optim": "adamw_torch_fused", "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_with_all_settings_a_resumed_run_goes_on_alike(tmp_path: Path, setting: str) -> None:
+    given = SETTINGS[setting]
+    losses = run(Ours, tmp_path / "whole", **given).losses
+    first = min(tmp_path.glob("whole/checkpoint-*"), key=lambda each: int(each.name[11:]))
+    shutil.copytree(first, tmp_path / "part" / first.name)
+    resumed = run(Ours, tmp_path / "part", resume=True, **given).losses
+    done = int(first.name.removeprefix("checkpoint-"))
+    assert resumed == {step: loss for step, loss in losses.items() if step > done}
+    assert len(resumed) in (2, 8)
+
+
+class Preempted(TrainerCallback):
+    """Asks for the checkpoint of a job that gets SIGTERM, as the Trainer's own handler does after some seconds."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.manager.is_checkpoint_requested = True
+
+    manager: Any = None
+
+
+def test_a_preempted_job_saves_at_its_step(tmp_path: Path) -> None:
+    """The Trainer saves without ``on_save``, and takes another step before it ends."""
+    losses = run(Ours, tmp_path / "whole", max_steps=6).losses
+    callback = Preempted()
+    trainer = Ours(
+        model=llama(),
+        args=arguments(tmp_path / "jit", max_steps=6, enable_jit_checkpoint=True),
+        train_dataset=data(),
+    )
+    jit = trainer.callback_handler.callbacks
+    callback.manager = next(each.jit_manager for each in jit if hasattr(each, "jit_manager"))
+    jit.insert(0, callback)
+    trainer.train()
+    assert "checkpoint-3" in committed_names(tmp_path / "jit")
+    resumed = run(Ours, tmp_path / "jit", resume=tmp_path / "jit" / "checkpoint-3", max_steps=6)
+    assert resumed.losses == {step: losses[step] for step in (4, 5, 6)}
+
+
 # ---- changing over -----------------------------------------------------------------------------
 
 
@@ -406,3 +467,15 @@ def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
                 ds.convert(
                     tmp_path / "checkpoint-2", tmp_path / "out", "hf", part="model", **option
                 )
+
+
+def test_the_trainer_itself_resumes_from_what_convert_makes(tmp_path: Path) -> None:
+    losses = run(Ours, tmp_path / "whole", max_steps=6).losses
+    out = tmp_path / "stock" / "checkpoint-4"
+    ds.convert(tmp_path / "whole" / "checkpoint-4", out, "hf")
+    resumed = run(Stock, tmp_path / "stock", resume=True, max_steps=6)
+    assert resumed.losses == {step: losses[step] for step in (5, 6)}
+    theirs = {path.name for path in (tmp_path / "stock" / "checkpoint-6").iterdir()}
+    assert {path.name for path in out.iterdir()} == theirs
+    resumed = run(Ours, tmp_path / "stock", resume=out, max_steps=6, save_strategy="no")
+    assert resumed.losses == {step: losses[step] for step in (5, 6)}

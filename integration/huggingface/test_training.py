@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs.processes import Ended, run_ranks
+from support.state.files import flip_bit
 from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
@@ -123,6 +124,18 @@ def test_a_killed_job_goes_on_from_the_newest_commit_with_equal_losses(
     assert committed(folder) >= set(names.values())
     for name in committed(folder):
         assert not ds.verify(folder / name).damages
+
+
+@pytest.mark.parametrize("file", ["r00000", "r00001"])
+def test_all_ranks_leave_out_a_checkpoint_of_which_one_cannot_load_its_part(
+    tmp_path: Path, whole: Any, file: str
+) -> None:
+    folder, losses = whole(TRAINER)
+    shutil.copytree(folder, tmp_path / "run")
+    (data,) = (tmp_path / "run" / "checkpoint-7").glob(f"*/{file}-*.safetensors")
+    flip_bit(data, data.stat().st_size // 2)
+    resumed = train(TRAINER, tmp_path / "run", tmp_path, resume=True)
+    assert resumed["losses"] == from_step(losses, 7)
 
 
 def test_the_trainer_with_ddp(tmp_path: Path) -> None:
