@@ -30,6 +30,7 @@ WEAK = {
     "format/metadata_check.py": "catalogs",
     "format/metadata_document.py": "catalogs",
     "io/stored_files.py": "open files",
+    "manager/live_optimizer.py": "optimizers",
     "manager/naming.py": "models",
     "manager/optimizers.py": "optimizers",
     "process/forks.py": "locks",

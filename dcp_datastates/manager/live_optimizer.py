@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -15,11 +17,28 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.manager.naming import has_fsdp1, parameters_of
+from dcp_datastates.manager.naming import fingerprint, has_fsdp1, parameters_of
 
 __all__ = ["LiveOptimizer"]
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
+
+
+@dataclass
+class _Naming:
+    """The names of an optimizer's parameters."""
+
+    of: Any
+    """What they hold for: the parameters of the models, and the optimizer's."""
+    fsdp1: torch.nn.Module | None = None
+    parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    elsewhere: dict[str, torch.Tensor] = field(default_factory=dict)
+    in_model: dict[str, str] = field(default_factory=dict)
+    unnamed: list[str] = field(default_factory=list)
+
+
+_known: MutableMapping[torch.optim.Optimizer, _Naming] = WeakKeyDictionary()
+"""What was found for an optimizer, which counts until the model's or its own parameters change."""
 
 
 class LiveOptimizer:
@@ -45,81 +64,53 @@ class LiveOptimizer:
         to_fill: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        mine = _parameters(optimizer)
-        owners = parameters_of(models, mine)
-        sharded = [each for name in owners for each in models[name] if has_fsdp1(each)]
-        self._fsdp1 = sharded[0] if sharded else None
-        self.parameters: dict[str, torch.Tensor | None] = {}
+        naming = _naming(optimizer, models, rank)
+        self._fsdp1 = naming.fsdp1
+        self.parameters = naming.parameters
         """The optimizer's, in their order. None: only torch knows it, by its name (FSDP1)."""
-        self.elsewhere: dict[str, torch.Tensor] = {}
+        self.elsewhere = naming.elsewhere
         """The parameters of its models that the optimizer does not have."""
-        self.in_model: dict[str, str] = {}
+        self.in_model = naming.in_model
         """The names within the state of those that are in a model."""
-        self.unnamed: list[str] = []
+        self.unnamed = naming.unnamed
         """The names of those that are in no model."""
-        if self._fsdp1 is not None:
+        if self._fsdp1 is None:
+            packed = optimizer.state_dict()
+        else:
             with _gradients_for(optimizer, first_state=to_fill):
-                packed: dict[str, Any] = dict(get_optimizer_state_dict(self._fsdp1, optimizer))
+                packed = dict(get_optimizer_state_dict(self._fsdp1, optimizer))
             names = list(chain.from_iterable(group["params"] for group in packed["param_groups"]))
             self.parameters = dict.fromkeys(names)
-            self.in_model = {name: f"{next(iter(owners))}.{name}" for name in names}
-        else:
-            packed = optimizer.state_dict()
-            names = self._name(mine, owners, rank)
+            (model,) = naming.in_model
+            self.in_model = {name: f"{model}.{name}" for name in names}
         self.states: dict[str, Any] = {}
         """The states of parameters that have some."""
         self.groups: list[tuple[list[str], dict[str, Any]]] = []
         """The names and the settings of each group."""
-        self.rest: dict[str, Any] = {}
+        self.rest: dict[str, Any] = dict(packed)
         """What ``state_dict()`` gives beside these; all, if it does not number the parameters as torch's does."""
-        self._unpack(packed, names)
-
-    def _name(
-        self,
-        mine: Sequence[torch.Tensor],
-        owners: Mapping[str, Mapping[str, torch.Tensor]],
-        rank: int | None,
-    ) -> list[str]:
-        several = len(owners) > 1
-        names: dict[int, str] = {}
-        found: dict[str, torch.Tensor] = {}
-        for model, parameters in owners.items():
-            for key, parameter in parameters.items():
-                name = f"{model}.{key}" if several else key
-                names.setdefault(id(parameter), name)
-                found[name] = parameter
-                self.in_model[name] = f"{model}.{key}"
-        for number, parameter in enumerate(mine):
-            name = names.get(id(parameter), "")
-            if not name:
-                own = rank is not None and not isinstance(parameter, DTensor)
-                name = f"rank-{rank}.position-{number}" if own else f"position-{number}"
-                self.unnamed.append(name)
-            self.parameters[name] = parameter
-        self.elsewhere = {n: each for n, each in found.items() if n not in self.parameters}
-        return list(self.parameters)
+        self._unpack(packed, list(self.parameters))
 
     def _unpack(self, packed: dict[str, Any], names: list[str]) -> None:
-        self.rest = dict(packed)
         groups, states = packed.get("param_groups"), packed.get("state")
         if not isinstance(groups, list) or not isinstance(states, Mapping):
             return
         numbers = list(chain.from_iterable(group["params"] for group in groups))
-        by_number = dict(zip(numbers, names, strict=False))
         if numbers not in (list(range(len(names))), names):
             return
+        by_number = dict(zip(numbers, names, strict=True))
         for group in groups:
             settings = {key: each for key, each in group.items() if key not in _NO_SETTINGS}
             self.groups.append(([by_number[number] for number in group["params"]], settings))
-        of_none = {}
-        for key, values in states.items():
-            if key not in by_number:
-                of_none[key] = values
-            elif values is not None and (not isinstance(values, Mapping) or values):
-                self.states[by_number[key]] = values
+        others = states.keys() - by_number.keys()
+        self.states = {
+            by_number[key]: each
+            for key, each in states.items()
+            if key not in others and (type(each) is not dict or each)
+        }
         del self.rest["param_groups"], self.rest["state"]
-        if of_none:
-            self.rest["state"] = of_none
+        if others:
+            self.rest["state"] = {key: each for key, each in states.items() if key in others}
 
     def give(
         self, states: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], rest: dict[str, Any]
@@ -167,6 +158,44 @@ class LiveOptimizer:
                 value = group[key]
                 tensor.copy_(value) if isinstance(value, torch.Tensor) else tensor.fill_(value)
                 group[key] = tensor
+
+
+def _naming(
+    optimizer: torch.optim.Optimizer,
+    models: Mapping[str, Sequence[torch.nn.Module]],
+    rank: int | None,
+) -> _Naming:
+    mine = _parameters(optimizer)
+    of = rank, list(map(id, mine)), *fingerprint(models)
+    found = _known.get(optimizer)
+    if found is not None and found.of == of:
+        return found
+    owners = parameters_of(models, mine)
+    # The modules may have been resharded, and have other parameters now.
+    found = _Naming((rank, list(map(id, mine)), *fingerprint(models)))
+    for name in owners:
+        for module in models[name]:
+            if has_fsdp1(module):
+                found.fsdp1, found.in_model = module, {name: name}
+                return found
+    names: dict[int, str] = {}
+    every: dict[str, torch.Tensor] = {}
+    for model, parameters in owners.items():
+        for key, parameter in parameters.items():
+            name = f"{model}.{key}" if len(owners) > 1 else key
+            names.setdefault(id(parameter), name)
+            every[name] = parameter
+            found.in_model[name] = f"{model}.{key}"
+    for number, parameter in enumerate(mine):
+        name = names.get(id(parameter), "")
+        if not name:
+            own = rank is not None and not isinstance(parameter, DTensor)
+            name = f"rank-{rank}.position-{number}" if own else f"position-{number}"
+            found.unnamed.append(name)
+        found.parameters[name] = parameter
+    found.elsewhere = {n: each for n, each in every.items() if n not in found.parameters}
+    _known[optimizer] = found
+    return found
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ __all__ = [
     "Parameters",
     "are_parts",
     "device_of",
+    "fingerprint",
     "has_fsdp1",
     "load_model_state",
     "model_state",
@@ -114,6 +115,14 @@ def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
     """The parameters of a module by name; one that has several names by the first."""
     plain = dict(module.named_parameters())
     return zip(_names(module, plain, _of_parameters), plain.values(), strict=True)
+
+
+def fingerprint(models: Mapping[str, Sequence[torch.nn.Module]]) -> tuple[list[Any], list[int]]:
+    """What determines the names of the parameters of ``models``: their names by torch, and which objects they are."""
+    named = [
+        pair for modules in models.values() for each in modules for pair in each.named_parameters()
+    ]
+    return [*models, *(name for name, _ in named)], [id(each) for _, each in named]
 
 
 def are_parts(modules: Sequence[torch.nn.Module]) -> bool:

@@ -15,11 +15,13 @@ of the model that the optimizer does not have (any more) is kept with the optimi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -61,8 +63,13 @@ class _Group:
     @property
     def ident(self) -> str:
         """The first parameter, and a digest of all: groups of two ranks may have the same first one."""
-        digest = hashlib.blake2b("\n".join(self.names).encode(), digest_size=4)
-        return f"{self.names[0]}.{digest.hexdigest()}"
+        return _ident(self.names)
+
+
+@functools.lru_cache(maxsize=256)
+def _ident(names: tuple[str, ...]) -> str:
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4)
+    return f"{names[0]}.{digest.hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,6 @@ class _Stored:
     names: tuple[str, ...]
     """The program's names of its parameters."""
     settings: Structure
-    nested: dict[str, Structure]
-    """The structures of states, by the program's names."""
 
     @property
     def keys(self) -> set[Any]:
@@ -103,6 +108,8 @@ class OptimizerPart:
     """Gives the program's name of a stored parameter. None: they are the same."""
     _template: dict[str, Any] = field(default_factory=dict)
     _stored: list[_Stored] = field(default_factory=list)
+    _nested: dict[str, Structure] = field(default_factory=dict)
+    """The structures of stored states, by the program's names of parameters."""
     _rest: Structure | None = None
 
     def live(self) -> LiveOptimizer:
@@ -123,6 +130,9 @@ class OptimizerPart:
             tensors, structure = taken_apart(group.settings)
             found["groups"][group.ident] = group.kind, group.names, structure
             found["groups"].update({f"{group.ident}.{key}": each for key, each in tensors.items()})
+            if _are_flat(group.states):
+                found["state"].update(group.states)
+                continue
             nested = []
             for name, values in group.states.items():
                 if _is_flat(values, parameters.get(name)):
@@ -177,7 +187,7 @@ class OptimizerPart:
         start = f"{self.name}."
         mine = {n.removeprefix(start): old for n, old in names.items() if n.startswith(start)}
         live = self.live()
-        self._stored, self._rest = [], None
+        self._stored, self._nested, self._rest = [], {}, None
         if not mine:
             first = next(iter(live.parameters), None)
             if first is not None and self.fit.takes(f"{start}groups.{first}"):
@@ -192,8 +202,7 @@ class OptimizerPart:
         values = {name: found[old] for name, old in small.items()}
         self._take(values)
         self._check(live, mine)
-        nested = {name: each for group in self._stored for name, each in group.nested.items()}
-        places = Places(live, names, stored, nested)
+        places = Places(live, names, stored, self._nested)
         for name, old in mine.items():
             kind, _, rest = name.partition(".")
             if name in values:
@@ -225,14 +234,15 @@ class OptimizerPart:
             section, _, ident = name.partition(".")
             if section == "groups":
                 kind, names, settings = value
-                nested = {renamed(n): each for n, each in values.get(f"nested.{ident}", ())}
-                names = tuple(map(renamed, names))
-                self._stored.append(_Stored(kind, ident, names, settings, nested))
+                self._stored.append(_Stored(kind, ident, tuple(map(renamed, names)), settings))
+            elif section == "nested":
+                self._nested.update({renamed(name): each for name, each in value})
 
     def _check(self, live: LiveOptimizer, mine: Iterable[str]) -> None:
         """Raise :class:`IncompatibleStateError` if the stored state can be of no use to this optimizer."""
         ours, moments = type(self.optimizer), any(name.startswith("state.") for name in mine)
-        if (self._stored and not live.groups) or (self._rest and live.groups and not self._stored):
+        whole = self._rest is not None and any(key == "param_groups" for key, _ in self._rest[1])
+        if (self._stored or whole) and bool(live.groups) == whole:
             raise self._unfit(f"is of another kind than what {ours.__qualname__} gives")
         if not moments:
             return
@@ -255,13 +265,12 @@ class OptimizerPart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the optimizer a loaded state."""
-        if not (self._stored or self._rest or state.get("state")):
+        if not (self._stored or self._nested or self._rest or state.get("state")):
             return  # nothing of it was to be loaded
         live = self.live()
         tensors = state.get("state", {})
-        nested = {name: each for group in self._stored for name, each in group.nested.items()}
-        loaded = {name: dict(each) for name, each in tensors.items() if name not in nested}
-        for name, structure in nested.items():
+        loaded = {name: dict(each) for name, each in tensors.items() if name not in self._nested}
+        for name, structure in self._nested.items():
             loaded[name] = put_together(structure, _found_in(tensors.get(name, {})))
         given = {
             name: self._with_excluded(name, live, loaded.get(name)) for name in live.parameters
@@ -394,6 +403,15 @@ def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
         before = old[: old.rindex(".state.") + len(".state.")]
         part.renamed = lambda name: rename(f"{before}{name}.").removeprefix(start).removesuffix(".")
     return replace(fit, rename=rename)
+
+
+def _are_flat(states: Mapping[str, Any]) -> bool:
+    """Whether all are dicts of plain tensors by strings, as they most often are."""
+    return (
+        set(map(type, states.values())) <= {dict}
+        and set(map(type, set().union(*states.values()))) <= {str}
+        and set(map(type, chain.from_iterable(map(dict.values, states.values())))) <= _PLAIN
+    )
 
 
 def _is_flat(values: Any, parameter: torch.Tensor | None) -> bool:

@@ -280,6 +280,19 @@ def test_a_setting_that_the_checkpoint_lacks_is_the_programs(tmp_path, caplog):
     assert "keeps its max_lr" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "odd"])
+def test_settings_may_be_left_out(kind, tmp_path):
+    first = _saved(tmp_path, OPTIMIZERS[kind])
+    second = _same_program(_Net(), OPTIMIZERS[kind])
+    for group in second["optimizer"].param_groups:
+        group["lr"] = 0.9
+    _restored(tmp_path, second, exclude="optimizer.groups")
+    assert [group["lr"] for group in second["optimizer"].param_groups] == [0.9, 0.9]
+    found, expected = _by_name(second), _by_name(first)
+    for name in expected.keys() - {"global"}:
+        _assert_same(found[name][0], expected[name][0])
+
+
 @pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)])
 @pytest.mark.parametrize("own", [0.5, torch.tensor(0.5)])
 def test_a_rate_stays_a_number_or_the_same_tensor(saved, own, tmp_path):

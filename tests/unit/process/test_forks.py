@@ -40,6 +40,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.io.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
     "dcp_datastates.staging.ownership": "the optimizers exist in the child, too",
     "dcp_datastates.manager.naming": "names of models, which exist in the child, too",
+    "dcp_datastates.manager.live_optimizer": "names of parameters, which exist in the child, too",
     "dcp_datastates.manager.optimizers": "what is kept for optimizers, which exist in the child, too",
     "dcp_datastates.format.metadata_check": "caches of constants",
     "dcp_datastates.format.dcp_stub": "caches of constants",
