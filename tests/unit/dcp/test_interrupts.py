@@ -17,13 +17,17 @@ from dcp_datastates.dcp.reader import DataStatesReader
 
 
 class _Interrupts:
-    """Raises KeyboardInterrupt at one call or return of a function in this thread, as a signal would."""
+    """Raises KeyboardInterrupt in this thread, as a signal would: at one call or return of a function by this package's
+    code or torch's. (Within Python's own locks, an interrupt may leave other errors.)
+    """
 
     def __init__(self, at):
         self._at = at
         self.count = 0
 
     def __call__(self, frame, event, arg):
+        if not any(part in frame.f_code.co_filename for part in ("dcp_datastates/", "/torch/")):
+            return
         self.count += 1
         if self.count == self._at:
             raise KeyboardInterrupt
@@ -63,7 +67,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("number", tries(15, 400))
+@pytest.mark.parametrize("number", tries(10, 100))
 @pytest.mark.parametrize("api", APIS)
 def test_an_interrupt_anywhere_comes_out_as_one(api, number, root):
     call = APIS[api]
