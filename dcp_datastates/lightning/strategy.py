@@ -229,7 +229,8 @@ class DataStatesStrategyMixin(SavesInBackground):
         if loaded is None or (self._hooks_look and loaded.has_other_optimizers(checkpoint)):
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         elif not self._fills_model:
-            self._load_optimizers(loaded.path, loaded.options(self._load_options))
+            options: FitOptions = {"cast": True, **self._load_options}  # as Lightning does
+            self._load_optimizers(loaded.path, loaded.options(options))
         if loaded is not None:
             self._restore_random_numbers()
 

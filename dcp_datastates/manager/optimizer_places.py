@@ -51,7 +51,7 @@ class Places:
     ) -> None:
         self._live = live
         self._stored_as = {
-            name: stored.get(names.get(full, "")) for name, full in live.in_model.items()
+            name: stored.get(names.get(full, full)) for name, full in live.in_model.items()
         }
         self._parameters = {**live.elsewhere, **live.parameters}
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}

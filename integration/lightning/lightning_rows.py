@@ -16,7 +16,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.distributed.fsdp import fully_shard
@@ -517,3 +524,95 @@ class WithLBFGS(Net):
 @row
 def lbfgs_resumes(use: Use) -> Any:
     return use.resume(WithLBFGS(), use.save(WithLBFGS()))
+
+
+# ---- callbacks of Lightning ----------------------------------------------------------------------
+
+
+class Thawing(BaseFinetuning):
+    """Trains the first layer from the second epoch on: with a group of its own."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=1e-3)
+
+
+class TrainsSome(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda each: each.requires_grad, self.parameters()))
+
+
+@row
+def a_layer_is_thawed_and_the_job_resumes_after_it(use: Use) -> Any:
+    if "ddp" in use.kind:
+        return "DDP leaves layers that were frozen when it was made to each rank"
+    first = use.trainer(2, Thawing(), ModelCheckpoint(use.folder, save_last=True, save_top_k=0))
+    first.fit(TrainsSome(), batches())
+    model = TrainsSome()
+    second = use.trainer(3, Thawing(), enable_checkpointing=False)
+    second.fit(model, batches(), ckpt_path=str(use.folder / "last.ckpt"))
+    return model.losses, len(second.optimizers[0].param_groups)
+
+
+class Ends(Callback):
+    """Ends the second epoch with an error."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 13:
+            raise InterruptedError("the job is over")
+
+
+@row
+def an_exception_leaves_a_checkpoint(use: Use) -> Any:
+    saves = OnExceptionCheckpoint(use.folder)
+    try:
+        use.trainer(2, saves, Ends()).fit(Net(), batches())
+    except InterruptedError:
+        return use.resume(Net(), saves.ckpt_path)
+
+
+@row
+def weights_are_averaged_and_the_job_resumes(use: Use) -> Any:
+    def average() -> WeightAveraging:
+        return WeightAveraging()
+
+    settings = {"strategy": {"defer": "none"}} if "own" not in use.kind else {}
+    saves = ModelCheckpoint(use.folder, save_last=True, save_top_k=0)
+    use.trainer(1, average(), saves, **settings).fit(Net(), batches())
+    model = Net()
+    second = use.trainer(2, average(), enable_checkpointing=False, **settings)
+    second.fit(model, batches(), ckpt_path=str(use.folder / "last.ckpt"))
+    return model.losses, weights(model)
+
+
+@row
+def gradients_are_accumulated_over_batches(use: Use) -> Any:
+    saves = ModelCheckpoint(use.folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    use.trainer(1, saves, accumulate_grad_batches=3).fit(Net(), batches())
+    model = Net()
+    second = use.trainer(2, enable_checkpointing=False, accumulate_grad_batches=3)
+    second.fit(model, batches(), ckpt_path=str(use.folder / "step=2.ckpt"))
+    return model.losses
+
+
+@row
+def half_precision_resumes(use: Use) -> Any:
+    saves = ModelCheckpoint(use.folder, save_last=True, save_top_k=0)
+    use.trainer(1, saves, precision="bf16-true").fit(Net(), batches())
+    model = Net()
+    second = use.trainer(2, enable_checkpointing=False, precision="bf16-true")
+    second.fit(model, batches(), ckpt_path=str(use.folder / "last.ckpt"))
+    return model.losses
+
+
+@row
+def a_checkpoint_loads_into_another_precision(use: Use) -> Any:
+    path = use.save(Net())
+    model = Net()
+    use.trainer(2, enable_checkpointing=False, precision="bf16-true").fit(
+        model, batches(), ckpt_path=path
+    )
+    return model.losses
