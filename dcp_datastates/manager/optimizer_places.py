@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -68,12 +67,10 @@ class Places:
         return None, name
 
     def of_state(self, parameter: str, path: str, entry: STORAGE_TYPES | None) -> Any:
-        """The place of a tensor of a parameter's state; None for a value."""
-        if entry is not None and not isinstance(entry, TensorStorageMetadata):
-            return None
+        """The place of a tensor of a parameter's state."""
         held = self._held(parameter).get(path)
         like = self._parameters[parameter]
-        if entry is None:  # a wrapper, which is stored as its parts
+        if not isinstance(entry, TensorStorageMetadata):  # a wrapper, stored as its parts
             return self._wrapper(parameter, path, like) if held is None else held
         if held is not None and held.shape == entry.size:
             return held
@@ -125,7 +122,10 @@ class Places:
         if like is not None:
             stand_in = torch.nn.Parameter(torch.zeros_like(like))
             stand_in.grad = torch.zeros_like(stand_in)
-            clone = copy.copy(self._live.optimizer)
+            clone: Any = object.__new__(type(self._live.optimizer))
+            vars(clone).update(
+                vars(self._live.optimizer)
+            )  # copy.copy() loses attributes of subclasses
             clone.state = defaultdict(dict)
             settings = self._live.groups[0][1]
             clone.param_groups = [{**settings, "params": [stand_in]}]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.state.checkpoints import raises
 from support.state.loops import manager
+from support.state.wrapped import blocks
 from support.tiers import sampled
 from torch import nn
 
@@ -405,3 +406,40 @@ def test_an_optimizer_of_all_parameters_refuses_another_order(tmp_path):
     with raises(IncompatibleStateError, "another order"):
         _restored(tmp_path, program(True))
     _assert_same(_by_name(_restored(tmp_path, program(False))), _by_name(first))
+
+
+class _Blockwise(torch.optim.Optimizer):
+    """Its moments are of a class that it alone can make, by an attribute that ``copy.copy()`` loses."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        self.seed = 1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["moment"] = blocks(seed=self.seed + len(state))
+
+
+def test_wrapper_subclasses_are_made_by_a_copy_of_the_optimizer(tmp_path):
+    def program():
+        model = nn.Linear(4, 4)
+        return {"model": model, "optimizer": _Blockwise(model.parameters())}
+
+    first, second = program(), program()
+    for _ in range(2):
+        first["optimizer"].step()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    steps = []
+    second["optimizer"].register_step_pre_hook(lambda *_: steps.append(1))
+    _restored(tmp_path, second)
+    assert steps == []
+    for name in ("weight", "bias"):
+        old, new = (
+            each["optimizer"].state[getattr(each["model"], name)]["moment"]
+            for each in (first, second)
+        )
+        assert torch.equal(new.dense(), old.dense())
