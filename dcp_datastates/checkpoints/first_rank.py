@@ -38,6 +38,11 @@ _LONGEST_PAUSE: Final = 0.1
 _LONGEST_PAUSE_PER_RANK: Final = 75e-6
 """Longest time between two requests for the answer, in seconds: see ``ranks/gloo_tree.py``."""
 
+_FILE_SECONDS: Final = 10.0
+"""How long the first rank's first answer waits for the other ranks, if the job's store is a file: nothing admits them
+there once its process group is destroyed.
+"""
+
 _LINGER_SECONDS: Final = 5.0
 """How long the first rank's process waits at its end for ranks that have not met it: they cannot read its answers."""
 
@@ -90,7 +95,11 @@ def from_first_of(
     store = rank_set.connect("answers")
     if rank_set.rank == 0:
         _answered.add(rank_set.incarnation)
-        return _answer(compute, store, number)
+        try:
+            return _answer(compute, store, number)
+        finally:
+            if rank_set.meets_at_file:
+                rank_set.incarnation.await_all(_FILE_SECONDS)
     value: T = _await(rank_set, store, number, purpose, timeout)
     return value
 

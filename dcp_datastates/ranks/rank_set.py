@@ -61,6 +61,11 @@ class RankSet:
         return str(getattr(_innermost(self.store), "host", ""))
 
     @property
+    def meets_at_file(self) -> bool:
+        """Whether the store is a file, of which this process has no client but the group's own."""
+        return _is_file(self.store)
+
+    @property
     def digest(self) -> str:
         """A short digest that differs between rank sets."""
         return hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]
