@@ -179,10 +179,16 @@ class FittingPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """All ranks' states fit. Put the empty dicts that were saved below names that take all into the state."""
+        """All ranks' states fit. Put what is empty, which nothing is read for, into the state where it takes all: the
+        dicts that were saved, and tensors without elements.
+        """
         for name, path in self._empty.items():
             if is_under(name, self._filled):
                 put(self.original_state_dict, path, None)
+        for name, path in self._grown.items():
+            value = self.state_dict[name]
+            if isinstance(value, torch.Tensor) and not value.numel():
+                put(self.original_state_dict, path, value)
         return new_plan
 
     @property

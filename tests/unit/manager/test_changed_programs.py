@@ -10,6 +10,7 @@ import logging
 
 import pytest
 import torch
+from support.state.checkpoints import assert_same
 from torch import nn
 
 from dcp_datastates import CheckpointManager, DataStatesError, IncompatibleStateError
@@ -224,6 +225,19 @@ def test_a_place_that_was_empty_is_filled(empty, tmp_path):
         manager.restore(0, state)
     assert state["best"][0].tolist() == [1, 1]
     assert state["best"][1] == {"step": 3}
+
+
+def test_tensors_without_elements_come_back_in_dicts_and_objects(tmp_path):
+    none, some = torch.empty(0, 3, dtype=torch.int16), torch.ones(2)
+    saved = {"queue": none, "list": [none, some, none], "deep": {"queue": none}, "n": 1}
+    ema, fresh = _Ema(), _Ema()
+    ema.values = saved
+    state = {"values": {}, "ema": fresh}
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(0, {"values": saved, "ema": ema})
+        manager.restore(0, state)
+    assert_same(state["values"], saved)
+    assert_same(fresh.values, saved)
 
 
 def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
