@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignCheckpointError,
+    StorageError,
 )
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.io.foreign import is_stock, kind_of_file, kind_of_folder
@@ -89,6 +91,9 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
             return f"it is {kind_of_file(directory.suffix)}"
         except ObjectMissingError:
             pass
+        except StorageError as error:
+            if error.errno != errno.EACCES:  # of a policy that grants the list of one prefix alone
+                raise
     return "there is nothing"
 
 

@@ -82,9 +82,10 @@ class Neighbours:
         self._device: int | None = None
         self._saved: set[str] = set()
 
-    def check_mounted(self, root: Path, name: str) -> None:
-        """A checkpoint ``name`` is about to be saved in ``root``. Raises :class:`StorageError` if the file system of
-        the save before is no longer mounted there: the checkpoint would lie below the mount point, on another one.
+    def check_mounted(self, root: Path) -> int:
+        """A checkpoint is about to be saved in ``root``: returns the number of the file system there. Raises
+        :class:`StorageError` if that of the latest :meth:`note_saved` is no longer mounted: the checkpoint would lie
+        below the mount point, on another one.
 
         A file system that was unmounted and mounted again may have another number; what lies there tells it.
         """
@@ -97,6 +98,10 @@ class Neighbours:
                 f"{min(before)!r} on it: mount it again, or begin a new job with another root",
                 str(root),
             )
+        return device
+
+    def note_saved(self, name: str, device: int) -> None:
+        """Note that there is a directory ``name`` in the root of :meth:`check_mounted`, which returned ``device``."""
         self._device, self._saved = device, {name}
 
     def newest(self, root: Path) -> Attempt | None:
@@ -158,12 +163,13 @@ def claim(directory: Path, neighbours: Neighbours) -> DirectoryClaim:
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
-    neighbours.check_mounted(directory.parent, directory.name)
+    device = neighbours.check_mounted(directory.parent)
     local.make_directories(directory)
     self_test.what_works_for(directory)
     with local.explained("claiming a save's directory", directory):
         made = _claim(directory, neighbours)
     neighbours.note(made.attempt)
+    neighbours.note_saved(directory.name, device)
     return made
 
 

@@ -64,22 +64,29 @@ class NotAFileError(StorageError):
 
 
 def asked(operation: Callable[[], T]) -> T:
-    """The result of a look at storage, tried again after errors that pass. Raises OSError. Any thread."""
+    """The result of a look at storage, tried again after errors that pass. Raises OSError. Any thread.
+
+    A :class:`StorageError` is final: whoever raised it, an object store for one, has tried as often as it should.
+    """
     global _failed_at
     pauses = () if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES
     for pause in pauses:
         try:
             return operation()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if not _passes(error):
                 raise
         time.sleep(pause)
     try:
         return operation()
     except OSError as error:
-        if error.errno in _PASSING:
+        if _passes(error):
             _failed_at = time.monotonic()
         raise
+
+
+def _passes(error: OSError) -> bool:
+    return error.errno in _PASSING and not isinstance(error, StorageError)
 
 
 def is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:
@@ -161,6 +168,11 @@ def check_answers(store: ObjectStore, prefix: str) -> None:
         store.size(key)
     except ObjectMissingError:
         return
+    except StorageError as error:
+        # S3 answers so for what is missing, where a policy grants the list of this prefix alone.
+        if error.errno == errno.EACCES:
+            return
+        raise
     raise web_page(f"{store.url}/{key}")
 
 

@@ -67,6 +67,7 @@ def in_a_store(root: ObjectPath) -> Causes:
     if causes[Operation.PUT] is not None:
         return causes
     try:
+        step()
         causes[Operation.CREATE_ONCE] = _race(created)
         causes[Operation.CONDITION] = causes[Operation.CREATE_ONCE] or _refusal(
             lambda: _differs(store.put_if_absent(created.key, b""), False)
@@ -87,6 +88,7 @@ def in_a_store(root: ObjectPath) -> Causes:
 
 def _refusal(request: Callable[[], object], *more: int) -> str | None:
     """Why a store does not carry out ``request``; None if it does. Raises what says nothing about the store."""
+    step()
     try:
         return cause if isinstance(cause := request(), str) else None
     except ObjectMissingError:

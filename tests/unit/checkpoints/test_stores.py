@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 
 import pytest
 import torch
@@ -138,6 +139,32 @@ def test_the_page_of_a_proxy_is_no_damage_and_never_none(store, three, page):
     ):
         with raises(StorageError, "step-1", "web page", "proxy"):
             ask(three)
+
+
+def test_a_root_is_empty_where_a_policy_grants_the_list_of_one_prefix_alone(store, root):
+    """A request for an object that is missing, which names no prefix, is then refused in place of "no such object"."""
+
+    def fate(request: Request) -> Fate:
+        if request.kind in ("get", "size") and request.key not in store.objects:
+            raise StorageError(errno.EACCES, "AccessDenied", request.key)
+        return Fate.DONE
+
+    store.on_request = fate
+    assert latest(root) is None
+    assert dcp_datastates.CheckpointManager(root, every=1).restore_latest({"w": 0}) is None
+    with raises(CheckpointNotFoundError, root):
+        load_everything(f"{root}/step-1")
+    save(state(1), f"{root}/step-1")
+    assert str(latest(root)) == f"{root}/step-1"
+
+
+def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
+    """It has repeated the request itself, for a minute."""
+    store.on_request = lambda request: Fate.REFUSED if request.kind == "size" else Fate.DONE
+    store.counts.clear()
+    with pytest.raises(StorageError):
+        verify(f"{three}/step-1")
+    assert store.counts["size"] == 1
 
 
 def test_a_checkpoint_is_no_directory_of_checkpoints(three):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 
 import pytest
@@ -47,6 +48,23 @@ def test_a_save_after_a_lost_mount_is_refused_by_name(rest, mounted, tmp_path):
     assert ds.latest(root) == root / "step-2"
 
 
+def test_a_save_that_made_nothing_binds_later_ones_to_no_file_system(
+    mounted, tmp_path, monkeypatch
+):
+    """The administrator mounts the root anew after the first save has failed."""
+    with monkeypatch.context() as patched:
+
+        def fail(path, *more):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        patched.setattr(os, "mkdir", fail)
+        with raises(ds.StorageError, "Input/output error"):
+            save(STATE, tmp_path / "step-1")
+    mounted(2)
+    save(STATE, tmp_path / "step-2")
+    assert ds.latest(tmp_path) == tmp_path / "step-2"
+
+
 def test_what_was_mounted_again_under_another_number_goes_on(mounted, tmp_path):
     """As by an automounter, between two saves."""
     for step, device in enumerate((1, 2, 2, 3)):
@@ -64,8 +82,8 @@ def test_a_root_that_was_deleted_is_made_again(tmp_path):
 
 def test_the_error_has_its_number(mounted, tmp_path):
     neighbours = claims.Neighbours()
-    neighbours.check_mounted(tmp_path / "run", "step-1")
+    neighbours.note_saved("step-1", neighbours.check_mounted(tmp_path / "run"))
     mounted(2)
     with pytest.raises(ds.StorageError) as caught:
-        neighbours.check_mounted(tmp_path / "run", "step-2")
+        neighbours.check_mounted(tmp_path / "run")
     assert caught.value.errno == errno.ENODEV

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 import dcp_datastates
 from dcp_datastates import StorageError
 from dcp_datastates.commit.places import place_of
+from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.self_test import Operation, creates_once, examine, what_works
@@ -101,6 +103,18 @@ def test_lost_replies_do_not_condemn_a_store(monkeypatch):
         lambda request: Fate.RETRIED if request.kind == "put_if_absent" else Fate.DONE
     )
     assert creates_once(installed(monkeypatch, store, "run"))
+
+
+def test_a_slow_store_that_answers_is_not_given_up(monkeypatch):
+    """All requests together take longer than one may."""
+
+    def slowly(request):
+        time.sleep(0.04)
+        return Fate.DONE
+
+    root = installed(monkeypatch, MemoryStore(slowly), "run")
+    monkeypatch.setattr(bounded_work, "_LOOK_SECONDS", 0.01)
+    assert bounded_work.bounded("trying", root, 0.2, lambda: creates_once(root))
 
 
 def test_a_store_that_does_not_answer_is_tried_again(monkeypatch):
