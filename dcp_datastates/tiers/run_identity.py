@@ -8,9 +8,11 @@ directory for each job) does so once this process has loaded a checkpoint from t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import secrets
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from dcp_datastates.checkpoints.listing import checkpoints
@@ -25,6 +27,9 @@ __all__ = ["IDENTITY_NAME", "another_run", "check_one_run", "loaded_from"]
 IDENTITY_NAME: Final = ".datastates-run"
 _PHASE: Final = "run"
 _LONGEST: Final = 256
+_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+"""What link(2) says on file systems without links. Two runs that begin there in the same instant do not see each other.
+"""
 
 
 class _Identity(NamedTuple):
@@ -134,9 +139,23 @@ def _create(root: Location, identity: _Identity) -> _Identity:
         local.make_directories(root, _PHASE)
         with local.explained("writing", unfinished):
             operations.write_new_file(unfinished, data, _PHASE)
-            operations.rename(unfinished, root / IDENTITY_NAME, _PHASE)
+            _put_if_absent(unfinished, root / IDENTITY_NAME)
             operations.sync_directory(root, _PHASE)
     return _read(root) or identity
+
+
+def _put_if_absent(unfinished: Path, target: Path) -> None:
+    """Move a file to ``target``, unless something is there: a link fails then, and a rename would replace it."""
+    try:
+        operations.link(unfinished, target, _PHASE)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        operations.rename(unfinished, target, _PHASE)
+        return
+    operations.unlink(unfinished, _PHASE)
 
 
 @after_fork

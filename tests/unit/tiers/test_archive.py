@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.tiers import archive, carrying
+from dcp_datastates.tiers import archive, carrying, run_identity
 
 STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
 
@@ -262,6 +265,39 @@ def test_a_reused_directory_is_of_another_run(tmp_path, slow):
     with pytest.raises(ConfigurationError, match="belongs to run"):
         _save(tmp_path / "reused/step-2", slow).archived.result(30)
     assert latest(slow).name == "step-1"
+
+
+def test_an_archive_belongs_to_one_of_two_runs_that_begin_at_the_same_time(
+    either, tmp_path, monkeypatch
+):
+    together, one_by_one, make = threading.Barrier(2), threading.Lock(), run_identity._create
+
+    def create(root, identity):
+        if root == locate(either):
+            together.wait(30)  # neither has found an identity there
+        with one_by_one:
+            return make(root, identity)
+
+    def begin(name):
+        try:
+            return run_identity.check_one_run(tmp_path / name, locate(either))
+        except ConfigurationError as error:
+            return str(error)
+
+    monkeypatch.setattr(run_identity, "_create", create)
+    with ThreadPoolExecutor() as threads:
+        results = list(threads.map(begin, ("generator", "critic")))
+    assert results.count(True) == 1
+    assert any("not tiers of one run" in str(each) for each in results)
+
+
+def test_a_file_system_without_links_holds_an_archive(tmp_path, monkeypatch):
+    def refuse(*ends):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert run_identity.check_one_run(tmp_path / "fast", tmp_path / "slow")
+    assert run_identity.check_one_run(tmp_path / "fast", tmp_path / "slow")
 
 
 def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
