@@ -31,7 +31,10 @@ def placeholders(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    return {name.replace(_SHARDED, ""): torch.empty(1, device="cpu") for name, _ in named}
+    return {
+        name.replace(_SHARDED, ""): torch.empty(1, device="cpu", dtype=torch.float32)
+        for name, _ in named
+    }
 
 
 def saved_names(model: Any) -> set[str]:

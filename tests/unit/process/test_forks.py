@@ -36,6 +36,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.dcp.compat": "a warning that was given",
     "dcp_datastates.process.ending": "a child that is forked at the end ends, too",
     "dcp_datastates.storage.failpoints": "what the environment said",
+    "dcp_datastates.storage.presence": "when storage last failed",
     "dcp_datastates.process.forks": "the registry itself",
     "dcp_datastates.io.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
     "dcp_datastates.staging.ownership": "the optimizers exist in the child, too",
