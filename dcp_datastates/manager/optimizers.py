@@ -10,7 +10,8 @@ Below an optimizer's name lie
 * ``rest``: what else ``state_dict()`` gave.
 
 A load makes the tensors as they were stored, and reads them in place; nothing takes a step. What belongs to a parameter
-of the model that the optimizer does not have (any more) is kept with the optimizer, for the next save.
+of the model that the optimizer does not have (any more) is kept with the optimizer, for the next save, and for the time
+when it has the parameter again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dcp_datastates.dcp.loading import load_values
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.name_patterns import new_name, renamed
 from dcp_datastates.format.stored_names import prefixes_of
-from dcp_datastates.manager.live_optimizer import LiveOptimizer
+from dcp_datastates.manager.live_optimizer import LiveOptimizer, give_when_added
 from dcp_datastates.manager.optimizer_places import Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 from dcp_datastates.storage.object_path import AnyPath
@@ -282,6 +283,8 @@ class OptimizerPart:
         groups = [self._settled(group, state["groups"]) for group in self._stored]
         settings = [self._settings(names, own, groups) for names, own in live.groups]
         live.give({name: each for name, each in given.items() if each}, settings, rest)
+        elsewhere = {live.elsewhere[n]: each for n, each in loaded.items() if n in live.elsewhere}
+        give_when_added(self.optimizer, elsewhere)
         self._keep([name for name in loaded if name in live.elsewhere], groups, loaded)
 
     def _with_excluded(self, name: str, live: LiveOptimizer, loaded: Any) -> Any:
