@@ -63,6 +63,8 @@ __all__ = ["DataStatesReader", "explain_missing"]
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
+_TORCHS_GROUPS: Final = ".param_groups."
+"""In the names of an optimizer's settings, if torch's ``state_dict()`` was saved: the manager has other names."""
 
 
 class DataStatesReader(StorageReader):
@@ -337,7 +339,8 @@ class DataStatesReader(StorageReader):
             f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
             f"state to load into does not have them: {some_of(names)}. "
         )
-        if any(_OPTIMIZER.search(name) for name in names):
+        of_torch = any(_TORCHS_GROUPS in name for name in stored)
+        if of_torch and any(_OPTIMIZER.search(name) for name in names):
             said += (
                 "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict fills it. "

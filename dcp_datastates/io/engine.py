@@ -122,10 +122,10 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                     trace_path=operations.trace_path(),
                 )
             else:
+                before = _engine.host_cache_bytes
                 _engine.grow(host_cache_bytes)
-                logger.log(
-                    once_per_job(logging.INFO), "host cache grown to %d MiB", host_cache_bytes >> 20
-                )
+                if (now := _engine.host_cache_bytes) > before:  # it consists of whole blocks
+                    logger.log(once_per_job(logging.INFO), "host cache grown to %d MiB", now >> 20)
         except MemoryError as error:
             raise ConfigurationError(
                 f"host_cache_size={host_cache_bytes}: the system gives this process no such memory "

@@ -11,7 +11,13 @@ from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dcp_datastates import ConfigurationError, DataStatesReader, IncompatibleStateError, load
+from dcp_datastates import (
+    CheckpointManager,
+    ConfigurationError,
+    DataStatesReader,
+    IncompatibleStateError,
+    load,
+)
 from dcp_datastates.format import metadata_objects
 
 
@@ -65,6 +71,16 @@ def test_a_resume_that_forgets_the_optimizers_state_is_told(path, caplog):
     assert "3 more" in said
     assert str(path) in said
     assert "get_optimizer_state_dict" in said
+
+
+def test_what_the_manager_saved_of_an_optimizer_needs_no_function_of_torchs(tmp_path, caplog):
+    model, optimizer = _trained()
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(0, {"model": model, "optimizer": optimizer})
+        manager.restore(0, {"model": model})
+    (said,) = _said(caplog)
+    assert "'optimizer.state.weight.step'" in said
+    assert "get_optimizer_state_dict" not in said
 
 
 def test_strict_makes_it_an_error_before_anything_is_read(path):

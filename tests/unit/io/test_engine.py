@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 import time
 from collections import Counter
@@ -40,6 +41,17 @@ def test_the_numbers_of_threads_are_the_chosen_ones(tmp_path: Path) -> None:
     names = [(task / "comm").read_text().rstrip().rpartition("-")[0] for task in tasks]
     found = Counter(name for name in names if name.startswith("ds-"))
     assert found == {"ds-copy": 3, "ds-flush": 1, "ds-restore": 2, "ds-place": 1}
+
+
+def test_a_host_cache_that_does_not_grow_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    size = (64 << 20) + 1  # not whole blocks
+    for _ in range(3):
+        process_engine.engine(size)
+    assert "grown" not in caplog.text
+    process_engine.engine(2 * size)
+    process_engine.engine(2 * size)
+    assert caplog.text.count("grown") == 1
 
 
 @pytest.mark.parametrize(
