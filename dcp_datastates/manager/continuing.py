@@ -28,6 +28,7 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
+    IncompatibleStateError,
 )
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
@@ -95,6 +96,8 @@ class Continuing:
         self._replaces = fresh == "replace"
         self._adopt = adopt
         self._decided = False
+        self._half_restored: Location | None = None
+        """What a restore was to load that ended with an error, maybe on this rank alone."""
         self._first: int | None = None
         self._there: list[str] = []
         """On the first rank: what the root held at the latest look for a restore."""
@@ -153,15 +156,22 @@ class Continuing:
         names = self._ask(
             lambda: open_nearest(places).table.catalog.names, "names", f"the names in {places[0]}"
         )
-        parts.load(
-            places,
-            fit,
-            names,
-            process_group=self._group,
-            no_dist=self._alone,
-            allow_objects=options.get("allow_objects", True),
-            share_reads=options.get("share_reads"),
-        )
+        try:
+            parts.load(
+                places,
+                fit,
+                names,
+                process_group=self._group,
+                no_dist=self._alone,
+                allow_objects=options.get("allow_objects", True),
+                share_reads=options.get("share_reads"),
+            )
+        except IncompatibleStateError:
+            raise  # nothing was changed
+        except BaseException:
+            self._half_restored = places[0]
+            raise
+        self._half_restored = None
         self._decided = True
         self._adopt(self._there)  # what lies beside it is of this run, too
         logger.log(once_per_job(logging.INFO), "restored %s", places[0])
@@ -169,8 +179,13 @@ class Continuing:
 
     def before_save(self) -> None:
         """A save is about to begin. Raises :class:`ConfigurationError` if the loop would begin another run among the
-        checkpoints of a former one.
+        checkpoints of a former one, or if its state is half restored.
         """
+        if self._half_restored is not None:
+            raise ConfigurationError(
+                f"the restore of {self._half_restored} has failed half way, so that the state may be a mixture, which "
+                f"is not saved. Restore again; or make the state anew, and another CheckpointManager"
+            )
         if self._decided:
             return
         assert self._first is not None

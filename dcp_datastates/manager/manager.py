@@ -253,7 +253,7 @@ class CheckpointManager:
             A handle of the save; None if none is due.
 
         Raises:
-            ConfigurationError: ``step`` or ``state`` cannot work.
+            ConfigurationError: ``step`` or ``state`` cannot work, or a restore has failed half way.
             RankLostError, NoAnswerError: the ranks exchange numbers, and a rank was lost or did not make the call.
             DataStatesError: with ``strict``, the error of an earlier save.
         """

@@ -13,7 +13,7 @@ from support.state.loops import manager
 from support.state.roots import committed_names
 
 import dcp_datastates as ds
-from dcp_datastates import ConfigurationError, Keep
+from dcp_datastates import ConfigurationError, IncompatibleStateError, Keep
 from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.object_path import locate
@@ -203,3 +203,45 @@ def test_the_options_of_restores_are_given_once_and_a_call_may_have_others(tmp_p
 def test_options_that_cannot_work_are_refused_when_the_manager_is_made(options, tmp_path):
     with raises(ConfigurationError, next(iter(options))):
         manager(tmp_path, **options)
+
+
+class _Fails:
+    """An object that does not take its state, as on one of several ranks."""
+
+    error: BaseException | None = None
+
+    def state_dict(self):
+        return {"at": 1}
+
+    def load_state_dict(self, state):
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_a_state_that_is_half_restored_is_not_saved(error, tmp_path):
+    weight, other = torch.ones(10), _Fails()
+    with manager(tmp_path) as loop:
+        loop.save(3, {"w": weight, "other": other})
+    state = {"w": torch.zeros(10), "other": other}
+    with manager(tmp_path, fresh="replace") as loop:
+        other.error = error
+        with pytest.raises(type(error)):
+            loop.restore_latest(state)
+        for _ in range(2):
+            with raises(ConfigurationError, "step-3 has failed half way", "Restore again"):
+                loop.save(4, state)
+        other.error = None
+        assert loop.restore_latest(state) == 3
+        loop.save(4, state)
+    assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_a_restore_that_is_refused_before_it_changes_anything_is_not_half(tmp_path):
+    save(tmp_path, 3)
+    state = {"w": torch.zeros(5)}
+    with manager(tmp_path) as loop:
+        with raises(IncompatibleStateError, "'w'"):
+            loop.restore_latest(state)
+        loop.save(4, state)
+    assert names(tmp_path) == ["step-3", "step-4"]
