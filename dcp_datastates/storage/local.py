@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,10 +64,15 @@ _SCHEMES: Final = {
 def _check_is_path(path: object, name: str) -> None:
     if isinstance(path, (str, os.PathLike)):
         return
-    given = "None" if path is None else f"a {type(path).__name__}"
-    hint = "; it is load(path, state) and save(state, path)" if isinstance(path, Mapping) else ""
+    if isinstance(path, Mapping):
+        given, hint = (
+            f" is a {type(path).__name__}, and",
+            "; it is load(path, state) and save(state, path)",
+        )
+    else:
+        given, hint = f"={reprlib.repr(path)}", ""
     raise ConfigurationError(
-        f"{name} is {given}, and must be a str or os.PathLike of a directory, or a URL{hint}"
+        f"{name}{given} must be a str or os.PathLike of a directory, or a URL{hint}"
     )
 
 

@@ -27,7 +27,7 @@ MISTAKES = {
     "load(state, path)": (lambda p: ds.load(STATE, p), SWAPPED),
     "load(None)": (lambda p: ds.load(None), "load(path, state) needs the checkpoint's directory"),
     "save(state, None)": (lambda p: ds.save(STATE, None), "pass path"),
-    "latest(None)": (lambda p: ds.latest(None), "path is None"),
+    "latest(None)": (lambda p: ds.latest(None), "path=None"),
     "latest(state)": (lambda p: ds.latest(STATE), SWAPPED),
     "verify(state)": (lambda p: ds.verify(STATE), SWAPPED),
     "inspect(state)": (lambda p: ds.inspect(STATE), SWAPPED),
