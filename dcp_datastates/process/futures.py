@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.process.callbacks import call_back
+from dcp_datastates.process.callbacks import call_back, resolving
 
 __all__ = ["AskedFuture", "SharedFuture", "resolved", "when_done", "without_traceback"]
 
@@ -22,6 +22,14 @@ class SharedFuture(Future[None]):
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
+
+    def set_result(self, result: None) -> None:
+        with resolving(self):
+            super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        with resolving(self):
+            super().set_exception(exception)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""

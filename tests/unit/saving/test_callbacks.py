@@ -14,7 +14,9 @@ from support.state.checkpoints import CACHE
 from support.waiting import await_that
 
 import dcp_datastates as ds
+from dcp_datastates.process import callbacks
 from dcp_datastates.process.callbacks import finish_callbacks
+from dcp_datastates.process.futures import SharedFuture, when_done
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -113,6 +115,22 @@ def test_callbacks_run_one_after_another_in_order(tmp_path):
         handle.committed.add_done_callback(lambda _, number=number: order.append(number))
     await_that(lambda: len(order) == 4)
     assert order == [0, 1, 2, 3]
+
+
+def test_the_callbacks_of_a_future_that_has_just_its_outcome_are_waited_for(monkeypatch):
+    future, goes_on, called = SharedFuture(), threading.Event(), []
+    when_done(future, lambda _: goes_on.wait(60))  # the thread that resolves it stands here
+    future.add_done_callback(lambda _: called.append(True))
+    thread = threading.Thread(target=future.set_result, args=(None,))
+    thread.start()
+    future.result(60)
+    monkeypatch.setattr(callbacks.time, "sleep", lambda seconds: goes_on.set())
+    try:
+        assert finish_callbacks(60)
+        assert called
+    finally:
+        goes_on.set()
+        thread.join()
 
 
 def test_a_process_ends_after_its_callbacks_and_what_they_save(tmp_path):
