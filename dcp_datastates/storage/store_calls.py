@@ -71,7 +71,7 @@ def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -
             if not renewed and renew():
                 renewed = True
                 continue
-            raise StorageError(
+            raise ExpiredError(
                 error.errno,
                 f"{error.strerror}; the credentials were read again from where they come from (the environment, a "
                 f"file, the machine's role or a provider), and do not help either: renew them there, and the next "

@@ -24,6 +24,7 @@ from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.self_test import Operation, creates_once, examine, what_works
+from dcp_datastates.storage.store_calls import ExpiredError
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -103,6 +104,39 @@ def test_lost_replies_do_not_condemn_a_store(monkeypatch):
         lambda request: Fate.RETRIED if request.kind == "put_if_absent" else Fate.DONE
     )
     assert creates_once(installed(monkeypatch, store, "run"))
+
+
+@pytest.mark.parametrize("kind", ["put", "put_if_absent", "get_range", "list", "delete"])
+def test_expired_credentials_tell_nothing_of_a_store(monkeypatch, kind):
+    def refuse(request):
+        if request.kind == kind:
+            raise ExpiredError(errno.EACCES, "ExpiredToken", request.key)
+        return Fate.DONE
+
+    store = MemoryStore(refuse)
+    root = installed(monkeypatch, store, "run")
+    with pytest.raises(ExpiredError, match="ExpiredToken"):
+        what_works(root)
+    store.on_request = lambda request: Fate.DONE
+    assert all(each.works for each in what_works(root).answers)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_deletion_that_fails_tells_nothing_of_later_ones(monkeypatch, caplog, times):
+    left = iter(range(times))
+
+    def fail(request):
+        if request.kind == "delete" and next(left, None) is not None:
+            return Fate.REFUSED
+        return Fate.DONE
+
+    store = MemoryStore(fail)
+    path = installed(monkeypatch, store)
+    for _ in range(3):
+        saves_and_loads(path)
+    if times == 1:
+        assert sum(key.endswith(".safetensors") for key in store.objects) == 1
+    assert "stays there" in caplog.text
 
 
 def test_a_slow_store_that_answers_is_not_given_up(monkeypatch):
