@@ -90,9 +90,8 @@ class DataStatesTrainerMixin(SavesInBackground):
     :class:`SavesInBackground`, beside those of the trainer; with ``strict``, the end of ``train`` raises the error of a
     failed save, too.
 
-    Args:
-        fresh: whether a training that resumes nothing may begin in an ``output_dir`` with checkpoints of a former run:
-            ``"refuse"``, or ``"replace"``: those are set aside, in a directory of ``output_dir``.
+    ``fresh`` says whether a training that resumes nothing may begin in an ``output_dir`` with checkpoints of a former
+    run: ``"refuse"``, or ``"replace"``: those are set aside, in a directory of ``output_dir``.
 
     Raises :class:`ConfigurationError` for an option that cannot work, for DeepSpeed and pushing every save, and for an
     ``output_dir`` that is a URL.

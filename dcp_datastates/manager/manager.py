@@ -87,11 +87,11 @@ class CheckpointManager:
         on_save: Called in the same way for each save, whatever came of it, as ``on_save(step, record)``
             (:class:`SaveRecord`). Before the others; it is told of every save, also if it raises for one.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
-        fresh: What to do if the root has checkpoints, and the loop saves at a step that is not above theirs without a
-            restore: ``"refuse"``; or ``"replace"``: start from scratch, and move them to ``root/set-aside-TIME`` (a
-            store must copy each byte for that).
-        rename, missing, exclude: :class:`LoadOptions` of each restore, for a program that has changed. Those of a call
-            go before.
+        fresh: What to do if the loop saves at a step that is not above those in the root, without a restore:
+            ``"refuse"``; or ``"replace"``: move them to ``root/set-aside-TIME`` (a store copies each byte for that).
+        rename: With ``missing`` and ``exclude``: the :class:`LoadOptions` of each restore. Those of a call go before.
+        missing: See ``rename``.
+        exclude: See ``rename``.
         process_group: The ranks that save; None: all.
         archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
             deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
