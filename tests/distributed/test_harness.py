@@ -59,6 +59,22 @@ def test_a_skip_on_the_ranks_is_a_skip():
         run_on_ranks(2, _all_skip)
 
 
+@ranks(2)
+def _patched_by_one_rank(monkeypatch):
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(time, "tzname", "patched")
+
+
+@ranks(2)
+def _as_python_made_it(expected):
+    assert time.tzname == expected
+
+
+def test_what_a_rank_patches_ends_with_the_test(monkeypatch):
+    _patched_by_one_rank(monkeypatch=monkeypatch)
+    _as_python_made_it(expected=time.tzname)
+
+
 def _rank_zero_dies():
     if dist.get_rank() == 0:
         os._exit(7)

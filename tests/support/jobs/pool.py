@@ -88,6 +88,9 @@ def call_on_rank(job: Job, rank: int, store: Any) -> Outcome:
         return Outcome(rank, "failed", traceback.format_exc())
     finally:
         destroy()
+        for argument in job.kwargs.values():
+            if isinstance(argument, pytest.MonkeyPatch):  # the rank's own: pytest undoes the test's
+                argument.undo()
     return Outcome(rank, "passed")
 
 

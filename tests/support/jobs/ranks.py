@@ -4,7 +4,8 @@ By default the ranks are processes of a pool (``support.jobs.pool``). Under ``to
 are themselves the ranks: all run the same tests in the same order, agree on each outcome through
 torchrun's store, and a test that wants fewer ranks leaves the others waiting for its outcome.
 
-Bodies take only arguments that pickle: parameters, and the fixture ``shared_dir``.
+Bodies take only arguments that pickle: parameters, and the fixtures ``shared_dir`` and ``monkeypatch``. What a rank
+patches by its ``monkeypatch`` is undone when its body ends.
 """
 
 from __future__ import annotations
