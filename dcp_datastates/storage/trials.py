@@ -136,7 +136,10 @@ def _race(path: ObjectPath) -> str | None:
     together = threading.Barrier(_RACING)
 
     def create(number: int) -> None:
-        together.wait()
+        try:
+            together.wait()
+        except threading.BrokenBarrierError:
+            return
         try:
             results.append(store.put_if_absent(path.key, b"%d" % number))
         except StorageError as error:
@@ -148,8 +151,14 @@ def _race(path: ObjectPath) -> str | None:
         )
         for number in range(_RACING)
     ]
-    for thread in threads:
-        thread.start()
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        together.abort()
+        raise StorageError(
+            errno.EAGAIN, f"the system starts no more threads ({error})", str(path)
+        ) from error
     for thread in threads:
         thread.join()
     failures = [each for each in results if isinstance(each, StorageError)]

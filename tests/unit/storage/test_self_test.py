@@ -139,6 +139,29 @@ def test_a_deletion_that_fails_tells_nothing_of_later_ones(monkeypatch, caplog, 
     assert "stays there" in caplog.text
 
 
+def test_where_no_more_threads_start_none_stays(monkeypatch):
+    root, start, left = (
+        installed(monkeypatch, MemoryStore(), "run"),
+        threading.Thread.start,
+        iter("ab"),
+    )
+
+    def start_two(thread):
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(StorageError, match="no more threads"):
+            what_works(root)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert creates_once(root)
+
+
 def test_a_slow_store_that_answers_is_not_given_up(monkeypatch):
     """All requests together take longer than one may."""
 
