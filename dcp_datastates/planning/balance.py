@@ -116,12 +116,6 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     for mapping in others:
         if mapping is not None and mapping.keys() - merged.keys():
             merged = {**mapping, **merged}
-    within = {path[:end] for path in merged.values() for end in range(1, len(path))}
-    for name, path in merged.items():
-        if path in within:
-            raise ValueError(
-                f"ranks do not agree on {name!r}: on one it is a value, on another a dict or a list of values"
-            )
     return merged
 
 

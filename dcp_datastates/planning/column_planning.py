@@ -288,4 +288,17 @@ def assign_shares(
         if len(summary) > _SHOWN_ERRORS:
             summary = f"{summary[:_SHOWN_ERRORS]}... (truncated)"
         raise ValueError(f"Failed to validate global plan: {summary}")
+    if catalog.mappings is not None and any(p.mappings is not plans[0].mappings for p in plans):
+        _refuse_values_within_values(catalog.mappings)
     return shares, catalog
+
+
+def _refuse_values_within_values(mappings: Mapping[str, tuple[Any, ...]]) -> None:
+    """ValueError: one rank's value is another's dict. After validation, which says more of shards of wrappers."""
+    within = {path[:end] for path in mappings.values() for end in range(1, len(path))}
+    for name, path in mappings.items():
+        if path in within:
+            raise ValueError(
+                f"ranks do not agree on {name!r}: on one it is a value, on another a dict, a list or a wrapper "
+                f"subclass of several values"
+            )

@@ -171,3 +171,11 @@ def test_a_tensor_that_is_a_wrapper_on_some_ranks_only_is_refused_by_name(shared
     )
     with raises(Exception, "key:w", "wrapper subclasses on some ranks", "shard this tensor evenly"):
         dcp_datastates.async_save({"w": w}, shared_dir / "a").result(60)
+
+
+@ranks(2)
+def test_a_whole_tensor_that_is_a_wrapper_on_one_rank_only_is_refused_by_name(shared_dir):
+    whole = blocks(ROWS, COLUMNS)
+    w = whole if dist.get_rank() == 0 else torch.zeros(ROWS, COLUMNS)
+    with raises(Exception, "'w'", "a value", "a wrapper subclass"):
+        dcp_datastates.async_save({"w": w}, shared_dir / "a").result(60)

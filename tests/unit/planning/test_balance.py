@@ -22,6 +22,7 @@ from dcp_datastates.format import ragged
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.balance import RankPlan, assign
+from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
 
 quick = settings(max_examples=150)
 MIB = 1 << 20
@@ -328,7 +329,7 @@ def test_a_name_that_is_a_value_on_one_rank_and_a_dict_on_another_is_refused():
         plan(thing("a.b"), mappings={"a.b": ("a", "b")}),
     ]
     with pytest.raises(ValueError, match="do not agree on 'a'"):
-        assign(plans)
+        assign_shares(plans, PlanOptions())
 
 
 def test_no_rank_is_preferred_for_a_lone_small_tensor():
