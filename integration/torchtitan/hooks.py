@@ -39,7 +39,7 @@ def read_late(gate: bool) -> None:
 
     really_open, drain = step_gate.open_windows, SaveTracker.drain
     step_gate.open_windows = lambda: None
-    SaveTracker.drain = lambda self: (really_open(), drain(self))[1]  # type: ignore[method-assign]
+    SaveTracker.drain = lambda self, until=None: (really_open(), drain(self, until))[1]  # type: ignore[method-assign]
     if not gate:
         DeferredReads.release_for = lambda self, optimizer, on_host: None  # type: ignore[method-assign]
 
