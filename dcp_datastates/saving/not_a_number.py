@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import compress, count
 from typing import Final
 
 import torch
@@ -26,6 +28,7 @@ __all__ = ["look_for_nan"]
 
 logger = logging.getLogger(__name__)
 
+_DTYPE: Final = operator.attrgetter("dtype")
 _KINDS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLACES: Final = torch.tensor([0.0, 0.4, 0.7, 1.0], dtype=torch.float64, device="cpu")
 _LATER: Final = 64
@@ -65,13 +68,15 @@ def _copied(staged: StagedState) -> Iterator[str]:
     if not staged.is_cacheable:
         return  # the copies are not in the order of the traversal
     columns = staged.traversal.columns
-    eager = [at for at, is_deferred in enumerate(staged.is_deferred) if not is_deferred]
+    eager = list(compress(count(), map(operator.not_, staged.is_deferred)))
+    tensors = [columns.locals[at] for at in eager]
+    dtypes, sizes = list(map(_DTYPE, tensors)), list(map(torch.Tensor.numel, tensors))
     staged.copying.wait()
     for kind in _KINDS:
         rows = [
-            (at, offset // kind.itemsize, columns.locals[at].numel() - 1)
-            for at, offset in zip(eager, staged.offsets, strict=True)
-            if columns.locals[at].dtype is kind and columns.locals[at].numel()
+            (at, offset // kind.itemsize, size - 1)
+            for at, offset, dtype, size in zip(eager, staged.offsets, dtypes, sizes, strict=True)
+            if dtype is kind and size
         ]
         if not rows:
             continue
@@ -95,10 +100,12 @@ def _read_later(staged: StagedState, turn: int) -> Iterator[str]:
         for at in range(turn % every, len(columns.locals), every):
             tensor = columns.locals[at]
             nbytes = tensor.itemsize
-            count = deferred.sizes[at] // nbytes
-            if not (tensor.is_cpu and tensor.dtype in _KINDS and tensor.is_contiguous() and count):
+            elements = deferred.sizes[at] // nbytes
+            if not (
+                tensor.is_cpu and tensor.dtype in _KINDS and tensor.is_contiguous() and elements
+            ):
                 continue
-            places = (0, count // 2, count - 1)
+            places = (0, elements // 2, elements - 1)
             words = bytearray().join(
                 os.pread(memory.fileno(), nbytes, deferred.addresses[at] + place * nbytes)
                 for place in places
