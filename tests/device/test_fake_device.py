@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda
+from support.devices.fake_cuda import FakeCuda, installed
 from support.devices.fake_training import CACHE, Stepper, differing, model, save, writer
 from support.tiers import sampled, tries
 from support.waiting import await_that
@@ -20,7 +20,7 @@ import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates._native import ExpectedBytes
 from dcp_datastates.errors import ConfigurationError, DeviceError
-from dcp_datastates.io import devices
+from dcp_datastates.io import devices, engine
 from dcp_datastates.staging import stage as capture
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.expected import Expectation
@@ -143,6 +143,19 @@ def test_only_the_device_in_use_gets_a_context(cuda: FakeCuda, tmp_path: Path) -
     save(tmp_path / "a", stepper.named).result()
     assert cuda.contexts(1) == 1
     assert cuda.contexts(0) == 0
+
+
+def test_engines_of_earlier_tests_that_end_late_end_no_context(tmp_path: Path) -> None:
+    """Something may still hold an engine when its test is over."""
+    held = []
+    for name in ("first", "second", "third"):
+        with installed() as cuda:
+            stepper = Stepper(cuda, model())
+            cuda.await_pinned(CACHE)
+            if name == "third":
+                held.clear()
+            save(tmp_path / name, stepper.named).result()
+            held.append(engine.engine(CACHE))
 
 
 # ---- what no optimizer owns is copied on the caller's stream ------------------------------------------------

@@ -21,7 +21,8 @@ extern "C" {
 #endif
 
 /* As loaded: stops the threads, and forgets all work, memory, handles, counts and arrangements.
- * Handles of before are invalid from then on. No other thread may be in a call, but for those who
+ * Handles of before are invalid from then on; who retained a context before may still release it,
+ * which ends no context of afterwards. No other thread may be in a call, but for those who
  * wait in one: they get an error. Not from within a kernel. */
 void fake_cuda_reset(void);
 

@@ -20,7 +20,12 @@ cuda::Result invalidate(Capture& capture, cuda::Result result) {
 }  // namespace
 
 void Streams::reset() {
-    contexts_.clear();
+    for (auto& [device, context] : contexts_) {
+        const int held = context.references - (context.kept ? 1 : 0);
+        const int late = context.late + held;
+        context = {};
+        context.late = late;
+    }
     devices_.clear();
     streams_.clear();
     events_.clear();
@@ -41,6 +46,10 @@ cuda::Result Streams::retain(int device) {
 
 cuda::Result Streams::release(int device, bool& ended) {
     PrimaryContext& context = contexts_[device];
+    if (context.late > 0) {
+        --context.late;
+        return cuda::kSuccess;
+    }
     if (context.references == 0) return cuda::kInvalidContext;
     ended = --context.references == 0;
     if (!ended) return cuda::kSuccess;

@@ -52,6 +52,7 @@ struct PrimaryContext {
     int references = 0;
     std::uint64_t created = 0;
     bool kept = false;  ///< by the training process
+    int late = 0;       ///< references of before a reset, whose releases are still to come
     Stream legacy;
 };
 
