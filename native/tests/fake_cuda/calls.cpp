@@ -143,16 +143,25 @@ Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
 }
 
 Result cuDevicePrimaryCtxRelease_v2(Device device) {
-    return call("cuDevicePrimaryCtxRelease_v2", Needs::kInitialized,
-                [&](Driver& driver, Caller& caller) {
-                    if (device < 0 || device >= driver.devices) return kInvalidDevice;
-                    if (driver.streams.context(device).references == 1)
-                        driver.drain(caller, device);
-                    bool ended = false;
-                    const Result result = driver.streams.release(device, ended);
-                    if (ended) driver.memory.unregister_all(device);
-                    return result;
-                });
+    Driver& all = Driver::instance();
+    if (all.arrange([device](Driver& driver) { return driver.streams.release_late(device); })) {
+        return kSuccess;
+    }
+    const Result released = call("cuDevicePrimaryCtxRelease_v2", Needs::kInitialized,
+                                 [&](Driver& driver, Caller& caller) {
+                                     if (device < 0 || device >= driver.devices)
+                                         return kInvalidDevice;
+                                     if (driver.streams.context(device).references == 1)
+                                         driver.drain(caller, device);
+                                     bool ended = false;
+                                     const Result result = driver.streams.release(device, ended);
+                                     if (ended) driver.memory.unregister_all(device);
+                                     return result;
+                                 });
+    if (released != kSuccess) {
+        all.arrange([device](Driver& driver) { driver.streams.refuse_release(device); });
+    }
+    return released;
 }
 
 Result cuCtxPushCurrent_v2(Context context) {

@@ -21,8 +21,8 @@ cuda::Result invalidate(Capture& capture, cuda::Result result) {
 
 void Streams::reset() {
     for (auto& [device, context] : contexts_) {
-        const int held = context.references - (context.kept ? 1 : 0);
-        const int late = context.late + held;
+        const int held = context.references - context.refused - (context.kept ? 1 : 0);
+        const int late = context.late + std::max(held, 0);
         context = {};
         context.late = late;
     }
@@ -46,10 +46,6 @@ cuda::Result Streams::retain(int device) {
 
 cuda::Result Streams::release(int device, bool& ended) {
     PrimaryContext& context = contexts_[device];
-    if (context.late > 0) {
-        --context.late;
-        return cuda::kSuccess;
-    }
     if (context.references == 0) return cuda::kInvalidContext;
     ended = --context.references == 0;
     if (!ended) return cuda::kSuccess;
@@ -57,6 +53,13 @@ cuda::Result Streams::release(int device, bool& ended) {
     std::erase_if(streams_, [device](const auto& each) { return each.second.device == device; });
     std::erase_if(events_, [device](const auto& each) { return each.second.device == device; });
     return cuda::kSuccess;
+}
+
+bool Streams::release_late(int device) {
+    int& late = contexts_[device].late;
+    if (late == 0) return false;
+    --late;
+    return true;
 }
 
 void Streams::keep(int device) {

@@ -52,6 +52,7 @@ struct PrimaryContext {
     int references = 0;
     std::uint64_t created = 0;
     bool kept = false;  ///< by the training process
+    int refused = 0;    ///< releases that failed, and do not come again
     int late = 0;       ///< references of before a reset, whose releases are still to come
     Stream legacy;
 };
@@ -66,6 +67,9 @@ class Streams {
     cuda::Result retain(int device);
     /// True if that was the last reference: its streams and events are gone.
     cuda::Result release(int device, bool& ended);
+    /// Whether this is the release of a reference of before a reset.
+    bool release_late(int device);
+    void refuse_release(int device) { ++contexts_[device].refused; }
     /// As a framework that uses the device for the first time.
     void keep(int device);
     [[nodiscard]] const PrimaryContext& context(int device) { return contexts_[device]; }
