@@ -19,6 +19,8 @@ from support.crashes.matrix import matrix_lines
 from support.jobs.ranks import agree, close_pool, under_torchrun
 from support.tiers import SHARES, part_of
 
+from dcp_datastates.storage import attempt
+
 with contextlib.suppress(ImportError):  # not where only the tests for a GPU run
     from hypothesis import settings
 
@@ -32,6 +34,14 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     if not under_torchrun():  # there, another rank may still be looking
         shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _attempts_of_today() -> Iterator[None]:
+    """A test with attempts of the future leaves none of them to the tests after it."""
+    before = attempt._incarnation
+    yield
+    attempt._incarnation = before
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_datastates.deepspeed.engine as integration
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import attempts, failpoints
 from deepspeed_training import (
     RANK,
@@ -175,7 +176,10 @@ def orders(root: Path) -> Any:
         (root / "in-the-way").write_text("a file")
     dist.barrier()
     training.save_checkpoint(root, tag="in-the-way")
-    ours.wait(persist=True)
+    try:
+        ours.wait(persist=True)
+    except ConfigurationError as error:  # no later save to that path could succeed
+        results["refused"] = str(error)
     results["failed"] = [ours.failed_saves]
     # Only rank 0 saves the client state: the other rank must hear of it.
     training.save_checkpoint(root, tag="not-picklable", client_state={"function": lambda: None})

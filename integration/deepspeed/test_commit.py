@@ -45,6 +45,7 @@ def test_failed_saves_are_counted_on_all_ranks_and_training_goes_on(
     root, ranks = ordered
     for rank in ranks:
         assert rank["failed"] == [1, 2, 3]
+        assert "in-the-way" in rank["refused"]
         assert rank["named"][5] == "global_step2"
     log = (root / "orders-0.log").read_text()
     assert "the save of tag 'in-the-way'" in log

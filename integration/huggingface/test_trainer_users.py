@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable
@@ -225,7 +226,8 @@ def test_files_of_callbacks_belong_to_the_checkpoint(tmp_path: Path, kind: Any) 
 def test_large_files_of_callbacks_stay_beside_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dcp_datastates.huggingface.files.MOST_BYTES", 4)
+    files = importlib.import_module("dcp_datastates.huggingface.files")
+    monkeypatch.setattr(files, "MOST_BYTES", 4)
     run(Ours, tmp_path, callbacks=[Export()], max_steps=4, save_total_limit=1)
     assert "are no part of the checkpoint's commit" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]

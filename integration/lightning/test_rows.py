@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dcp_datastates as ds
+from lightning_launch import from_step, job
 from lightning_rows import (
     FAILED,
     ROWS,
@@ -24,7 +25,6 @@ from lightning_rows import (
     batches,
     resumed,
 )
-from test_training import from_step, job
 
 RENAMED = {"state_dict.net.": "state_dict.body."}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.processes import Ended, run_ranks
 from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
@@ -21,43 +20,11 @@ from dcp_datastates.lightning import (
     DataStatesModelParallelStrategy,
     callback,
 )
+from lightning_launch import from_step, job
 
 STEPS = 7
 LATE = {"read_deadline": 600.0}
 """No tensor of a save is read before the next backward pass: a save whose job is killed before it is not committed."""
-
-
-def job(
-    function: str,
-    world: int,
-    tmp_path: Path,
-    environment: dict[str, str] | None = None,
-    module: str = "lightning_jobs",
-    seconds: float = 60.0,
-    **arguments: Any,
-) -> list[Ended]:
-    environments = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "GROUP_RANK": "0",
-            "TORCHELASTIC_RUN_ID": "test",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-            **(environment or {}),
-        }
-        for rank in range(world)
-    ]
-    return run_ranks(
-        f"{module}:{function}",
-        world,
-        tmp_path / "scratch",
-        environments=environments,
-        seconds=seconds,
-        **arguments,
-    )
 
 
 def train(folder: Path, tmp_path: Path, world: int = 2, **arguments: Any) -> dict[str, Any]:
@@ -90,10 +57,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     assert found["events"] == ["backward", "step"] * STEPS
     yield folder, found["losses"]
     shutil.rmtree(folder)
-
-
-def from_step(losses: dict[int, str], first: int) -> dict[int, str]:
-    return {number: loss for number, loss in losses.items() if number >= first}
 
 
 def test_a_killed_job_goes_on_from_the_newest_commit_with_equal_losses(
