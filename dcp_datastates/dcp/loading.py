@@ -136,9 +136,8 @@ def load_with(
     except CheckpointException as error:
         own = error.failures.get(0 if no_dist else _rank_in(process_group))
         if own is not None and not isinstance(own[0], Exception):
-            raise own[
-                0
-            ] from None  # an interrupt here: the other ranks are told by an ordinary error
+            # An interrupt of this rank. The others are told by an ordinary error.
+            raise own[0] from None
         rank = min(error.failures)
         cause = error.failures[rank][0]
         if isinstance(cause, DataStatesError):
