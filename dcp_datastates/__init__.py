@@ -2,21 +2,14 @@
 
 ``DataStatesWriter`` and ``DataStatesReader`` are a storage backend for DCP. Importing the package
 registers one hook before every ``Optimizer.step()``, which costs nothing while no save is in flight.
+What saves and loads do not need is imported when it is first used.
 """
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from dcp_datastates.checkpoints.copy import copy
-from dcp_datastates.checkpoints.delete import delete
-from dcp_datastates.checkpoints.describe import describe as inspect
-from dcp_datastates.checkpoints.find import latest
-from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.checkpoints.retention import retain
-from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
-from dcp_datastates.conversion.compare import Comparison, Difference, diff
-from dcp_datastates.conversion.convert import Conversion, convert
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.loading import load
@@ -50,12 +43,25 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.io.engine import configure_engine
-from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
 from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveRecord, SaveStats
-from dcp_datastates.tiers.ram_nodes import configure_ram
-from dcp_datastates.tiers.ram_store import RamStore as _RamStore  # noqa: F401  (registers ram://)
+from dcp_datastates.storage.stores import register as _register
+
+if TYPE_CHECKING:
+    from dcp_datastates.checkpoints.copy import copy
+    from dcp_datastates.checkpoints.delete import delete
+    from dcp_datastates.checkpoints.describe import describe as inspect
+    from dcp_datastates.checkpoints.find import latest
+    from dcp_datastates.checkpoints.keep import Keep
+    from dcp_datastates.checkpoints.pins import pin, unpin
+    from dcp_datastates.checkpoints.retention import retain
+    from dcp_datastates.checkpoints.verify import Damage, Report, verify
+    from dcp_datastates.conversion.compare import Comparison, Difference, diff
+    from dcp_datastates.conversion.convert import Conversion, convert
+    from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
+    from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
+    from dcp_datastates.tiers.ram_nodes import configure_ram
 
 __all__ = [
     "AutoInterval",
@@ -118,6 +124,54 @@ __all__ = [
     "unpin",
     "verify",
 ]
+
+_PLACES = {
+    "AutoInterval": "manager.AutoInterval",
+    "CheckpointManager": "manager.CheckpointManager",
+    "Comparison": "conversion.compare.Comparison",
+    "Conversion": "conversion.convert.Conversion",
+    "Damage": "checkpoints.verify.Damage",
+    "Difference": "conversion.compare.Difference",
+    "Keep": "checkpoints.keep.Keep",
+    "PerRank": "manager.PerRank",
+    "Report": "checkpoints.verify.Report",
+    "RngState": "manager.RngState",
+    "Trainable": "manager.Trainable",
+    "configure_ram": "tiers.ram_nodes.configure_ram",
+    "convert": "conversion.convert.convert",
+    "copy": "checkpoints.copy.copy",
+    "delete": "checkpoints.delete.delete",
+    "diff": "conversion.compare.diff",
+    "inspect": "checkpoints.describe.describe",
+    "latest": "checkpoints.find.latest",
+    "pin": "checkpoints.pins.pin",
+    "retain": "checkpoints.retention.retain",
+    "unpin": "checkpoints.pins.unpin",
+    "verify": "checkpoints.verify.verify",
+}
+"""Of what is imported when it is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    module, _, attribute = _PLACES.get(name, "").rpartition(".")
+    if not module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})
+
+
+def _ram_store(root: str) -> "_ObjectStore":
+    from dcp_datastates.tiers.ram_store import open_ram
+
+    return open_ram(root)
+
+
+_register("ram", _ram_store)
 
 try:
     __version__ = version("dcp_datastates")

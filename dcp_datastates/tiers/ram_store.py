@@ -22,7 +22,6 @@ from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
-from dcp_datastates.storage import stores
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
@@ -36,7 +35,7 @@ from dcp_datastates.tiers.ram_client import Answer, Node
 from dcp_datastates.tiers.ram_files import Entry, Publish
 from dcp_datastates.tiers.ram_nodes import RamNodes
 
-__all__ = ["RamStore"]
+__all__ = ["RamStore", "open_ram"]
 
 _REMEMBERED: Final = 4096
 """Of how many objects that lie elsewhere a store knows on which node."""
@@ -286,7 +285,8 @@ _lock = ProcessLock()  # guards _opened
 _opened: dict[str, RamStore] = {}
 
 
-def _open(root: str) -> RamStore:
+def open_ram(root: str) -> RamStore:
+    """The store ``root``, of the memory of this job's nodes; at the first call, this process takes its part in it."""
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
     ram_nodes.join()
@@ -299,6 +299,3 @@ def _open(root: str) -> RamStore:
 @after_fork
 def _forget_in_child() -> None:
     _opened.clear()
-
-
-stores.register("ram", _open)
