@@ -171,41 +171,6 @@ class Window:
     def is_open(self) -> bool: ...
 
 @final
-class PulseServer:
-    """The coordinator's side of the signs of life that need no Python: see ``native/src/ranks/pulse.h``. Any thread.
-
-    It listens at a UDP port that the kernel chooses, on a thread of its own. In a forked child, and closed, it
-    raises RuntimeError.
-    """
-
-    def __init__(self, token: int, ranks: int) -> None:
-        """Counts ranks below ``ranks`` that know the ``token`` (64 bits). Raises RuntimeError if it gets no socket."""
-    @property
-    def port(self) -> int: ...
-    def counts(self) -> list[int]:
-        """How many datagrams of each rank have come; modulo 2**32."""
-    def answer(self, answers: bool) -> None:
-        """Whether to send datagrams back."""
-    def close(self) -> None:
-        """End it, and wait for its thread. Idempotent."""
-
-@final
-class PulseClient:
-    """The side of every other rank."""
-
-    def __init__(
-        self, token: int, rank: int, interval: float, hosts: Sequence[str], port: int
-    ) -> None:
-        """Sends to each of the ``hosts`` (numeric addresses) every ``interval`` seconds, from now on."""
-    @property
-    def count(self) -> int:
-        """How many datagrams have come back; modulo 2**32."""
-    def send(self, sends: bool) -> None:
-        """Whether to send any."""
-    def close(self) -> None:
-        """End it, and wait for its thread. Idempotent."""
-
-@final
 class Slab:
     """Contiguous host cache memory with the buffer protocol (writable). Freed by ``release`` or with the object."""
 

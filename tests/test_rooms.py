@@ -44,12 +44,11 @@ the package's own folder (errors, configuration)."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
 NATIVE_BELOW = {
-    "python": ("pipeline", "ranks"),
+    "python": ("pipeline",),
     "pipeline": ("device", "files"),
     "device": ("memory",),
     "memory": ("base",),
     "files": ("base",),
-    "ranks": ("base",),
     "base": (),
 }
 """The same of the folders of the native engine's sources."""

@@ -92,7 +92,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             :attr:`committed` and :meth:`wait` give the outcome. A synchronous save always waits.
         commit_timeout: Seconds without progress after which a live rank fails the save (a rank that has not called
             ``async_save``, say; in ``dcp.async_save`` after 10 s, if training waits for it). A rank that is dead, or
-            silent for 15 s, fails the save in any case.
+            silent for a minute, fails the save in any case.
         exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
             fail, and the log names them.
         max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.

@@ -22,10 +22,8 @@ class Beat:
 
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
     counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
-    the last round whose outcome the rank knows. Only the
-    coordinator fills in the rest: ``lost``, the lost ranks, as the fields of :class:`Loss`; ``pulse``, the address at
-    which it listens for the other ranks' pulses. ``lost`` lists the first few: 16,384 ranks read it. ``more``: how
-    many further ranks are lost.
+    the last round whose outcome the rank knows. Only the coordinator fills in the rest: ``lost``, the first few of the
+    lost ranks (16,384 ranks read it), as the fields of :class:`Loss`; ``more``, how many further ranks are lost.
     """
 
     voted: int = -1
@@ -35,7 +33,6 @@ class Beat:
     dcp_calls: int = 0
     ended: int = -1
     lost: Sequence[Sequence[Any]] = ()
-    pulse: Sequence[Any] = ()
     more: int = 0
 
     def encode(self, count: int) -> str:
@@ -85,9 +82,7 @@ class Watched:
 
     value: bytes = b""
     beat: Beat = field(default_factory=Beat)
-    pulses: int = 0
-    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
-    beatless: float = 0.0  # seconds without a new beat
+    silent: float = 0.0  # seconds without a new beat, counted while this rank was looking
     still: float = 0.0  # seconds without progress
     near: str | None = None  # the identity of its process, if this rank can see it
 

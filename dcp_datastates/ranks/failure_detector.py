@@ -6,9 +6,8 @@ costs two requests per second and rank, less in a large job. A rank is
 
 - *dead* if its process is gone: ranks on the same machine that have met it (``incarnation.py``) see that at once, and
   for certain;
-- *silent* if neither its beat nor its pulse has changed for :data:`SILENCE_SECONDS`: it is dead, stopped, or cut off.
-  The pulse (``pulse.py``) continues while a call holds the GIL; if the network does not carry pulses, a rank may be
-  silent for longer before it counts as lost;
+- *silent* if its beat has not changed for :data:`SILENCE_SECONDS`: it is dead, stopped, or cut off, or a call has held
+  its GIL all the while;
 - *stalled* if it beats, has not voted in a round, and has made no progress towards its vote for the round's
   ``commit_timeout``.
 
@@ -19,7 +18,6 @@ only the store and the fields below ``_lock``.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -30,7 +28,6 @@ from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.beats import Beat, Loss, Watched
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.processes import is_gone, is_near
-from dcp_datastates.ranks.pulse import Pulse
 from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
@@ -39,14 +36,8 @@ logger = logging.getLogger(__name__)
 
 D = TypeVar("D")
 
-SILENCE_SECONDS: Final = 15.0
-"""A rank that has shown no sign of life for this long counts as lost."""
-
-_PULSELESS: Final = 4
-"""The factor by which a rank without any pulse may be silent for longer: a call may hold its GIL."""
-
-_HELD_SECONDS: Final = 300.0
-"""After this long without a beat, a rank's pulse no longer counts: its Python may never go on."""
+SILENCE_SECONDS: Final = 60.0
+"""A rank that has not beaten for this long counts as lost. A call that holds its GIL for half a minute is no loss."""
 
 _UNSEEN_SECONDS: Final = 300.0
 """How long a rank may stay silent that has never beaten: it may not have reached its first save yet."""
@@ -164,7 +155,7 @@ class FailureDetector(Generic[D]):
         """Give a silent rank three beats' time: it was stopped, say, and comes back with this save."""
         grace = 3 * seconds_between_beats(self._rank_set.world)
         for watched in self._watched.values():
-            watched.silent = min(watched.silent, self._patience(watched) - grace)
+            watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
         self._silent = []
 
     def save_ended(self) -> None:
@@ -230,10 +221,7 @@ class FailureDetector(Generic[D]):
         if not watched.heard and self._round is None:
             # Outside a round, a rank may not have reached its first save yet.
             return watched.silent >= _UNSEEN_SECONDS
-        return watched.silent >= self._patience(watched)
-
-    def _patience(self, watched: Watched) -> float:
-        return SILENCE_SECONDS * (1 if watched.pulses or not watched.heard else _PULSELESS)
+        return watched.silent >= SILENCE_SECONDS
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat and have not voted in the round (or are publishing), but have made no progress for
@@ -301,27 +289,19 @@ class FailureDetector(Generic[D]):
     # ---- the failure detector's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        pulse = Pulse(self._rank_set, seconds_between_beats(self._rank_set.world))
-        try:
-            self._beat_on(pulse)
-        finally:
-            pulse.close()
-
-    def _beat_on(self, pulse: Pulse) -> None:
         while not self._stopping:
             self._wake.clear()
             began = time.monotonic()
             try:
                 if self._rank_set.rank == 0:  # look first: the beat contains the losses
-                    self._look(pulse)
+                    self._look()
                 if self._rank_set.incarnation.is_known:
-                    self._beat(pulse)
+                    self._beat()
                 if self._rank_set.rank != 0:
-                    self._look(pulse)
+                    self._look()
                 error = self._rank_set.incarnation.store_error
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
-            pulse.set_sending(error is None)
             with self._lock:
                 if error != self._store_error:
                     self._store_error = error
@@ -347,28 +327,26 @@ class FailureDetector(Generic[D]):
                 self._wake.clear()
                 until = min(until, time.monotonic() + 0.1)
 
-    def _beat(self, pulse: Pulse) -> None:
+    def _beat(self) -> None:
         beat = self._status()
         if self._rank_set.rank == 0:
             # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
             beat = beat.with_losses([loss for loss in self.losses() if loss.rank != 0])
-            beat = dataclasses.replace(beat, pulse=pulse.place)
         if self._count == 0:
             self._rank_set.incarnation.delete_of_former(f"commit/beat/{self._rank_set.rank}")
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 
-    def _look(self, pulse: Pulse) -> None:
+    def _look(self) -> None:
         # The system may have kept this thread from running. Count at most two intervals as silence: the other ranks may
         # have beaten all the while.
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        self._read_beats(passed, pulse.counts())
+        self._read_beats(passed)
         if self._rank_set.rank == 0:
             return
         coordinator = self._watched[0]
-        pulse.follow(coordinator.beat.pulse)
         told = [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
         with self._lock:
             news = coordinator.heard and coordinator.value != self._old_news
@@ -393,7 +371,7 @@ class FailureDetector(Generic[D]):
         values = zip(self._watched, self._store.multi_get(keys), strict=True)
         return {rank: value for rank, value in values if value}
 
-    def _read_beats(self, passed: float, pulses: Mapping[int, int]) -> None:
+    def _read_beats(self, passed: float) -> None:
         incarnation = self._rank_set.incarnation
         values = self._values() if incarnation.is_known else {}
         processes = incarnation.processes
@@ -402,20 +380,15 @@ class FailureDetector(Generic[D]):
             for rank in filter(self._watched.__contains__, processes):
                 self._watched[rank].near = processes[rank] if is_near(processes[rank]) else None
         with self._lock:
-            for rank, watched in self._watched.items():
+            for watched in self._watched.values():
                 watched.silent += passed
                 watched.still += passed
-                watched.beatless += passed
-                if watched.pulses != (pulse := pulses.get(rank, 0)):
-                    watched.pulses = pulse
-                    if watched.beatless < _HELD_SECONDS:
-                        watched.silent = 0.0
             for rank, value in values.items():
                 watched = self._watched[rank]
                 if value == watched.value:
                     continue
                 beat = Beat.decode(value)
-                watched.value, watched.silent, watched.beatless = value, 0.0, 0.0
+                watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
             self._silent = [

@@ -85,5 +85,4 @@ PYBIND11_MODULE(_native, module) {
     bind_jobs(module);
     bind_failpoints(module);
     bind_engine(module);
-    bind_pulse(module);
 }

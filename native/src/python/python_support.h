@@ -28,7 +28,6 @@ void bind_devices(const py::module_& module);
 void bind_engine(const py::module_& module);
 void bind_failpoints(const py::module_& module);
 void bind_expected(const py::module_& module);
-void bind_pulse(const py::module_& module);
 
 /// A host address that Python handed over as an integer.
 inline std::byte* to_address(std::uint64_t address) {

@@ -12,20 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dcp_datastates.commit import groups
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import gloo_group
-from dcp_datastates.ranks.failure_detector import FailureDetector
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
 _SECONDS = 20.0
 """How long what is being let go may take."""
 
-
-_PULSE_SECONDS = 5.0
 
 _RESTORING = ("ds-restore", "ds-place")
 
@@ -42,7 +37,6 @@ class Residue:
     @staticmethod
     def now() -> Residue:
         gc.collect()
-        _await_pulses()
         stats = engine.stats()
         return Residue(
             # A thread that logs while it ends leaves a dummy until its number is used again; its task is gone.
@@ -76,15 +70,6 @@ class Residue:
         return self.tasks - before.tasks if many else Counter()
 
 
-def _await_pulses() -> None:
-    """A rank's pulse starts when it has read where the coordinator listens: some time after its first save."""
-    deadline = time.monotonic() + _PULSE_SECONDS
-    for group in list(groups._groups.values()):
-        detector = group.detector
-        while detector is not None and not hears_all(detector) and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-
 def _tasks() -> Counter[str]:
     """Threads of the process by name, without those that the engine starts with its first restore and keeps."""
     names = []
@@ -92,13 +77,6 @@ def _tasks() -> Counter[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names.append((task / "comm").read_text().strip())
     return Counter(name for name in names if not name.startswith(_RESTORING))
-
-
-def hears_all(detector: FailureDetector[Any]) -> bool:
-    """Whether a pulse has come from each rank that it watches; it watches none before it has started."""
-    return detector._thread.ident is None or all(
-        each.pulses for each in list(detector._watched.values())
-    )
 
 
 def _of_gloo(groups: int) -> Counter[str]:

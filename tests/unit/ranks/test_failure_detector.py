@@ -6,11 +6,9 @@ import dataclasses
 import gc
 import os
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from support.crashes.residue import hears_all
 from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
@@ -18,7 +16,6 @@ from dcp_datastates.ranks import failure_detector as detector_module
 from dcp_datastates.ranks import processes
 from dcp_datastates.ranks.beats import Beat, Loss
 from dcp_datastates.ranks.failure_detector import FailureDetector
-from dcp_datastates.ranks.pulse import Pulse
 from dcp_datastates.ranks.rank_set import of_store
 
 SILENCE = 1.5
@@ -150,7 +147,7 @@ def test_time_before_a_round_is_no_time_without_progress(detectors):
     first._interval = 60.0
     first._looked_at -= 60
     first.follow(1)
-    first._look(SimpleNamespace(counts=dict))
+    first._look()
     assert first.stalled(1, 30) == []
 
 
@@ -170,7 +167,7 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
     child = os.fork()
     if child == 0:
         detectors(1)
-        await_that(lambda: hears_all(detectors.made[-1]))
+        await_that(lambda: detectors.made[-1].ended(0) == [0])
         os._exit(0)
     os.waitpid(child, 0)
     await_that(first.losses)
@@ -219,89 +216,26 @@ def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(detectors)
     await_that(lambda: not first.stalled(5, 1.0))
 
 
-def _await_stillness(watching):
-    """Until the other rank has stood still for twice as long as makes silence; it is not lost meanwhile."""
-
-    def stands():
-        assert watching.losses() == []
-        return watching.standing_still(2 * SILENCE)
-
-    await_that(stands)
-
-
 @pytest.mark.parametrize("standing", [0, 1])
-def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(detectors, monkeypatch, standing):
-    _elsewhere(monkeypatch)
-    status = _Status()
-    both = [detectors(rank, status=status if rank == standing else None) for rank in (0, 1)]
-    watching = both[1 - standing]
-    watching.follow(1)
-    await_that(lambda: hears_all(watching))
-    status.stand_still()
-    _await_stillness(watching)
-    assert [loss.rank for loss in watching.stalled(1, 1.0)] == [standing]
-    status.go_on()
-
-
-@pytest.mark.parametrize("standing", [0, 1])
-def test_where_no_pulse_comes_a_rank_whose_python_stands_still_is_given_more_time(
+def test_a_rank_whose_python_stands_still_for_too_long_is_lost_until_it_goes_on(
     detectors, monkeypatch, standing
 ):
     _elsewhere(monkeypatch)
-    monkeypatch.setattr(detector_module, "Pulse", _NoPulse)
-    status, other = _Status(), _Status()
-    both = [detectors(rank, status=status if rank == standing else other) for rank in (0, 1)]
-    watching = both[1 - standing]
-    for beating in (status, other, status, other):  # it is known by two beats
+    statuses = [_Status(), _Status()]
+    both = [detectors(rank, status=statuses[rank]) for rank in (0, 1)]
+    watching, status = both[1 - standing], statuses[standing]
+    for beating in (*statuses, *statuses):  # it is known by two beats
         beating.await_beats(2)
     status.stand_still()
-    _await_stillness(watching)
-    await_that(watching.losses)
+    await_that(lambda: [loss.rank for loss in watching.losses()] == [standing])
     status.go_on()
+    await_that(lambda: not watching.losses())
 
 
-class _NoPulse(Pulse):
-    """The network carries no datagrams."""
-
-    def counts(self):
-        return {}
-
-
-def test_a_rank_whose_python_stands_still_for_too_long_is_lost(detectors, monkeypatch):
-    _elsewhere(monkeypatch)
-    monkeypatch.setattr(detector_module, "_HELD_SECONDS", 2.0)
-    status = _Status()
-    first, _second = detectors(0), detectors(1, status=status)
-    await_that(lambda: hears_all(first))
-    status.stand_still()
-    await_that(first.losses)
-    status.go_on()
-    await_that(lambda: not first.losses())
-
-
-def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heartbeat(detectors, monkeypatch):
-    made = []
-    real = detector_module.Pulse
-
-    def make(*arguments):
-        made.append(real(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(detector_module, "Pulse", make)
-    statuses = [_Status(), _Status()]
-    first, _second = (detectors(rank, status=statuses[rank]) for rank in (0, 1))
-    await_that(lambda: hears_all(first))
-    for pulse in made:
-        pulse.close()
-    for status in statuses:
-        status.await_beats(4)
-    assert not first.misses_store
-
-
-def test_a_rank_that_misses_the_store_does_not_show_a_pulse(detectors, monkeypatch):
+def test_a_rank_that_misses_the_store_is_silent(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, _second = detectors(0), detectors(1)
-    await_that(lambda: hears_all(first))
+    await_that(lambda: first.ended(0) == [1])
 
     def fails(*_):
         raise RuntimeError("Connection reset by peer")
@@ -363,7 +297,6 @@ def test_beats_travel():
         6,
         2,
         [list(dataclasses.astuple(loss)) for loss in losses],
-        ["::1", 5, 7],
     )
     found = Beat.decode(beat.encode(9).encode())
     assert found == beat
@@ -389,14 +322,13 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
     assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * world
     assert all(each.await_all(30) for each in incarnations)
     detectors = [FailureDetector(each, each.connect("commit"), Beat, _nothing) for each in ranks]
-    no_pulse = SimpleNamespace(counts=dict, place=())
     for late in (False, True):  # at first the others have no beats yet
         store.requests = 0
-        detectors[0]._look(no_pulse)
+        detectors[0]._look()
         assert store.requests <= 2, "a request for each rank"
         assert [rank for rank in detectors[0].absent(0, own=True) if late] == []
         for detector in detectors[1:]:
-            detector._beat(no_pulse)
+            detector._beat()
     assert detectors[0].ended(-1) == list(range(1, world))
     assert not detectors[0].losses()
 
@@ -410,7 +342,7 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
         assert all(each.await_all(30) for each in incarnations)
         for each in ranks:
             detector = FailureDetector(each, each.connect("commit"), Beat, _nothing)
-            detector._beat(SimpleNamespace(place=()))
+            detector._beat()
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4
 
