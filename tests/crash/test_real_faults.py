@@ -400,7 +400,7 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
     @contextlib.contextmanager
     def stopped():
         entries = f"{point}=sleep:3"
-        with armed_on(victim, entries, log, natively=point.startswith(NATIVE)):
+        with silence(8), armed_on(victim, entries, log, natively=point.startswith(NATIVE)):
             yield
 
     def failed():

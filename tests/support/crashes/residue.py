@@ -12,15 +12,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dcp_datastates.commit import groups
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import gloo_group
+from dcp_datastates.ranks.failure_detector import FailureDetector
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
 _SECONDS = 20.0
 """How long what is being let go may take."""
 
+
+_BEATS_SECONDS = 5.0
 
 _RESTORING = ("ds-restore", "ds-place")
 
@@ -37,6 +42,7 @@ class Residue:
     @staticmethod
     def now() -> Residue:
         gc.collect()
+        _await_beats()
         stats = engine.stats()
         return Residue(
             # A thread that logs while it ends leaves a dummy until its number is used again; its task is gone.
@@ -68,6 +74,23 @@ class Residue:
         """By name; none, if there are not more in all: a thread may take another's place."""
         many = self.tasks.total() > before.tasks.total() + allowed
         return self.tasks - before.tasks if many else Counter()
+
+
+def _await_beats() -> None:
+    """Ranks hear each other some time after their first save, and the thread that asks the store starts with that."""
+    deadline = time.monotonic() + _BEATS_SECONDS
+    for detector in [group.detector for group in list(groups._groups.values())]:
+        while not _hears_all(detector) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _hears_all(detector: FailureDetector[Any] | None) -> bool:
+    """Whether it has heard each rank that it watches; it watches none before it has started."""
+    return (
+        detector is None
+        or detector._thread.ident is None
+        or all(each.heard for each in list(detector._watched.values()))
+    )
 
 
 def _tasks() -> Counter[str]:
