@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import io
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, cast
@@ -60,7 +60,8 @@ class FittingPlanner(DefaultLoadPlanner):
             the containers in them may be the program's own.
         lay_out: called before the state is looked at, with the stored names to load by the program's, and with what is
             stored: they put places for it into dicts of the state.
-        needed: stored names that some rank must take, unless the user has left them out.
+        needed: stored names that some rank must take, unless the user has left them out, each with the name of the
+            optimizer that it belongs to.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class FittingPlanner(DefaultLoadPlanner):
         filled: Iterable[str] = (),
         replaced: Iterable[str] = (),
         lay_out: Sequence[LayOut] = (),
-        needed: Collection[str] = (),
+        needed: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.fit = fit
         self._lay_out = lay_out
-        self._needed = needed
+        self._needed = needed or {}
         self._source = source
         self._replaced = frozenset(replaced)
         self._filled = frozenset(filled) | self._replaced
@@ -203,9 +204,13 @@ class FittingPlanner(DefaultLoadPlanner):
         """
         left = [name for name in unread if name in self._chosen]
         if lost := [name for name in left if name in self._needed]:
+            owners = {self._needed[name] for name in lost}
+            kept = {owner for name, owner in self._needed.items() if name not in lost}
+            out = ", ".join(map(repr, sorted(owners))) if owners.isdisjoint(kept) else "…"
             raise IncompatibleStateError(
-                f"{self._source}: no parameter of the program takes {len(lost)} values of optimizers: "
-                f"{some_of(lost)}. Ways out: rename={{old: new}}, exclude=[…]. Nothing was changed.",
+                f"{self._source}: nothing in the program takes {len(lost)} values of "
+                f"{'the optimizer' if len(owners) == 1 else 'the optimizers'} {some_of(sorted(owners))}: "
+                f"{some_of(lost)}. Ways out: rename={{old: new}}, exclude=[{out}]. Nothing was changed.",
                 unexpected=lost,
             )
         return left

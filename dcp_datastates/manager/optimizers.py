@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +46,8 @@ __all__ = ["OptimizerPart", "layouts_of", "load_options"]
 logger = logging.getLogger(__name__)
 
 _PLAIN: Final = frozenset({torch.Tensor})
+_GROUP: Final = re.compile(r"(.+?)\.groups\..+\.[0-9a-f]{8}")
+"""The name of a group, which begins with that of its optimizer."""
 _SMALL: Final = ("groups.", "nested.", "rest.structure")
 
 Read = Callable[[Iterable[str]], dict[str, Any]]
@@ -361,21 +364,28 @@ def layouts_of(optimizers: Iterable[OptimizerPart], places: Sequence[AnyPath]) -
 
 def load_options(
     fit: Fit, stored: Iterable[str], optimizers: Iterable[OptimizerPart]
-) -> tuple[Fit, frozenset[str]]:
+) -> tuple[Fit, dict[str, str]]:
     """Prepare optimizers for a load: returns ``fit``, whose ``rename`` of a model renames the parameters of its
-    optimizer, too; and the stored names that some rank must take, so that no state is lost in silence.
+    optimizer, too; and the stored names that some rank must take, so that no state is lost in silence, each with the
+    name of its optimizer. That may be one that this rank does not have.
     """
     stored = list(stored)
     for each in optimizers:
         each.fit, each.renamed = fit, None
         fit = _following(fit, stored, each)
-    needed: set[str] = set()
+    needed: dict[str, str] = {}
     names = fit.names(stored)
     for each in optimizers:
         each.fit = fit
-        below = tuple(f"{each.name}.{section}." for section in ("state", "params"))
-        needed |= {old for name, old in names.items() if name.startswith(below)}
-    return fit, frozenset(needed)
+    for optimizer in {each.name for each in optimizers} | _optimizers_among(names):
+        below = tuple(f"{optimizer}.{section}." for section in ("state", "params", "groups"))
+        needed.update({old: optimizer for name, old in names.items() if name.startswith(below)})
+    return fit, needed
+
+
+def _optimizers_among(names: Iterable[str]) -> set[str]:
+    """The names of the optimizers that have a group among these names."""
+    return {found[1] for name in names if (found := _GROUP.fullmatch(name))}
 
 
 def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:

@@ -213,3 +213,32 @@ def test_moments_that_no_rank_takes_are_refused_on_all(shared_dir):
     ):
         checkpoints.restore_latest(second, missing="ignore")
     assert_same(second["model"][0].state_dict(), before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("here", [0, 1])
+def test_an_optimizer_that_one_rank_has_is_no_loss_on_the_other(here, shared_dir):
+    """A generator's on one rank, a discriminator's on the other."""
+
+    def program(optimizer):
+        torch.manual_seed(3)
+        state = {"model": nn.Linear(4, 4)}
+        if optimizer:
+            state["extra"] = torch.optim.AdamW(state["model"].parameters())
+            state["model"](torch.ones(2, 4)).sum().backward()
+        return state
+
+    mine = dist.get_rank() == here
+    first = program(mine)
+    if mine:
+        first["extra"].step()
+    with manager(shared_dir) as checkpoints:
+        checkpoints.save(0, first).result()
+    second = program(mine)
+    with manager(shared_dir) as checkpoints:
+        assert checkpoints.restore_latest(second) == 0
+    if mine:
+        assert_same(second["extra"].state_dict(), first["extra"].state_dict())
+    third = program(False)
+    with manager(shared_dir) as checkpoints, raises(IncompatibleStateError, "optimizer 'extra'"):
+        checkpoints.restore_latest(third)

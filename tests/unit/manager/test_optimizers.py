@@ -256,6 +256,26 @@ def test_moments_without_a_parameter_are_refused_by_name_and_nothing_changes(tmp
     assert second["optimizer"].state[second["model"].a.weight]["step"] == 3
 
 
+@pytest.mark.parametrize(
+    "kind", sampled(OPTIMIZERS, keep=lambda kind: kind in ("SGD", "AdamW", "odd"))
+)
+@pytest.mark.parametrize("has_another", [False, True])
+def test_an_optimizer_that_the_program_does_not_have_is_refused_by_name(
+    kind, has_another, tmp_path
+):
+    _saved(tmp_path, OPTIMIZERS[kind])
+    model = _Net()
+    second = {"model": model}
+    if has_another:
+        second["another"] = OPTIMIZERS[kind](model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    with raises(IncompatibleStateError, "the optimizer 'optimizer'", "exclude=['optimizer']"):
+        _restored(tmp_path, second, missing="ignore")
+    _assert_same(dict(model.state_dict()), dict(before))
+    _restored(tmp_path, {"model": model}, exclude=["optimizer"])
+    assert not torch.equal(model.a.weight, before["a.weight"])
+
+
 def test_groups_whose_parameters_had_different_settings_keep_their_own_and_say_so(tmp_path, caplog):
     first = _saved(tmp_path, OPTIMIZERS["AdamW"], differ=True)
     second = {"model": _Net()}
