@@ -34,6 +34,7 @@ from dcp_datastates.dcp.fit import Fit
 from dcp_datastates.dcp.fitting import LayOut
 from dcp_datastates.dcp.loading import load_values
 from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import new_name, renamed
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.manager.live_optimizer import LiveOptimizer, give_when_added
@@ -289,6 +290,15 @@ class OptimizerPart:
         elsewhere = {live.elsewhere[n]: each for n, each in loaded.items() if n in live.elsewhere}
         give_when_added(self.optimizer, elsewhere)
         self._keep([name for name in loaded if name in live.elsewhere], groups, loaded)
+        had = {name for group in self._stored for name in group.names}
+        if had and (new := [name for name in live.parameters if name not in had]):
+            logger.warning(
+                "%s: the optimizer had no state of %d of its parameters at the save (they were frozen, or tied to "
+                "others), and begins anew with them: %s",
+                self.name,
+                len(new),
+                some_of(new),
+            )
 
     def _with_excluded(self, name: str, live: LiveOptimizer, loaded: Any) -> Any:
         """What a parameter has after the load: what is stored, and what it has under names that are left out."""

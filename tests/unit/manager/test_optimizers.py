@@ -276,6 +276,42 @@ def test_an_optimizer_that_the_program_does_not_have_is_refused_by_name(
     assert not torch.equal(model.a.weight, before["a.weight"])
 
 
+def _tied(tied, kind):
+    torch.manual_seed(0)
+    model = _Net(("a", "b"))
+    if tied:
+        model.b.weight = model.a.weight
+    return {"model": model, "optimizer": OPTIMIZERS[kind](model.parameters())}
+
+
+@pytest.mark.parametrize("kind", sampled(OPTIMIZERS, keep=["AdamW"]))
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_weight_that_was_tied_has_its_moments_and_one_that_is_no_longer_has_a_line(
+    kind, untied, tmp_path, caplog
+):
+    first, second = _tied(True, kind), _tied(not untied, kind)
+    _train(first, 2)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    with caplog.at_level(logging.WARNING):
+        _restored(tmp_path, second)
+    _assert_same(_by_name(second)["a.weight"][0], _by_name(first)["a.weight"][0])
+    assert ("begins anew with them: 'b.weight'" in caplog.text) == untied
+
+
+@pytest.mark.parametrize("kind", sampled(OPTIMIZERS, keep=["AdamW", "SGD"]))
+def test_moments_of_weights_that_are_tied_now_are_refused_by_name(kind, tmp_path):
+    first = _tied(False, kind)
+    _train(first, 2)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    if _by_name(first)["b.weight"][0]:
+        with raises(IncompatibleStateError, "optimizer.state.b.weight"):
+            _restored(tmp_path, _tied(True, kind))
+    else:
+        _restored(tmp_path, _tied(True, kind))
+
+
 def test_groups_whose_parameters_had_different_settings_keep_their_own_and_say_so(tmp_path, caplog):
     first = _saved(tmp_path, OPTIMIZERS["AdamW"], differ=True)
     second = {"model": _Net()}
