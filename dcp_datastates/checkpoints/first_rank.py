@@ -18,11 +18,17 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
+from dcp_datastates.errors import (
+    ConfigurationError,
+    DataStatesError,
+    NoAnswerError,
+    RankLostError,
+)
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.incarnation import Incarnation
 from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
 
@@ -86,9 +92,17 @@ def from_first_rank(
 
 
 def from_first_of(
-    rank_set: RankSet, compute: Callable[[], T], key: str, purpose: str, timeout: float
+    rank_set: RankSet,
+    compute: Callable[[], T],
+    key: str,
+    purpose: str,
+    timeout: float,
+    detector: FailureDetector[Any] | None = None,
 ) -> T:
-    """:func:`from_first_rank`, of a set of ranks. Any thread; the calls of one key come from one thread."""
+    """:func:`from_first_rank`, of a set of ranks. Any thread; the calls of one key come from one thread.
+
+    With a ``detector``, raises :class:`RankLostError` as soon as it finds that the first rank is lost.
+    """
     if rank_set.world == 1:
         return compute()
     number = f"{key}/{rank_set.incarnation.count(f'answers/{key}')}"
@@ -100,7 +114,7 @@ def from_first_of(
         finally:
             if rank_set.meets_at_file:
                 rank_set.incarnation.await_all(_FILE_SECONDS)
-    value: T = _await(rank_set, store, number, purpose, timeout)
+    value: T = _await(rank_set, store, number, purpose, timeout, detector)
     return value
 
 
@@ -126,10 +140,18 @@ def _packed(error: BaseException) -> bytes:
     return pickle.dumps((None, DataStatesError(f"rank {rank}: {type(error).__name__}: {error}")))
 
 
-def _await(rank_set: RankSet, store: Connection, number: str, purpose: str, timeout: float) -> Any:
+def _await(
+    rank_set: RankSet,
+    store: Connection,
+    number: str,
+    purpose: str,
+    timeout: float,
+    detector: FailureDetector[Any] | None,
+) -> Any:
     first, incarnation = rank_set.ranks[0], rank_set.incarnation
     try:
-        found = _find(rank_set, store, number, timeout, f"rank {first} has not told {purpose}")
+        missing = f"rank {first} has not told {purpose}"
+        found = _find(rank_set, store, number, timeout, missing, detector)
         if found is not None and store.add(f"{number}/read", 1) == rank_set.world - 1:
             store.delete_key(number)
             store.delete_key(f"{number}/read")
@@ -151,23 +173,32 @@ def _await(rank_set: RankSet, store: Connection, number: str, purpose: str, time
 
 
 def _find(
-    rank_set: RankSet, store: Connection, number: str, timeout: float, what: str
+    rank_set: RankSet,
+    store: Connection,
+    number: str,
+    timeout: float,
+    missing: str,
+    detector: FailureDetector[Any] | None,
 ) -> bytes | None:
-    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then. ``what`` is missing, for
-    the log.
+    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then. ``missing`` says what
+    does, for the log.
     """
     log = WaitLog(logger, "this rank")
     deadline = time.monotonic() + timeout
     incarnation = rank_set.incarnation
     while not incarnation.await_known(min(_LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
-        log.look(what)
+        log.look(missing)
         if incarnation.store_error is not None:
             raise RuntimeError(incarnation.store_error)
         if time.monotonic() > deadline:
             return None
     pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * rank_set.world)
     while not store.check([number]):
-        log.look(what)
+        log.look(missing)
+        if detector is not None and (lost := detector.lost_coordinator) is not None:
+            if store.check([number]):  # it has answered, and ended
+                break
+            raise RankLostError(f"{missing}: {lost}")
         left = deadline - time.monotonic()
         if left <= 0:
             return None

@@ -23,6 +23,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.listing import candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
+from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.dcp.fit import Fit, LoadOptions
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -266,7 +267,8 @@ class Continuing:
     def _ask(
         self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
     ) -> T:
-        return from_first_of(self._rank_set, compute, key, purpose, timeout)
+        detector = commit_group(self._rank_set).detector
+        return from_first_of(self._rank_set, compute, key, purpose, timeout, detector)
 
 
 def set_aside(root: Location, paths: list[Location]) -> None:

@@ -210,6 +210,12 @@ class FailureDetector(Generic[D]):
                 others.append(Loss(0, reason))
             return self._gone + others
 
+    @property
+    def lost_coordinator(self) -> Loss | None:
+        """The coordinator's loss, if its process is gone, or beats no more; None if it has never beaten."""
+        losses = [each for each in self.losses() if each.rank == 0]
+        return losses[0] if losses and (losses[0].certain or self.said_by_coordinator) else None
+
     def _visit(self, rank: int) -> Loss | None:
         who = self._watched[rank].near
         if who is None or not is_gone(who):

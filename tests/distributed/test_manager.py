@@ -11,10 +11,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
 from support.logs import lines
 from support.state.checkpoints import CACHE, raises
 from support.state.roots import committed_names
+from support.waiting import await_that
 from torch.distributed.fsdp import fully_shard
 
 from dcp_datastates import (
@@ -25,8 +27,10 @@ from dcp_datastates import (
     IncompatibleStateError,
     Keep,
     PerRank,
+    RankLostError,
     RngState,
 )
+from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
 from dcp_datastates.manager.background import BackgroundSaves
@@ -409,6 +413,24 @@ def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
                 talk.take()
         dist.barrier()
         talk.close()
+
+
+def die_before_the_first_save(root):
+    checkpoints = manager(root, 1)
+    others = commit_group(rank_set_of(None)).detector
+    await_that(lambda: all(each.heard for each in others._watched.values()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raises(RankLostError, "rank 0 has not told what the root holds", "is dead"):
+        checkpoints.save(1, {"w": torch.ones(10)})
+
+
+def test_the_death_of_the_first_rank_in_an_evaluation_before_the_first_save_is_told(tmp_path):
+    ended = run_ranks(f"{__name__}:die_before_the_first_save", 3, tmp_path, root=str(tmp_path))
+    assert ended[0].killed
+    for rank in (1, 2):
+        ended[rank].result()
 
 
 @pytest.mark.parametrize("kind", ["manager", "framework"])
