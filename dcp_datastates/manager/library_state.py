@@ -17,7 +17,8 @@ from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.naming import names_below
-from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of, load_options
+from dcp_datastates.manager.optimizer_names import load_options
+from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
 from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.storage.object_path import ObjectPath
 

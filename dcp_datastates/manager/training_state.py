@@ -24,7 +24,8 @@ from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.manager.naming import are_parts, names_below
-from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of, load_options
+from dcp_datastates.manager.optimizer_names import load_options
+from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
 from dcp_datastates.manager.per_rank import (
     PerRank,
     RngState,
