@@ -19,7 +19,7 @@ from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.manager.save_tracker import SaveTracker
+from dcp_datastates.manager.save_tracker import SaveTracker, most_failures
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
 __all__ = ["BackgroundSaves", "SavesInBackground", "pop_load_options", "pop_writer_options"]
@@ -62,8 +62,9 @@ class SavesInBackground:
 
     Args:
         strict: whether a failed save ends the training: the next save, or :meth:`wait_for_saves`, then raises its
-            error. Each save then waits for the one before it. By default, a failed save is logged. A failure by which
-            no save can succeed ends it in any case.
+            error. Each save then waits for the one before it. By default, a failed save is logged, and as many in a
+            row as end a loop of :class:`~dcp_datastates.CheckpointManager` end the training. A failure by which no
+            save can succeed ends it in any case.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``);
             those of each load (:class:`~dcp_datastates.dcp.fit.FitOptions`: ``rename``, ``missing``, ``unexpected``,
@@ -104,8 +105,9 @@ class BackgroundSaves(SaveTracker):
     """The saves of one training job, one after the other, to paths that the framework chooses.
 
     Every rank makes the same calls, in the same order. A save that fails is logged by the package, and training goes
-    on; with ``strict``, the next save, or :meth:`wait`, raises its error, on all ranks. For that, each save then waits
-    for the one before it.
+    on, until there are as many in a row as :func:`most_failures` says; with ``strict``, until there is one. Then the
+    next save, or :meth:`wait`, raises the last error, on all ranks. For that, with ``strict`` each save waits for the
+    one before it.
 
     Args:
         options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`pop_writer_options`.
@@ -116,8 +118,10 @@ class BackgroundSaves(SaveTracker):
 
     def __init__(self, options: BackgroundOptions, *, strict: bool = False) -> None:
         self._strict = parse_flag("strict", strict)
-        super().__init__(1 if strict else None)
+        most = most_failures(strict, "auto", WriterConfig.checked(**options).max_in_flight)
+        super().__init__(most)
         self._options = options
+        self._said: tuple[int, str] | None = None
 
     def start(
         self,
@@ -144,9 +148,24 @@ class BackgroundSaves(SaveTracker):
             self.failed(directory, error)
             return None
 
+    def wait(self) -> None:
+        """As :meth:`SaveTracker.wait`, and a line of the log says what came of the saves."""
+        try:
+            super().wait()
+        finally:
+            newest = self._newest
+            said = None if newest is None else self.summary(newest.path.parent)
+            if said is not None and said != self._said and _is_first_rank():
+                self._said = said
+                logger.log(*said)
+
     def when_committed(
         self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
     ) -> None:
         """As :meth:`SaveTracker.when_committed`, on the first rank; nothing on the others."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _is_first_rank():
             super().when_committed(work, deletes)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -120,6 +120,26 @@ def test_strict_raises(tmp_path: Path) -> None:
         BackgroundSaves({}, strict=True).start(REFUSED, tmp_path / "path")
 
 
+def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = BackgroundSaves({})
+    saves.start(STATE, tmp_path / "0")
+    saves.wait()
+    for number in range(1, 6):
+        saves.start(REFUSED, tmp_path / str(number))
+    with pytest.raises(ds.UnsupportedTensorError):
+        saves.start(STATE, tmp_path / "6")
+    saves.start(STATE, tmp_path / "7")
+    with caplog.at_level("INFO"):
+        saves.wait()
+        saves.wait()
+    lines = [each for each in caplog.messages if "saves committed" in each]
+    assert len(lines) == 1
+    assert "2 saves committed, 5 failed" in lines[0]
+    assert str(tmp_path / "7") in lines[0]
+
+
 def test_options_are_taken_and_checked() -> None:
     keywords = {"host_cache_size": "64MiB", "max_in_flight": 2, "precision": "32"}
     assert pop_writer_options(keywords) == {"host_cache_size": "64MiB", "max_in_flight": 2}
