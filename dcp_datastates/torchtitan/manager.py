@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -39,8 +39,9 @@ from torchtitan.tools.utils import GarbageCollection
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import BackgroundOptions, WriterConfig
-from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.dcp.fit import Answer, Fit, FitOptions
+from dcp_datastates.dcp.loading import load
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.library_state import is_ours
 from dcp_datastates.storage.object_path import is_url, locate
@@ -98,6 +99,15 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         be read (``metadata``), every file is there (``structure``), every byte matches its checksum (``full``).
         """
 
+        rename: dict[str, str] = field(default_factory=dict)
+        """The program's name for a stored one, by prefixes or globs, if the program has changed: docs/resume.md."""
+
+        missing: Answer = "error"
+        """What to do if the state has values that the checkpoint lacks."""
+
+        unexpected: Answer = "warn"
+        """What to do if the checkpoint has values that the state lacks."""
+
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
             if self.async_mode not in (modes := ("disabled", "async", "async_with_pinned_mem")):
@@ -105,6 +115,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     f"checkpoint.async_mode={self.async_mode!r} must be one of {', '.join(modes)}"
                 )
             WriterConfig.checked(**self.writer_options())
+            Fit.of(self.load_options())
             check_verification(self.verify)
 
         def writer_options(self) -> BackgroundOptions:
@@ -114,6 +125,15 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "read_deadline": self.read_deadline,
                 "commit_timeout": self.commit_timeout,
                 "exit_timeout": self.exit_timeout,
+            }
+
+        def load_options(self) -> FitOptions:
+            return {
+                "rename": self.rename or None,
+                "missing": self.missing,
+                "unexpected": self.unexpected,
+                "exclude": self.exclude_from_loading,
+                "cast": True,
             }
 
     staging_future: Future[None] | None = None
@@ -299,13 +319,16 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         state = self._all_states(leave)
         logger.info("loading the checkpoint from %s", path)
         if is_ours(path):
-            reader = DataStatesReader(
-                path,
-                cast=True,
-                exclude=leave,
-                host_cache_size=self.config.host_cache_size,
-            )
-            dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+            options: FitOptions = {**self.config.load_options(), "exclude": leave}
+            try:
+                load(path, state, **options)
+            except IncompatibleStateError as error:
+                where = (
+                    "These are checkpoint.rename, checkpoint.missing and checkpoint.unexpected here, and exclude is "
+                    "checkpoint.exclude_from_loading."
+                )
+                error.args = (f"{error} {where}", *error.args[1:])
+                raise
         else:
             dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
         self.states[MODEL].load_state_dict(state)

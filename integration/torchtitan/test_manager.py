@@ -24,6 +24,7 @@ from dcp_datastates import (
     ConfigurationError,
     DataStatesReader,
     DataStatesWriter,
+    IncompatibleStateError,
     SaveHandle,
     StorageError,
     async_save,
@@ -379,6 +380,27 @@ def test_stock_checkpoints_load_and_ours_cast(job: Callable[..., Job], tmp_path:
         assert torch.equal(one.model.plain, half["plain"].float())
 
 
+def test_a_program_that_has_changed_resumes_by_the_options_of_a_load(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The manager of torchtitan loads through DCP: there, a missing name is an error, and there is no way out."""
+    one = job()
+    state = one.model.state_dict()
+    stored = {f"old_{name}": torch.ones_like(each) for name, each in state.items()}
+    del stored["old_first"]
+    dcp.save(stored, storage_writer=DataStatesWriter(tmp_path / "ours"))
+    before = one.model.plain.detach().clone()
+    for rename, said in (({}, "'plain'"), ({"old_": ""}, "'first'")):
+        one.manager.config.rename = rename
+        with pytest.raises(IncompatibleStateError, match=said) as raised:
+            one.manager._load_from(str(tmp_path / "ours"), model_only=True)
+        assert "checkpoint.missing" in str(raised.value)
+        assert torch.equal(one.model.plain, before)
+    one.manager.config.missing = "warn"
+    one.manager._load_from(str(tmp_path / "ours"), model_only=True)
+    assert one.model.plain.eq(1).all()
+
+
 def test_close_drains_what_is_in_flight_and_may_be_called_again(job: Callable[..., Job]) -> None:
     one = job(async_mode="async", read_deadline=600.0)
     one.step()
@@ -489,6 +511,7 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
         ({"host_cache_size": "1MiB"}, "host_cache_size='1MiB' is below"),
         ({"read_window": "sometimes"}, "read_window='sometimes'"),
         ({"verify": "trust"}, "verify='trust'"),
+        ({"missing": "never"}, "missing='never'"),
     ],
 )
 def test_options_that_cannot_work_are_refused_early(options: dict[str, Any], said: str) -> None:
