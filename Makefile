@@ -143,9 +143,9 @@ simulate: $(VENV)/installed
 soak: $(VENV)/installed
 	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py \
 	    tests/crash/test_restarts.py::test_no_save_is_lost_over_many_restarts $(PYTEST_ARGS)
-	INTERLEAVINGS=2000 STORE_INTERLEAVINGS=2000 STORE_RACES=2000 ARCHIVE_LIVES=1000 REUSE_KILLS=40 $(BIN)/python -m pytest -s --timeout 0 \
+	INTERLEAVINGS=2000 STORE_RACES=2000 ARCHIVE_LIVES=1000 REUSE_KILLS=40 $(BIN)/python -m pytest -s --timeout 0 \
 	    -n $(TEST_WORKERS) -k "whatever_comes_late or one_outcome or nothing_is_lost_whatever or killed_anywhere" \
-	    tests/crash/test_interleavings.py tests/crash/test_store_interleavings.py tests/crash/test_store_races.py \
+	    tests/crash/test_interleavings.py tests/crash/test_store_races.py \
 	    tests/crash/test_reuse_crashes.py tests/unit/tiers/test_random_archives.py $(PYTEST_ARGS)
 
 bench: $(VENV)/peers

@@ -107,10 +107,10 @@ def test_an_import_that_is_turned_round_is_found(tmp_path):
     folder = tmp_path / "storage"
     folder.mkdir()
     (folder / "local.py").write_text(
-        "from dcp_datastates.errors import StorageError\nfrom dcp_datastates.commit import publish\n"
+        "from dcp_datastates.errors import StorageError\nfrom dcp_datastates.commit import place\n"
     )
     assert turned_round("storage", folder) == [
-        "storage/local.py:2 imports dcp_datastates.commit.publish"
+        "storage/local.py:2 imports dcp_datastates.commit.place"
     ]
 
 

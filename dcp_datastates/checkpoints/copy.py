@@ -17,7 +17,6 @@ from dcp_datastates.checkpoints.copy_target import (
     committed_at,
     is_whole,
     same_size,
-    target_of,
 )
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointExistsError, ConfigurationError
 from dcp_datastates.format.metadata import FileRecord
@@ -57,7 +56,7 @@ def copy(
         CheckpointCorruptError: a byte of it is damaged; nothing is committed at ``target``.
         CheckpointExistsError: another checkpoint is committed at ``target``.
         CheckpointReplacedError: ``source`` was replaced or deleted meanwhile.
-        StorageError: it cannot be read or written; or another process copies there.
+        StorageError: it cannot be read or written.
         ConfigurationError: an argument cannot work.
     """
     threads = thread_count(threads)
@@ -74,22 +73,21 @@ def copy(
             f"another checkpoint, attempt {there_before.name}, is committed at {str(there)!r}; delete it, or copy to "
             f"another path"
         )
-    place = target_of(there, attempt)
+    place = CopyTarget(there, attempt)
     place.claim()
-    with place.held():
-        records = list(committed.note.files.values())
-        left = same_size(there, records)
-        units = [
-            _unit(committed, place, record, there if record.relative_path in left else None)
-            for record in records
-        ]
-        try:
-            work(units, sum(record.nbytes for record in records), threads, progress)
-        except (CheckpointCorruptError, FileNotFoundError):
-            if (replaced := replacement(here, attempt, "copy")) is not None:
-                raise replaced from None
-            raise
-        place.publish(committed.data)
+    records = list(committed.note.files.values())
+    left = same_size(there, records)
+    units = [
+        _unit(committed, place, record, there if record.relative_path in left else None)
+        for record in records
+    ]
+    try:
+        work(units, sum(record.nbytes for record in records), threads, progress)
+    except (CheckpointCorruptError, FileNotFoundError):
+        if (replaced := replacement(here, attempt, "copy")) is not None:
+            raise replaced from None
+        raise
+    place.publish(committed.data)
     return there
 
 

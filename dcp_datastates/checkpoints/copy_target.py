@@ -7,14 +7,13 @@ the outcome is the same. That is why no process withdraws it.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.inventory import is_committed, sizes_of
-from dcp_datastates.commit.store_place import StorePlace
+from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -28,15 +27,14 @@ from dcp_datastates.storage import (
     attempts,
     decisions,
     local,
+    local_store,
     operations,
     readme,
-    store_attempts,
     store_index,
 )
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.lock import Hold
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
@@ -46,7 +44,6 @@ __all__ = [
     "committed_at",
     "is_whole",
     "same_size",
-    "target_of",
 ]
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -123,116 +120,47 @@ def is_whole(target: Location, record: FileRecord) -> bool:
     return True
 
 
-class CopyTarget(Protocol):
+class CopyTarget:
     """Where the copy goes."""
+
+    def __init__(self, location: Location, attempt: Attempt) -> None:
+        """Asks no storage."""
+        self._directory, self._attempt = stored(location), attempt
 
     def claim(self) -> None:
         """Make the place for the files. Any process, any number of times."""
-
-    def held(self) -> contextlib.AbstractContextManager[object]:
-        """While the copy is made: no deletion takes it for abandoned. Raises :class:`StorageError` if another process
-        makes it.
-        """
+        if self._directory.is_local:
+            local_store.make_folder((self._directory / self._attempt.name).key, _PHASE)
 
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
-        """Write a file, and make it durable. Any thread."""
+        """Write a file, and make it durable. Any thread. Two copies write the same."""
+        path = self._directory / record.relative_path
+        with operations.during(_PHASE):
+            put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
     def publish(self, data: bytes) -> None:
-        """Commit the copy, with the bytes of ``.metadata``. All files are there. Older attempts can no longer be
-        committed there.
-        """
+        """Commit the copy, with the bytes of the decision. All files are there."""
+        directory, attempt = self._directory, self._attempt
+        if directory.is_local:
+            folder = Path(str(directory / attempt.name))
+            with local.explained("making the copy durable", folder):
+                for parent in local.sync_directories(folder):
+                    operations.sync_directory(parent, _PHASE)
+        store_index.register(directory, attempt)
+        if decisions.repeat(directory, attempt, data) is not State.COMMITTED:
+            raise CheckpointSupersededError(
+                f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "
+                f"path"
+            )
+        path = directory / local.METADATA_NAME
+        with contextlib.suppress(OSError):  # no loader needs it
+            path.store.put(path.key, data)
+        if directory.is_local:
+            readme.write(Path(str(directory)))
 
     def remove_older(self) -> None:
         """Remove what older attempts have left there. The copy is committed."""
-
-
-def target_of(location: Location, attempt: Attempt) -> CopyTarget:
-    """The target at ``location``. Asks no storage."""
-    if isinstance(location, ObjectPath):
-        return _Store(location, attempt)
-    return _Directory(location, attempt)
-
-
-class _Directory:
-    def __init__(self, directory: Path, attempt: Attempt) -> None:
-        self._directory, self._attempt = directory, attempt
-        self._folder = directory / attempt.name
-
-    def claim(self) -> None:
-        local.make_directories(self._directory, _PHASE)
-        attempts.claim(self._directory, self._attempt)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with local.explained("copying", self._directory):
-            hold = Hold.on(self._folder)
-        try:
-            yield
-        finally:
-            if hold is not None:
-                hold.release()
-
-    def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
-        path = self._directory / record.relative_path
-        unfinished = path.with_name(path.name + ".part")
-        with local.explained("writing", path, record.nbytes):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            descriptor = os.open(unfinished, flags, 0o644)
-            try:
-                for piece in pieces:
-                    left = piece
-                    while left:
-                        left = left[os.write(descriptor, left) :]
-                os.fdatasync(descriptor)
-                local.drop_cached(descriptor)
-            finally:
-                os.close(descriptor)
-            operations.rename(unfinished, path, _PHASE)
-
-    def publish(self, data: bytes) -> None:
-        with local.explained("making the copy durable", self._folder):
-            for directory in local.sync_directories(self._folder):
-                operations.sync_directory(directory, _PHASE)
-            for older in self._older():
-                attempts.withdraw(self._directory, older)
-        attempts.publish(self._directory, self._attempt, data)
-        readme.write(self._directory)
-
-    def remove_older(self) -> None:
-        for older in self._older():
-            attempts.remove_files(self._directory, older, 0, 1)
-
-    def _older(self) -> list[Attempt]:
-        return [other for other in attempts.present(self._directory) if other < self._attempt]
-
-
-class _Store:
-    def __init__(self, directory: ObjectPath, attempt: Attempt) -> None:
-        self._directory, self._attempt = directory, attempt
-
-    def claim(self) -> None:
-        """A store has no directories."""
-
-    def held(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # two copies write the same objects, and one decision
-
-    def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
-        path = self._directory / record.relative_path
-        put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
-
-    def publish(self, data: bytes) -> None:
-        store_index.register(self._directory, self._attempt)
-        if decisions.repeat(self._directory, self._attempt, data) is not State.COMMITTED:
-            raise CheckpointSupersededError(
-                f"attempt {self._attempt.name} at {str(self._directory)!r} was withdrawn or deleted there before; "
-                f"copy to another path"
-            )
-        path = self._directory / local.METADATA_NAME
-        with contextlib.suppress(OSError):  # no loader needs it
-            path.store.put(path.key, data)
-
-    def remove_older(self) -> None:
-        there = store_attempts.present(self._directory)
+        there = attempts.present(self._directory)
         older = [other for other in there if other < self._attempt]
         if older:
-            StorePlace(self._directory).remove(older)
+            Place(self._directory).remove(older)

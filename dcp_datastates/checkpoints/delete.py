@@ -1,21 +1,45 @@
-"""Deletes one checkpoint: in a file system (``delete_directory.py``), or in an object store (``delete_objects.py``)."""
+"""Deletes one checkpoint, in an order such that a crash leaves none that loads wrongly.
+
+A deletion replaces the decision to commit by one that says that the attempt is deleted: one request, from which on the
+checkpoint is not loaded. A late duplicate of the request that committed it has no effect, since the object exists. The
+other objects follow, and that decision goes last. In an object store, the decision to withdraw an attempt stays: it
+fences a coordinator that is late. In a file system, the attempt's folder goes, and nothing can be created in it.
+
+A pin and a deletion each write an object, and then look for the other's (``pins.py``): at least one of them sees the
+other, and gives way.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates.checkpoints import delete_directory, delete_objects
-from dcp_datastates.checkpoints.inventory import attempts_at, is_committed, is_link
+from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
 from dcp_datastates.checkpoints.listing import Found, open_found
-from dcp_datastates.checkpoints.not_deleted import NotDeleted
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.checkpoints.pins import DELETING, pins
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage import attempts, local, local_store, operations, readme, store_index
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.attempts import Contents, delete_objects
+from dcp_datastates.storage.decisions import State, decision_path, mark_deleted, withdraw
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_store import NotStoredError
 
-__all__ = ["delete", "delete_committed", "delete_rest"]
+__all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
+
+logger = logging.getLogger(__name__)
+
+
+class NotDeleted(StorageError):
+    """The checkpoint was not changed; ``strerror`` says why, ``errno`` is EBUSY."""
+
+    def __init__(self, path: Location | ObjectPath, reason: str) -> None:
+        super().__init__(errno.EBUSY, reason, str(path))
 
 
 def delete(
@@ -27,8 +51,7 @@ def delete(
     call removes. Files that this package did not write stay, and so does their directory (logged). Only one process
     calls this, not every rank.
 
-    In an object store, where no lock tells whether a save is in flight, an abandoned save is withdrawn first: if it is
-    only slow, it fails.
+    An abandoned save is withdrawn first: if it is only slow, it fails.
 
     Args:
         path: Directory of the checkpoint, or its URL.
@@ -42,43 +65,138 @@ def delete(
             or have a version that this release does not know; or the system refused to delete a file or directory.
     """
     directory = locate(path, options=storage_options)
-    if isinstance(directory, Path) and is_link(directory):
+    if is_link(directory):
         raise ConfigurationError(
-            f"path {str(directory)!r} is a symbolic link to {os.readlink(directory)!r}: delete what it points to, "
+            f"path {str(directory)!r} is a symbolic link to {os.readlink(str(directory))!r}: delete what it points to, "
             f"then the link"
         )
     found = open_found(directory)
     if found is not None:
         delete_committed(found)
-    elif attempts_at(directory) and not is_committed(directory):
+    elif (attempts_at(directory) or has_rest(directory)) and not is_committed(directory):
         delete_rest(directory)
     else:
         open_committed(directory)  # raises, and says what is there instead
         raise NotDeleted(directory, "it was committed a moment ago")
 
 
-def delete_committed(victim: Found, *, dry_run: bool = False, whole: bool = False) -> None:
+def delete_committed(
+    victim: Found,
+    *,
+    dry_run: bool = False,
+    whole: bool = False,
+    is_abandoned: Callable[[Attempt], bool] = lambda attempt: False,
+) -> None:
     """Delete a committed checkpoint, even with damaged metadata. ``dry_run``: only check whether it may be deleted.
-    ``whole``: other files in its directory, too (in a file system).
+    ``whole``: other files in its directory, too (in a file system). ``is_abandoned`` tells of an undecided attempt that
+    is newer whether it may be withdrawn: if not, a save may be in flight, and nothing is deleted.
 
     Raises :class:`NotDeleted`, or :class:`StorageError` if the system refused, or the place cannot be judged.
     """
-    path = victim.path
+    path = stored(victim.path)
     if victim.error is not None:
         raise victim.error
     if victim.committed is None and not victim.is_damaged:
         raise NotDeleted(path, str(victim.problem))
-    if isinstance(path, ObjectPath):
-        delete_objects.delete_committed(path, victim, dry_run)
-    else:
-        delete_directory.delete_committed(path, victim, dry_run, whole)
+    _check(path, victim, is_abandoned)
+    if not dry_run:
+        with operations.during("delete"):
+            _delete(path, victim, is_abandoned, whole)
+
+
+def _delete(
+    path: ObjectPath, victim: Found, is_abandoned: Callable[[Attempt], bool], whole: bool
+) -> None:
+    marker = path / victim.attempt.name / DELETING
+    marker.store.delete([marker.key])  # who may not delete learns it before anything has changed
+    try:
+        marker.store.put(marker.key, b"")
+    except NotStoredError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then no pin can be made, either
+            raise
+    try:
+        there = _check(path, victim, is_abandoned)
+    except BaseException:
+        marker.store.delete([marker.key])
+        raise
+    # The victim last: until then it is the newest that is committed, and no older one takes its place.
+    states = {attempt: withdraw(path, attempt) for attempt in sorted(there)}
+    for attempt, state in states.items():
+        if state is State.COMMITTED:
+            mark_deleted(path, attempt)
+    _remove(path, there, states, whole)
 
 
 def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -> bool:
-    """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there.
+    """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there. Saves there
+    that are only slow fail: they are withdrawn first.
 
     Raises as :func:`delete_committed`.
     """
-    if isinstance(path, ObjectPath):
-        return delete_objects.delete_rest(path, dry_run)
-    return delete_directory.delete_rest(path, dry_run, whole)
+    place = stored(path)
+    if attempts.is_taken(place):
+        raise NotDeleted(place, "it was committed a moment ago")
+    there = attempts.survey(place)
+    if dry_run:
+        return True
+    with operations.during("delete"):
+        states = {attempt: withdraw(place, attempt) for attempt in there}
+        if State.COMMITTED in states.values():
+            raise NotDeleted(place, "it was committed a moment ago")
+        pins_of_killed = [(place / attempt.archive_pin).key for attempt in there]
+        place.store.delete(pins_of_killed)
+        return _remove(place, there, states, whole)
+
+
+def _check(
+    path: ObjectPath, victim: Found, is_abandoned: Callable[[Attempt], bool]
+) -> dict[Attempt, Contents]:
+    """Raise :class:`NotDeleted` if the checkpoint is pinned, or was replaced, or a save may be in flight; returns all
+    that is there.
+    """
+    if pinned := pins(path):
+        raise NotDeleted(path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first")
+    found = attempts.newest_committed(path)
+    if found is None or found[0] != victim.attempt:
+        raise NotDeleted(path, "it was deleted or replaced meanwhile")
+    there = attempts.survey(path)
+    for attempt, contents in there.items():
+        newer = attempt > victim.attempt and contents.decision is None
+        if newer and not is_abandoned(attempt):
+            raise NotDeleted(
+                path,
+                f"a save may be in flight there, attempt {attempt.name}: wait until it ends; if no job saves there, "
+                f"commit one more save, or remove {path / attempt.name} with all that is in it",
+            )
+    return there
+
+
+def _remove(
+    path: ObjectPath, there: dict[Attempt, Contents], states: dict[Attempt, State], whole: bool
+) -> bool:
+    """Remove the attempts, none of which can be loaded; returns whether nothing of them is left. ``whole``: other files
+    beside them, too.
+    """
+    path.store.delete([(path / local.METADATA_NAME).key])
+    delete_objects(path, [each for contents in there.values() for each in contents.data])
+    path.store.delete([(path / attempt.name / DELETING).key for attempt in there])
+    store_index.forget(path, there)
+    if path.is_local:
+        return _remove_directory(path, there, whole)
+    decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]
+    path.store.delete([decision_path(path, attempt).key for attempt in decided])
+    return len(decided) == len(there)
+
+
+def _remove_directory(path: ObjectPath, there: dict[Attempt, Contents], whole: bool) -> bool:
+    """Remove the folders of the attempts, and the directory if it is then empty; returns whether it is gone."""
+    readme.remove(Path(str(path)))
+    attempts.remove_folders(path, there)
+    if local_store.remove_folder(path.key, whole):
+        return True
+    left = path.store.list(path.key)
+    names = [*left.folders, *left.links, *(each.key.rpartition("/")[2] for each in left.objects)]
+    logger.warning(
+        "%s is deleted, but not its directory: it holds %s", path, ", ".join(map(repr, names[:3]))
+    )
+    return False

@@ -17,7 +17,6 @@ from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
     data_sizes,
-    in_flight,
     is_committed,
     is_directory,
     may_be_committed,
@@ -39,9 +38,9 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.storage import attempts
+from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.storage.object_path import Location, locate, stored
 from dcp_datastates.text import columns, count, date, numbers, size
 
 __all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
@@ -49,7 +48,15 @@ __all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
 _SHOWN: Final = 16
 """How many tensors and objects, files, or checkpoints a text lists."""
 
-State = Literal["in flight", "abandoned", "unknown"]
+State = Literal["undecided", "withdrawn", "replaced", "deleted"]
+"""Of an attempt that is not the checkpoint at its path. Undecided: its save is in flight, or was abandoned."""
+
+_STATES: Final[dict[decisions.State | None, State]] = {
+    None: "undecided",
+    decisions.State.WITHDRAWN: "withdrawn",
+    decisions.State.COMMITTED: "replaced",
+    decisions.State.DELETED: "deleted",
+}
 """The state of an uncommitted attempt: a live process holds it; no process holds it; or the file system has
 no locks.
 """
@@ -276,7 +283,7 @@ def describe(
         if attempts_at(directory):
             uncommitted = _uncommitted(directory, None)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
-        if isinstance(directory, Path) and not is_directory(directory):
+        if not is_directory(directory):
             raise
         listed = _directory(directory)
         if not listed.checkpoints:
@@ -345,20 +352,14 @@ def _file(record: FileRecord, found: int | OSError) -> DataFile:
 
 def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
     return tuple(
-        _attempt(directory / attempt.name)
-        for attempt in attempts_at(directory)
-        if attempt != committed
+        _attempt(directory, attempt) for attempt in attempts_at(directory) if attempt != committed
     )
 
 
-def _attempt(folder: Location) -> UncommittedAttempt:
-    sizes = data_sizes(folder)
-    return UncommittedAttempt(folder.name, _state(folder), len(sizes), sum(sizes))
-
-
-def _state(folder: Location) -> State:
-    states: dict[bool | None, State] = {None: "unknown", True: "in flight", False: "abandoned"}
-    return states[in_flight(folder)]
+def _attempt(directory: Location, attempt: Attempt) -> UncommittedAttempt:
+    sizes = data_sizes(directory / attempt.name)
+    state = _STATES[decisions.state_of(stored(directory), attempt)]
+    return UncommittedAttempt(attempt.name, state, len(sizes), sum(sizes))
 
 
 def _directory(root: Location) -> Directory:
@@ -429,6 +430,8 @@ def _others(paths: Iterable[Location]) -> Iterator[Listed]:
                 yield Listed(name, step, "other", True, problem=str(error))
                 continue
         if claimed:
-            state = _state(path / claimed[-1].name)
-            problem = f"not committed: {'in flight or abandoned' if state == 'unknown' else state}"
+            state = _STATES[decisions.state_of(stored(path), claimed[-1])]
+            problem = (
+                f"not committed: {'in flight or abandoned' if state == 'undecided' else state}"
+            )
             yield Listed(name, step, "dcp_datastates", False, claimed[-1].name, problem=problem)

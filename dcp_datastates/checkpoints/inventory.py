@@ -1,7 +1,4 @@
-"""What lies at the path of a checkpoint, or of a directory of checkpoints: in a file system or in an object store.
-
-The other modules of this room ask here, and know neither.
-"""
+"""What lies at the path of a checkpoint, or of a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,33 +6,24 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.storage import (
-    attempts,
-    decisions,
-    local,
-    lock,
-    presence,
-    store_attempts,
-    store_index,
-)
+from dcp_datastates.storage import attempts, decisions, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_store import StoredObject
 
 __all__ = [
     "attempts_at",
     "committed_among",
     "data_sizes",
     "folders_in",
-    "in_flight",
+    "has_rest",
     "is_committed",
     "is_committed_at_root",
     "is_directory",
-    "is_fenced",
     "is_link",
     "may_be_committed",
     "names_at",
@@ -61,70 +49,69 @@ def folders_in(root: Location) -> list[str]:
 
     Raises :class:`ConfigurationError` if ``root`` is not a directory, :class:`StorageError` if it cannot be read.
     """
-    if isinstance(root, ObjectPath):
-        listing = root.store.list(root.key)
-        if not (listing.folders or listing.objects):
-            presence.check_answers(root.store, root.key)
-        return [name for name in listing.folders if name != store_index.INDEX_NAME]
-    entries = presence.entries_in(root)
-    if not entries and presence.is_file(root):
-        raise ConfigurationError(
-            f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-        )
-    return [each.name for each in entries if each.name != _LOST and local.is_directory(each)]
+    place = stored(root)
+    listing = place.store.list(place.key)
+    if not (listing.folders or listing.objects or listing.links):
+        if not place.is_local:
+            presence.check_answers(place.store, place.key)
+        elif presence.is_file(str(place)):
+            raise ConfigurationError(
+                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+            )
+    names = [*listing.folders, *listing.links]
+    return [name for name in names if name not in (_LOST, store_index.INDEX_NAME)]
 
 
 def is_directory(path: Location) -> bool:
     """Whether ``path`` is a directory, or a prefix with objects below it. Raises :class:`StorageError` for a store."""
-    return presence.is_directory(path) if isinstance(path, Path) else bool(names_at(path))
+    place = stored(path)
+    return presence.is_directory(str(place)) if place.is_local else bool(names_at(place))
 
 
 def is_link(path: Location) -> bool:
     """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
-    return isinstance(path, Path) and presence.is_link(path)
+    place = stored(path)
+    return place.is_local and presence.is_link(str(place))
 
 
 def names_at(path: Location) -> list[str]:
     """The names of all that lies directly at ``path``; none if nothing does. Raises :class:`StorageError`."""
-    if isinstance(path, ObjectPath):
-        listing = path.store.list(path.key)
-        return [*listing.folders, *(each.key.rpartition("/")[2] for each in listing.objects)]
-    return presence.names_in(path)
+    place = stored(path)
+    if place.is_local:
+        return presence.names_in(str(place))
+    listing = place.store.list(place.key)
+    return [*listing.folders, *(_name(each) for each in listing.objects)]
 
 
 def attempts_at(path: Location) -> list[Attempt]:
     """The attempts at a checkpoint's path, oldest first. Raises :class:`StorageError`."""
-    return store_attempts.present(path) if isinstance(path, ObjectPath) else attempts.present(path)
+    return attempts.present(stored(path))
+
+
+def has_rest(path: Location) -> bool:
+    """Whether an interrupted deletion has left anything at ``path`` but attempts. Raises :class:`StorageError`."""
+    place = stored(path)
+    return place.is_local and local_store.has_unfinished(place.key)
 
 
 def saves_at(path: Location, there: Iterable[Attempt]) -> list[Attempt]:
-    """Those of the attempts ``there`` that may yet be committed: no deletion, nor the rest of one."""
-    if isinstance(path, ObjectPath):
-        return [attempt for attempt in there if decisions.state_of(path, attempt) is None]
-    return [attempt for attempt in there if not attempts.is_rest(path, attempt)]
-
-
-def is_fenced(path: Location) -> bool:
-    """Whether a save at ``path`` that is withdrawn cannot be committed late, wherever it runs, so that no lock and no
-    order has to prove that it is abandoned.
-    """
-    return isinstance(path, ObjectPath)
+    """Those of the attempts ``there`` that may yet be committed: nothing is decided about them."""
+    place = stored(path)
+    return [attempt for attempt in there if decisions.state_of(place, attempt) is None]
 
 
 def is_committed(path: Location) -> bool:
     """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program. Raises
     :class:`StorageError` if that cannot be told.
     """
-    if isinstance(path, ObjectPath):
-        return store_attempts.newest_committed(path) is not None
-    return presence.is_there(path / local.METADATA_NAME)
+    return attempts.is_taken(stored(path))
 
 
 def may_be_committed(path: Location) -> bool:
     """:func:`is_committed`, or that cannot be told: who opens the checkpoint learns why. Sends no request to a store:
     there, any prefix but an attempt's may be a checkpoint.
     """
-    if isinstance(path, ObjectPath):
+    if not stored(path).is_local:
         return Attempt.parse(path.name) is None
     try:
         return is_committed(path)
@@ -143,9 +130,10 @@ def committed_among(paths: Iterable[Location]) -> list[Location]:
 
 def is_committed_at_root(root: Location, names: Iterable[str]) -> bool:
     """:func:`is_committed` of a directory in which the directories ``names`` are."""
-    if isinstance(root, ObjectPath) and not any(map(Attempt.parse, names)):
-        return False
-    return is_committed(root)
+    place = stored(root)
+    if not any(map(Attempt.parse, names)):
+        return place.is_local and attempts.has_foreign_metadata(place)
+    return attempts.is_taken(place)
 
 
 def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
@@ -156,16 +144,17 @@ def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]
     indexes: dict[ObjectPath, Mapping[str, Attempt]] = {}
     found: list[tuple[Attempt, Location]] = []
     for path in paths:
-        if isinstance(path, ObjectPath):
-            root = path.parent
-            if root not in indexes:
-                # The first entry of a name is its newest.
-                entries = reversed(store_index.entries(root))
-                indexes[root] = {entry.name: entry.attempt for entry in entries}
-            # Other tools copy checkpoints without an entry in the index.
-            found.append((indexes[root].get(path.name, _NEWEST), path))
-        else:
+        place = stored(path)
+        if place.is_local:
             found.append((newest_attempt(path), path))
+            continue
+        root = place.parent
+        if root not in indexes:
+            # The first entry of a name is its newest.
+            entries = reversed(store_index.entries(root))
+            indexes[root] = {entry.name: entry.attempt for entry in entries}
+        # Other tools copy checkpoints without an entry in the index.
+        found.append((indexes[root].get(path.name, _NEWEST), path))
     return found
 
 
@@ -173,8 +162,6 @@ def newest_attempt(path: Location) -> Attempt:
     """An attempt that none committed at ``path`` exceeds, as far as the names there tell: the greatest of all if there
     are none, or they cannot be read.
     """
-    # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
-    # metadata tell.
     try:
         return max(attempts_at(path), default=_NEWEST)
     except StorageError:
@@ -187,63 +174,49 @@ def sizes_of(
     """The data files of a checkpoint, each with its size on storage, or FileNotFoundError, or the :class:`StorageError`
     of looking at it.
     """
-    if isinstance(directory, ObjectPath):
-        return _sizes_in_store(directory, list(records))
+    place, records = stored(directory), list(records)
+    if place.is_local:
 
-    def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
-        try:
-            status = presence.status_of(directory / record.relative_path)
-        except StorageError as error:
-            return record, error
-        return record, FileNotFoundError(
-            "there is no such file"
-        ) if status is None else status.st_size
+        def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
+            try:
+                return record, place.store.size((place / record.relative_path).key)
+            except FileNotFoundError:
+                return record, FileNotFoundError("there is no such file")
+            except StorageError as error:
+                return record, error
 
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        return list(executor.map(look, records))
-
-
-def _sizes_in_store(
-    directory: ObjectPath, records: list[FileRecord]
-) -> list[tuple[FileRecord, int | OSError]]:
+        with ThreadPoolExecutor(_STAT_THREADS) as executor:
+            return list(executor.map(look, records))
     folders = {os.path.dirname(record.relative_path) for record in records}
     sizes: dict[str, int] = {}
     for folder in folders:
-        for each in (directory.store.list((directory / folder).key)).objects:
-            sizes[f"{folder}/{each.key.rpartition('/')[2]}"] = each.nbytes
+        for each in place.store.list((place / folder).key).objects:
+            sizes[f"{folder}/{_name(each)}"] = each.nbytes
     missing = FileNotFoundError("there is no such object")
     return [(record, sizes.get(record.relative_path, missing)) for record in records]
 
 
 def data_sizes(folder: Location) -> list[int]:
     """The sizes of the ranks' files in an attempt's directory, in bytes; none if it cannot be read."""
-    if isinstance(folder, ObjectPath):
-        objects = folder.store.list(folder.key).objects
-        return [each.nbytes for each in objects if _is_data(each.key.rpartition("/")[2])]
+    place = stored(folder)
     try:
-        found = [presence.status_of(folder / name) for name in names_at(folder) if _is_data(name)]
+        objects = place.store.list(place.key).objects
     except StorageError:
         return []
-    return [status.st_size for status in found if status is not None]
+    return [each.nbytes for each in objects if attempts.rank_of(_name(each)) is not None]
 
 
-def _is_data(name: str) -> bool:
-    return attempts.rank_of(name) is not None
+def _name(entry: StoredObject) -> str:
+    return entry.key.rpartition("/")[2]
 
 
 def remove_all(path: Location, first: Iterable[str]) -> None:
     """Remove another program's checkpoint, with all that lies in it; the files ``first`` before all others, so that the
     rest is no checkpoint if this is interrupted. Raises OSError.
     """
-    if isinstance(path, ObjectPath):
-        path.store.delete([(path / name).key for name in first])
-        store_attempts.delete_objects(path, path.store.walk(path.key))
-        return
-    for name in first:
-        (path / name).unlink(missing_ok=True)
-    shutil.rmtree(path)
-
-
-def in_flight(folder: Location) -> bool | None:
-    """Whether a live process holds the attempt in ``folder``; None if that is unknown, as in a store."""
-    return None if isinstance(folder, ObjectPath) else lock.in_flight(folder)
+    place = stored(path)
+    place.store.delete([(place / name).key for name in first])
+    if place.is_local:
+        shutil.rmtree(str(place))
+    else:
+        attempts.delete_objects(place, place.store.walk(place.key))

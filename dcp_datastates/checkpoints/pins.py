@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates.checkpoints.inventory import is_committed, names_at
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, local, lock, operations, store_attempts
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 
 __all__ = ["DELETING", "pin", "pins", "unpin"]
 
 DELETING: Final = "deleting"
-"""In an object store: an object in the attempt's prefix while it is being deleted."""
+"""An object in the attempt's folder while it is being deleted."""
 
 _PREFIX: Final = "pin."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_PHASE: Final = "pin"
-_LOCK_SECONDS: Final = 10.0
 
 
 def pin(
@@ -53,40 +49,24 @@ def pin(
         open_committed(file.parent)  # raises, and says what is there instead
     with local.explained("pinning the checkpoint", file.parent):
         try:
-            if isinstance(file, ObjectPath):
-                _pin_object(file)
-            else:
-                _pin_file(file)
+            _pin(file)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{str(file.parent)!r} was deleted a moment ago"
             ) from error
 
 
-def _pin_file(file: Path) -> None:
-    directory = file.parent
-    # delete() looks for pins under the same lock, and without locks after its claim.
-    with lock.exclusive(directory, _LOCK_SECONDS):
-        file.touch()
-        operations.sync_directory(directory, _PHASE)
-        for attempt in attempts.present(directory):
-            if attempts.is_deletion(directory, attempt):
-                attempts.withdraw(directory, attempt)
-        if not is_committed(directory):
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
-            raise FileNotFoundError
-
-
-def _pin_object(pin: ObjectPath) -> None:
+def _pin(pin: ObjectPath) -> None:
     directory = pin.parent
     pin.store.put(pin.key, b"")
     # delete() writes its marker, and then looks for pins.
-    found = store_attempts.newest_committed(directory)
+    found = attempts.newest_committed(directory)
     if found is not None:
         folder = directory / found[0].name
         if DELETING not in names_at(folder):
             return
+    elif attempts.is_taken(directory):  # another program's
+        return
     pin.store.delete([pin.key])
     if found is None:
         raise FileNotFoundError
@@ -109,10 +89,7 @@ def unpin(
     """
     file = _file(path, name, storage_options)
     with local.explained("unpinning the checkpoint", file):
-        if isinstance(file, ObjectPath):
-            file.store.delete([file.key])
-        else:
-            file.unlink(missing_ok=True)
+        file.store.delete([file.key])
 
 
 def pins(path: Location) -> tuple[str, ...]:
@@ -124,9 +101,9 @@ def pins(path: Location) -> tuple[str, ...]:
 
 def _file(
     path: str | os.PathLike[str] | ObjectPath, name: str, options: Mapping[str, Any] | None
-) -> Location:
+) -> ObjectPath:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"the pin's name {name!r} must consist of letters, digits, '.', '_' and '-', such as \"eval\""
         )
-    return locate(path, options=options) / f"{_PREFIX}{name}"
+    return stored(locate(path, options=options)) / f"{_PREFIX}{name}"

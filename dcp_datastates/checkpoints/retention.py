@@ -16,19 +16,18 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
+from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
+    has_rest,
     is_committed,
-    is_fenced,
     is_link,
     saves_at,
 )
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
-from dcp_datastates.checkpoints.not_deleted import NotDeleted
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -62,8 +61,8 @@ def retain(
 
     This never deletes: a pinned checkpoint (:func:`~dcp_datastates.pin`); directories that are not checkpoints of this
     package (stock DCP's, too); symbolic links; foreign files in a checkpoint's directory; a checkpoint that a save is
-    replacing (it has an attempt that a live process holds, or, without locks, an attempt newer than the committed one);
-    and a checkpoint whose place in the order is in doubt, because the job that saved the newer ones did not see it.
+    replacing (it has an undecided attempt that is newer than those kept); and a checkpoint whose place in the
+    order is in doubt, because the job that saved the newer ones did not see it.
 
     Every rank of ``process_group`` (default: all ranks) calls this; the first rank deletes, and all return or raise the
     same. Repeated calls are safe, also while another process calls this.
@@ -153,7 +152,7 @@ def retain_here(
             logger.warning("not deleting checkpoint %s: %s", found.path, found.error.strerror)
         elif found in best or keep.asks_for(found, newest) or _may_be_pinned(found.path):
             retained.kept.append(found.path)
-        elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run, whole):
+        elif _is_older(found.attempt, found.path, last) and _delete(found, last, dry_run, whole):
             retained.deleted.append(found.path)
     retained.kept.extend(path for path in reversed(paths) if path in unopened)
     committed = unopened.union(found.path for found in everything).difference(retained.deleted)
@@ -210,9 +209,14 @@ def _is_older(attempt: Attempt, path: Location, good: list[Found]) -> bool:
     return True
 
 
-def _delete(victim: Found, dry_run: bool, whole: bool) -> bool:
+def _delete(victim: Found, good: list[Found], dry_run: bool, whole: bool) -> bool:
     try:
-        delete_committed(victim, dry_run=dry_run, whole=whole)
+        delete_committed(
+            victim,
+            dry_run=dry_run,
+            whole=whole,
+            is_abandoned=lambda attempt: _is_older(attempt, victim.path, good),
+        )
     except NotDeleted as error:
         level = logging.WARNING if victim.committed is None else logging.INFO
         logger.log(level, "not deleting checkpoint %s: %s", victim.path, error.strerror)
@@ -221,19 +225,20 @@ def _delete(victim: Found, dry_run: bool, whole: bool) -> bool:
 
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
-    """Complete an interrupted deletion: remove attempts that no process holds or will need."""
+    """Complete an interrupted deletion: remove attempts that are not committed, and older than all ``good`` ones."""
     try:
         if is_link(path) or is_committed(path):
             return False
         claimed = attempts_at(path)
         saves = saves_at(path, claimed)
+        nothing = not claimed and not has_rest(path)
     except OSError:  # another user's directory, say
         return False
-    if not claimed:
+    if nothing:
         return False
     if saves and saves[-1] >= good[-1].attempt:
         return False
-    if saves and not is_fenced(path) and not _is_older(saves[-1], path, good):
+    if saves and not _is_older(saves[-1], path, good):
         return False
     try:
         return delete_rest(path, dry_run=dry_run, whole=whole)

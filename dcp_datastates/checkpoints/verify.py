@@ -14,9 +14,8 @@ from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.process.work import Progress, thread_count
-from dcp_datastates.storage import local
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
-from dcp_datastates.storage.readable import open_readable
+from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import count, size
 
 __all__ = ["Damage", "Report", "verify"]
@@ -119,7 +118,6 @@ def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float
     damage = Damage(local.METADATA_NAME, None, None, problem, ())
     nbytes = 0
     with contextlib.suppress(OSError):
-        metadata = open_readable(directory / local.METADATA_NAME)
-        nbytes = metadata.nbytes
-        metadata.close()
+        found = attempts.newest_committed(stored(directory))
+        nbytes = 0 if found is None else len(found[1].data)
     return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.protocol import DecisionFound
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
@@ -169,7 +169,6 @@ class CommitGroup:
             if not self._worker.post(lambda: self._run(self._next())):
                 late = self._next()
                 late.part.cancel()
-                late.release()
                 late.resolve(
                     SaveFailedError(f"this save was not committed: {self._worker.refusal}")
                 )
@@ -224,7 +223,6 @@ class CommitGroup:
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
-            round_.release()
             round_.resolve(error)
 
     def _finish(self, round_: Round) -> None:
@@ -263,18 +261,15 @@ class CommitGroup:
             # Storage may be stuck. Then the files stay until the next commit removes them.
             removes = round_.part.wait(_CANCEL_SECONDS)
 
-        place = None if round_.directory is None else place_of(round_.directory)
+        place = None if round_.directory is None else Place(round_.directory)
 
         def tidy() -> None:
-            try:
-                hit("cleanup.before")
-                if place is not None and outcome is Outcome.COMMITTED:
-                    place.tidy_after_commit(round_, agreed.older, rank, world)
-                elif place is not None and removes:
-                    place.tidy_after_failure(round_, rank, world)
-                hit("cleanup.after")
-            finally:
-                round_.release()
+            hit("cleanup.before")
+            if place is not None and outcome is Outcome.COMMITTED:
+                place.tidy_after_commit(round_, agreed.older, rank, world)
+            elif place is not None and removes:
+                place.tidy_after_failure(round_, rank, world)
+            hit("cleanup.after")
 
         hung = round_.directory is not None and is_hung(round_.directory)
         if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):

@@ -177,11 +177,6 @@ class Round:
             f"goes on after a failed call"
         )
 
-    def release(self) -> None:
-        """Coordinator: the attempt is in flight no more. Idempotent. Waits for storage."""
-        if self.claim is not None:
-            self.claim.release()
-
     def resolve(self, error: BaseException | None) -> None:
         """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
         with contextlib.suppress(InvalidStateError):

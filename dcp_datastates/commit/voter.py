@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, StorageError
@@ -214,7 +214,7 @@ class Voter:
 
                 def look() -> list[Attempt]:
                     round_.part.check()
-                    return place_of(directory).find_older(round_)  # 5
+                    return Place(directory).find_older(round_)  # 5
 
                 self._older = bounded("looking at the files", directory, round_.timeout, look)
         except SaveStalledError as stalled:
@@ -306,14 +306,12 @@ class Voter:
         assert directory is not None
         try:
             document = round_.document(self._reports)
-            place, trace = place_of(directory), save_trace.join(self._traces, self._counted_at)
+            place, trace = Place(directory), save_trace.join(self._traces, self._counted_at)
             bounded(  # 8 to 10
                 "publishing",
                 directory,
                 timeout,
-                lambda: place.publish(
-                    round_, lambda meta, claim: document(meta, claim, trace), self._tick
-                ),
+                lambda: place.publish(round_, lambda meta, claim: document(meta, claim, trace)),
             )
         except HungError as error:
             self._failure = error
@@ -355,7 +353,7 @@ class Voter:
         again = isinstance(self._failure, HungError)
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
-            place = place_of(directory)
+            place = Place(directory)
             committed = bounded(
                 "settling the save", directory, patience, lambda: place.settle(attempt)
             )

@@ -23,8 +23,8 @@ from dcp_datastates.checkpoints.listing import committed_in, is_committed
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.storage.attempts import attempts_in
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
-from dcp_datastates.storage.store_attempts import attempts_in
 
 __all__ = ["atomic_output", "check_destination"]
 

@@ -177,7 +177,7 @@ def write_outputs(
 def write_small_file(path: Path, data: bytes) -> None:
     """Write a new file at once. Its bytes are durable when this returns."""
     with explained("writing", path, len(data)):
-        operations.write_new_file(path, data, "convert")
+        operations.write_new_file(path, [data], "convert")
 
 
 class _Writing:

@@ -23,7 +23,8 @@ from dcp_datastates.saving.document import write_results
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.claims import Neighbours
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.decisions import DECISION_NAME
+from dcp_datastates.storage.object_path import Location, stored
 
 __all__ = ["datastates_files", "datastates_output"]
 
@@ -33,13 +34,16 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
     """
-    after = Neighbours().newest(beside)
+    neighbours = Neighbours()
+    neighbours.look(stored(beside))
+    after = neighbours.newest
     attempt = next_attempt(after)
     with local.explained("creating directory", folder):
         operations.make_directory(folder / attempt.name, "convert")
     outputs, document = datastates_files(source, folder, attempt, after, shard_bytes)
 
     def finish() -> None:
+        write_small_file(folder / attempt.name / DECISION_NAME, document)
         write_small_file(folder / local.METADATA_NAME, document)
         readme.write(folder)
 

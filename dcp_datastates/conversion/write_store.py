@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import DurablePart, Round
-from dcp_datastates.commit.store_place import StorePlace
 from dcp_datastates.conversion.output_file import Contents, Limits, OutputFile
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.write_datastates import datastates_files
@@ -35,7 +35,7 @@ def write_to_store(
     If this fails, what was there is still there. Raises :class:`ConfigurationError` for names that the format cannot
     store, :class:`CheckpointExistsError`, :class:`CommitOutcomeUnknown` and :class:`StorageError`.
     """
-    place = StorePlace(target)
+    place = Place(target)
     claim = place.claim(Neighbours(), overwrite)
     outputs, document = datastates_files(
         source, target, claim.attempt, claim.after, limits.shard_bytes

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.dcp.fit import Answer, Fit
 from dcp_datastates.dcp.packed import PackedReads
@@ -188,7 +188,7 @@ class DataStatesReader(StorageReader):
         self._withdraw_offer()
         self._note = note_of(metadata)
         self._wrappers = wrappers(metadata.state_dict_metadata)
-        place_of(resolved(self._directory())).warn_if_replaced()
+        Place(resolved(self._directory())).warn_if_replaced()
         loaded_from(self._located_places())
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -51,6 +51,6 @@ def replace_durably(path: Path, content: bytes, phase: str) -> None:
     """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)  # of a process that was killed
-    operations.write_new_file(new, content, phase)
+    operations.write_new_file(new, [content], phase)
     operations.rename(new, path, phase)
     operations.sync_directory(path.parent, phase)

@@ -1,8 +1,9 @@
-"""Finds the metadata of the checkpoint at a prefix of an object store; if there is none, says what is there instead."""
+"""Finds the metadata of the checkpoint at a path; if there is none, says what is there instead."""
 
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import (
@@ -11,9 +12,9 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.format.metadata import decode
-from dcp_datastates.io.foreign import is_stock, kind_of_file, kind_of_folder
-from dcp_datastates.storage import decisions, presence, store_attempts, store_index
+from dcp_datastates.format import metadata
+from dcp_datastates.io.foreign import is_complete_pickle, is_stock, kind_of_file, kind_of_folder
+from dcp_datastates.storage import attempts, decisions, local, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
@@ -26,18 +27,18 @@ _COPIES: Final = "dcp-datastates copy, from where the checkpoint was, makes it o
 
 
 def read(directory: ObjectPath) -> tuple[ObjectPath, bytes, float]:
-    """Where the metadata of the checkpoint at ``directory`` lie, their bytes, and the time of the commit by the store's
-    clock, in seconds since the epoch. One LIST and one GET in the usual case.
+    """Where the metadata of the checkpoint at ``directory`` lie, their bytes, and the time of the commit by the clock
+    of storage, in seconds since the epoch. One LIST and one GET in the usual case.
 
-    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for one of stock DCP) and
-    :class:`StorageError`.
+    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for one of stock DCP),
+    :class:`CheckpointCorruptError` if another program's ``.metadata`` are there, and :class:`StorageError`.
     """
-    found = store_attempts.newest_committed(directory)
+    found = attempts.newest_committed(directory)
     if found is None:
         listing = directory.store.list(directory.key)
-        if not (listing.folders or listing.objects):
+        if not (directory.is_local or listing.folders or listing.objects):
             presence.check_answers(directory.store, directory.key)
-        _refuse_stock(directory, listing)
+        _refuse_foreign(directory, listing)
         raise CheckpointNotFoundError(
             f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing)}"
         )
@@ -45,33 +46,56 @@ def read(directory: ObjectPath) -> tuple[ObjectPath, bytes, float]:
     return decisions.decision_path(directory, attempt), decision.data, decision.decided_at
 
 
-def _refuse_stock(directory: ObjectPath, listing: Listing) -> None:
+def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
+    if directory.is_local and not (
+        _has_metadata(directory, listing) and attempts.has_foreign_metadata(directory)
+    ):
+        return
     data = _metadata_object(directory, listing)
-    if data is not None and is_stock(data):
+    if data is None:
+        return
+    reader = "FileSystemReader" if directory.is_local else "FsspecReader"
+    if is_stock(data) and (not _attempts_in(listing) or is_complete_pickle(data)):
         raise ForeignCheckpointError(
             f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no checksums; "
-            f"torch's FsspecReader loads it, and dcp_datastates.convert converts it"
+            f"torch.distributed.checkpoint.{reader} loads it, and dcp_datastates.convert converts it"
         )
+    if directory.is_local:
+        metadata.decode(data, directory / METADATA_NAME)  # raises: it is damaged, or a later format
+
+
+def _attempts_in(listing: Listing) -> list[Attempt]:
+    return attempts.attempts_in(listing.folders)
 
 
 def _what_is_there(directory: ObjectPath, listing: Listing) -> str:
-    attempts = store_attempts.attempts_in(listing.folders)
-    states = {attempt: decisions.state_of(directory, attempt) for attempt in attempts}
+    there = _attempts_in(listing)
+    states = {attempt: decisions.state_of(directory, attempt) for attempt in there}
     if (copied := _attempt_of(directory, listing)) is not None and states.get(copied) is None:
         return (
-            "it has .metadata, but no decision of this store that they are committed, so another tool has copied it "
-            f"there, perhaps not all of it; {_COPIES}"
+            "it has .metadata, but no decision that they are committed, so another tool has copied it there, perhaps "
+            f"not all of it; {_COPIES}"
         )
-    if attempts:
-        return _uncommitted(attempts[-1], states[attempts[-1]])
+    if there:
+        return _uncommitted(there[-1], states[there[-1]])
     if store_index.INDEX_NAME in listing.folders and (entries := store_index.entries(directory)):
         return f"but there are checkpoints below it, such as {entries[0].name!r}"
-    names = [*listing.folders, *(each.key.rpartition("/")[2] for each in listing.objects)]
+    names = [*listing.folders, *listing.links, *(_name(each.key) for each in listing.objects)]
     if not names:
         return _of_the_key_itself(directory)
+    if directory.is_local and (steps := [each for each in names if _holds(directory / each)]):
+        return f"but there are checkpoints below it, such as {max(steps)!r}"
     if (what := kind_of_folder(names)) is not None:
         return f"it is {what}"
-    return f"there are {len(names)} other objects and prefixes, such as {names[0]!r}"
+    return f"there are {len(names)} other entries, such as {min(names)!r}"
+
+
+def _holds(path: ObjectPath) -> bool:
+    """Whether there may be a checkpoint at ``path``, a directory."""
+    try:
+        return bool(attempts.present(path)) or presence.is_there(str(path / METADATA_NAME))
+    except StorageError:  # lost+found, say
+        return False
 
 
 def _uncommitted(attempt: Attempt, state: State | None) -> str:
@@ -85,6 +109,15 @@ def _uncommitted(attempt: Attempt, state: State | None) -> str:
 
 
 def _of_the_key_itself(directory: ObjectPath) -> str:
+    if directory.is_local:
+        path = Path(str(directory))
+        if presence.is_directory(path):
+            return "the directory is empty"
+        if not presence.is_there(path):
+            if (old := local.moved_away(path)) is not None:
+                return f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
+            return "the directory does not exist"
+        return f"it is {kind_of_file(directory.suffix)}"
     if directory.key:
         try:
             directory.store.size(directory.key)
@@ -97,20 +130,31 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
     return "there is nothing"
 
 
+def _has_metadata(directory: ObjectPath, listing: Listing) -> bool:
+    key = (directory / METADATA_NAME).key
+    return any(each.key == key for each in listing.objects)
+
+
 def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
     path = directory / METADATA_NAME
-    if all(each.key != path.key for each in listing.objects):
+    if not _has_metadata(directory, listing):
         return None
     try:
-        return path.store.get(path.key)[0]
-    except ObjectMissingError:
+        return metadata.read(Path(str(path)))[0] if path.is_local else path.store.get(path.key)[0]
+    except FileNotFoundError:
         return None
 
 
 def _attempt_of(directory: ObjectPath, listing: Listing) -> Attempt | None:
-    """The attempt that ``.metadata`` names: a copy of a decision, which nobody trusts here."""
+    """The attempt that ``.metadata`` names: a copy of a decision, which is not trusted here."""
     data = _metadata_object(directory, listing)
     try:
-        return None if data is None else decode(data, directory / METADATA_NAME).note.attempt
+        if data is None:
+            return None
+        return metadata.decode(data, directory / METADATA_NAME).note.attempt
     except CheckpointCorruptError:
         return None
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -263,7 +263,7 @@ class SaveOperation:
 
     def draw_ticket(self) -> Ticket:
         """Coordinator: claim an attempt at the path."""
-        place, group = place_of(self.resolved_path()), self.group
+        place, group = Place(self.resolved_path()), self.group
         overwrite = self.call.config.overwrite
         claimed = self.on_storage("claiming", lambda: place.claim(group.neighbours, overwrite))
         ticket = Ticket(claimed.attempt, group.draw(), group.first)
@@ -277,12 +277,10 @@ class SaveOperation:
         with self._lock:
             if self._ticket is not None:
                 return
-            over = self._ended.is_set()  # by a save that a signal handler made meanwhile, say
-            if not over:
+            # It may have ended, by a save that a signal handler made meanwhile, say.
+            if not self._ended.is_set():
                 self.group.announce(ticket.number)  # first: another thread may vote at once
                 self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
-        if over and claimed is not None:
-            claimed.release()
 
     @property
     def is_agreed(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates.commit.publish import check_overwrite
+from dcp_datastates.commit.place import Place
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
@@ -84,7 +84,7 @@ def check_at_call(location: Location | None, config: WriterConfig) -> None:
     """
     if isinstance(location, Path) and not config.overwrite:
         directory, timeout = location, config.commit_timeout
-        bounded("looking at", directory, timeout, lambda: check_overwrite(directory, False))
+        bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))
 
 
 def check_path(save: SaveOperation) -> None:
@@ -97,7 +97,7 @@ def check_path(save: SaveOperation) -> None:
         directory = location
 
         def look() -> None:
-            check_overwrite(directory, save.call.config.overwrite)
+            Place(directory).check_overwrite(save.call.config.overwrite)
             local.check_writable(directory)
 
         save.on_storage("looking at the path", look)

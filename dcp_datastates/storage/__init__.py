@@ -1,1 +1,1 @@
-"""Storage: attempts, locks and durable file operations."""
+"""A place: a directory or an object store, durable file operations, and the decision that commits."""

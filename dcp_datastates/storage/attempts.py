@@ -1,244 +1,124 @@
-"""The directories of attempts at a checkpoint's path: claimed, published from, withdrawn and removed.
+"""The attempts at a checkpoint's path, in a directory or an object store, and which of them is what the path holds.
 
-An attempt is published by a rename from its *slot*, a directory ``publishing`` within its own, to ``.metadata``. A
-process that removes the slot withdraws the attempt: after that, no rename from the slot can succeed, whether in
-progress or late. The file system decides whether the rename or the removal comes first, so this holds without locks,
-between hosts, and against a process that was taken for dead. The attempt's directory is created together with its slot,
-and no process creates a slot again.
-
-A deletion is an attempt, too: it moves ``.metadata`` *into* its slot, atomically. So a job that has withdrawn the
-deletion, and publishes, cannot lose what it publishes.
+The newest committed attempt is the checkpoint at a path. So an attempt that is committed late, after a newer one, is
+never loaded, and a path needs no object that says which attempt counts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import re
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Final
 
-from dcp_datastates.errors import CheckpointSupersededError, CommitOutcomeUnknown
-from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.local import METADATA_NAME, Signature, explained, signature_of
+from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
+from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 
 __all__ = [
-    "claim",
-    "is_deleted",
-    "is_deletion",
-    "is_rest",
-    "mark_deleted",
+    "Contents",
+    "attempts_in",
+    "delete_objects",
+    "has_data",
+    "has_foreign_metadata",
+    "is_taken",
+    "newest_committed",
     "present",
-    "publish",
     "rank_of",
-    "remove_attempt",
-    "remove_files",
-    "remove_unborn",
-    "unpublish",
-    "withdraw",
+    "remove_data",
+    "remove_folders",
+    "survey",
 ]
 
-_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.(?:safetensors|[0-9a-f]{16}-[0-9]{8,20}\.linked)")
+_DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.(?:safetensors|[0-9a-f]{16}-[0-9]{8,20}\.linked)")
 """``format/layout.py`` makes these names."""
 
-_SLOT: Final = "publishing"
+_OURS: Final = b"DCPDST"
+_END: Final = 24
+"""Every ``.metadata`` of this package has this mark in so many of its last bytes (``format/trailer.py``)."""
 
-_DELETING: Final = "deleting"
-"""A directory in the attempt's directory that marks its deletion: it exists from before ``.metadata`` is removed until
-all files are gone.
-"""
+_TRIES: Final = 20
+"""How often a reader looks again because attempts come and go while it looks."""
 
-_DELETION: Final = "deletion"
-"""A directory in the attempt's directory that says that this attempt is a deletion, from its beginning."""
-
-_TRIES: Final = 100
-"""After this many tries to empty a slot, it must contain files that are not this package's."""
+_DELETED_AT_ONCE: Final = 1000
+"""The most keys that S3 deletes by one request."""
 
 
-def claim(directory: Path, attempt: Attempt, *, deletes: bool = False) -> bool:
-    """Create the attempt's directory, with its slot; False if another process has claimed it.
+@dataclass
+class Contents:
+    """The objects below one attempt's prefix."""
 
-    ``deletes``: the attempt is a deletion.
+    data: list[StoredObject] = field(default_factory=list)
+    """The files of ranks."""
+    decision: StoredObject | None = None
+    others: list[StoredObject] = field(default_factory=list)
+    """Markers, and what other programs have put there."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the decision is to commit the attempt: it is longer than any other."""
+        return self.decision is not None and self.decision.nbytes > LONGEST_MARK
+
+
+def attempts_in(folders: Iterable[str]) -> list[Attempt]:
+    """The attempts among the names of folders, oldest first."""
+    return sorted(attempt for name in folders if (attempt := Attempt.parse(name)) is not None)
+
+
+def present(directory: ObjectPath) -> list[Attempt]:
+    """The attempts below ``directory``, oldest first: one LIST. Raises :class:`StorageError`."""
+    return attempts_in(directory.store.list(directory.key).folders)
+
+
+def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | None:
+    """The checkpoint at ``directory``: the newest attempt there that is committed, and its decision. None if none is.
+
+    One LIST and one GET in the usual case. Raises :class:`StorageError`.
     """
-    folder = directory / attempt.name
-    unborn = directory / f".{attempt.name}"
-    inside = [unborn / _SLOT, unborn / _DELETION] if deletes else [unborn / _SLOT]
-    phase = "delete" if deletes else "plan"
-    with explained("creating directory", folder):
-        try:
-            operations.make_directory(unborn, phase)
-        except FileExistsError:
-            return False
-        try:
-            for path in inside:
-                operations.make_directory(path, phase)
-            operations.rename(unborn, folder, phase)
-        except OSError as error:
-            for path in (*inside, unborn):
-                with contextlib.suppress(OSError):
-                    operations.remove_directory(path, phase)
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):
-                return False
-            raise
-    return True
-
-
-def present(directory: Path) -> list[Attempt]:
-    """The attempts that have a directory below ``directory``, oldest first. Symbolic links and files do not count.
-
-    Raises :class:`StorageError` if the directory cannot be read.
-    """
-    return sorted(
-        attempt
-        for entry in presence.entries_in(directory)
-        if (attempt := Attempt.parse(entry.name)) is not None
-        and not entry.is_symlink()
-        and local.is_directory(entry)
-    )
-
-
-def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
-    """Make ``data`` the directory's ``.metadata``, atomically and durably.
-
-    Writes a file in the slot, syncs it, renames it over ``.metadata``, and syncs the directory: a crash at any instant
-    leaves either the old ``.metadata`` or the new one, complete.
-
-    Raises:
-        CheckpointSupersededError: the attempt was withdrawn.
-        StorageError: the former ``.metadata`` is still there.
-        CommitOutcomeUnknown: the new ``.metadata`` has, or may have, replaced the former, and could not be made
-            durable.
-    """
-    source, target = directory / attempt.name / _SLOT / METADATA_NAME, directory / METADATA_NAME
-    with explained("publishing", target, len(data)):
-        try:
-            operations.write_new_file(source, data, "publish")
-            ours, before = signature_of(source), signature_of(target)
-            if ours is None:
-                raise _withdrawn(directory, attempt)
-        except FileNotFoundError as error:
-            raise _withdrawn(directory, attempt) from error
-        except OSError:
-            with contextlib.suppress(OSError):  # else the next save's cleanup removes it
-                withdraw(directory, attempt)
-            raise
-        try:
-            operations.rename(source, target, "publish")
-        except OSError as error:
-            # A failed rename may have happened all the same, or may still happen; once the slot is removed, it cannot.
-            if not _was_renamed(directory, attempt, ours, before, error):
-                if error.errno == errno.ENOENT:
-                    raise _withdrawn(directory, attempt) from error
-                raise
-    try:
-        operations.sync_directory(directory, "publish")
-    except OSError as error:
-        raise CommitOutcomeUnknown(
-            f"{target} names attempt {attempt.name}, but making that durable failed: {error.strerror}; it loads now, "
-            f"and may be the old one again after a crash"
-        ) from error
-    with contextlib.suppress(OSError):
-        operations.remove_directory(source.parent, "publish")
-
-
-def _withdrawn(directory: Path, attempt: Attempt) -> CheckpointSupersededError:
-    return CheckpointSupersededError(
-        f"attempt {attempt.name} at {str(directory)!r} was withdrawn: the other ranks have given this save up, or "
-        f"another job saves to the same path"
-    )
-
-
-def _was_renamed(
-    directory: Path,
-    attempt: Attempt,
-    ours: Signature | None,
-    before: Signature | None,
-    error: OSError,
-) -> bool:
-    """Whether ``.metadata`` is now ``ours``, in place of ``before``. If not, it can no longer become so."""
-    try:
-        withdraw(directory, attempt)
-        now = signature_of(directory / METADATA_NAME)
-        deleted = is_deleted(directory, attempt)
-    except OSError:
-        raise CommitOutcomeUnknown(
-            f"{directory / METADATA_NAME} may name attempt {attempt.name}, or may yet come to do so: storage fails "
-            f"({error.strerror})"
-        ) from error
-    if now == ours:
-        return True
-    # The slot was gone: the rename did not happen, unless a server's answer was lost and the request repeated.
-    if error.errno == errno.ENOENT or (now == before and not deleted):
-        return False
-    raise CommitOutcomeUnknown(
-        f"{directory / METADATA_NAME} may have named attempt {attempt.name} for a while: storage failed "
-        f"({error.strerror}), and another process has published or deleted there since"
-    ) from error
-
-
-def unpublish(directory: Path, deletion: Attempt) -> bool:
-    """Move ``.metadata`` into the slot of ``deletion``, durably: this deletes the checkpoint.
-
-    The caller has withdrawn all older attempts after ``deletion`` was claimed, and has then looked at ``.metadata``.
-    Only a newer attempt can have replaced that file since, and it has withdrawn ``deletion`` before. Returns False if
-    ``deletion`` was withdrawn, or ``.metadata`` is gone.
-    """
-    source, target = directory / METADATA_NAME, directory / deletion.name / _SLOT / METADATA_NAME
-    try:
-        operations.rename(source, target, "delete")
-    except FileNotFoundError:
-        return False
-    with contextlib.suppress(FileNotFoundError):  # another process completes this deletion
-        operations.sync_directory(directory, "delete")
-    return True
-
-
-def withdraw(directory: Path, attempt: Attempt) -> None:
-    """Make it impossible to publish the attempt from now on. ``.metadata`` shows whether it was published before.
-    Idempotent.
-
-    If this raises OSError, the attempt may or may not be withdrawn.
-    """
-    slot = directory / attempt.name / _SLOT
+    seen: list[Attempt] | None = None
     for _ in range(_TRIES):
-        try:
-            operations.remove_directory(slot, "withdraw")
-            return
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        with contextlib.suppress(FileNotFoundError):
-            operations.unlink(slot / METADATA_NAME, "withdraw")
-    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(slot))
+        there = present(directory)
+        for attempt in reversed(there):
+            decision = decisions.read(directory, attempt)
+            if decision is not None and decision.state is State.COMMITTED:
+                return attempt, decision
+        # A save may have committed a newer attempt, and removed the older one, while this process looked.
+        if not there or there == seen:
+            return None
+        seen = there
+    raise StorageError(
+        errno.EBUSY,
+        "saves there replace one another faster than this process can read what is committed",
+        str(directory),
+    )
 
 
-def mark_deleted(directory: Path, attempt: Attempt, phase: str) -> None:
-    """Mark the attempt as being deleted, so that no rank concludes that it was never committed."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        operations.make_directory(directory / attempt.name / _DELETING, phase)
-
-
-def is_deleted(directory: Path, attempt: Attempt) -> bool:
-    """Whether a deletion of the checkpoint has removed the attempt, or is removing it. Raises OSError.
-
-    For a rank that has written files: if the attempt was not deleted, its files are still there.
+def has_foreign_metadata(directory: ObjectPath) -> bool:
+    """Whether ``.metadata`` of another program, such as stock DCP, is in ``directory``. This package's is a copy of a
+    decision for DCP's tools, and says nothing. Raises :class:`StorageError`.
     """
-    names = presence.names_in(directory / attempt.name)
-    return not names or _DELETING in names
+    path = directory / METADATA_NAME
+    try:
+        nbytes = path.store.size(path.key)
+        return _OURS not in bytes(path.store.get_range(path.key, max(0, nbytes - _END), nbytes))
+    except ObjectMissingError:
+        return False
 
 
-def is_deletion(directory: Path, attempt: Attempt) -> bool:
-    """Whether the attempt is a deletion, not a save."""
-    return presence.is_there(directory / attempt.name / _DELETION)
-
-
-def is_rest(directory: Path, attempt: Attempt) -> bool:
-    """Whether the attempt is a deletion, or what one has left; so it is no save in flight. Raises OSError."""
-    return is_deletion(directory, attempt) or is_deleted(directory, attempt)
+def is_taken(directory: ObjectPath) -> bool:
+    """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's. Raises
+    :class:`StorageError`.
+    """
+    if newest_committed(directory) is not None:
+        return True
+    return directory.is_local and has_foreign_metadata(directory)
 
 
 def rank_of(name: str) -> int | None:
@@ -247,54 +127,80 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def remove_files(
-    directory: Path, attempt: Attempt, rank: int, world: int, phase: str = "cleanup"
-) -> None:
-    """Remove ``rank``'s share of the files of ``attempt``, as far as possible; never raises.
+def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
+    """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
+    folder = directory / attempt.name
+    return any(rank_of(_name(each)) is not None for each in folder.store.walk(folder.key))
 
-    The caller must know that the attempt can no longer be published. Each of ``world`` ranks removes the files whose
-    rank number equals its own modulo ``world`` (an earlier job may have had more ranks), and only files with this
-    package's names. The rank that finds the attempt's directory empty removes it; a foreign file in it keeps the
-    directory.
+
+def survey(
+    directory: ObjectPath, among: Iterable[Attempt] | None = None
+) -> dict[Attempt, Contents]:
+    """All objects of the attempts ``among`` (None: of all that are) below ``directory``: one LIST for each 1,000 of
+    them. Raises :class:`StorageError`.
+    """
+    found: dict[Attempt, Contents] = {}
+    places = [directory] if among is None else [directory / attempt.name for attempt in among]
+    beginning = f"{directory.key}/" if directory.key else ""
+    for each in chain.from_iterable(place.store.walk(place.key) for place in places):
+        folder, _, name = each.key.removeprefix(beginning).partition("/")
+        attempt = Attempt.parse(folder)
+        if attempt is None or not name:
+            continue
+        contents = found.setdefault(attempt, Contents())
+        if name == DECISION_NAME:
+            contents.decision = each
+        elif rank_of(name) is not None:
+            contents.data.append(each)
+        else:
+            contents.others.append(each)
+    if directory.is_local:  # an attempt has a folder before it has a file
+        for attempt in present(directory) if among is None else among:
+            found.setdefault(attempt, Contents())
+    return found
+
+
+def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) -> None:
+    """Delete ``rank``'s files of an attempt that cannot be committed; its decision stays. Each of ``world`` ranks
+    deletes the files whose rank number equals its own modulo ``world``. Raises :class:`StorageError`.
     """
     folder = directory / attempt.name
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        names = []
-    if rank == 0 and _SLOT in names:
-        with contextlib.suppress(OSError):
-            withdraw(directory, attempt)
-    for name in names:
-        owner = rank_of(name)
-        if owner is not None and owner % world == rank:
-            with contextlib.suppress(OSError):
-                operations.unlink(folder / name, phase)
-    with contextlib.suppress(OSError):
-        # the marks stay as long as there are files
-        marks = os.listdir(folder)
-        if rank == 0 and {_DELETING, _DELETION}.issuperset(marks):
-            for mark in marks:
-                operations.remove_directory(folder / mark, phase)
-        operations.remove_directory(folder, phase)
+    mine = [
+        each
+        for each in folder.store.walk(folder.key)
+        if (owner := rank_of(_name(each))) is not None and owner % world == rank
+    ]
+    delete_objects(directory, mine)
+    remove_folders(directory, [attempt])
 
 
-def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") -> None:
-    """Remove the files of all ranks, as :func:`remove_files` does."""
-    remove_files(directory, attempt, 0, 1, phase)
-
-
-def remove_unborn(directory: Path, before: Attempt | None = None) -> None:
-    """Remove the leftovers of interrupted claims older than ``before`` (None: all). If such a claim is only slow, it
-    claims again.
-
-    Never raises.
+def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
+    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none. Raises
+    :class:`StorageError`.
     """
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            attempt = Attempt.parse(name[1:]) if name.startswith(".") else None
-            if attempt is not None and (before is None or attempt < before):
-                folder = directory / name
-                for path in (folder / _SLOT, folder / _DELETION, folder):
-                    with contextlib.suppress(OSError):
-                        operations.remove_directory(path, "cleanup")
+    for attempt in there if directory.is_local else ():
+        folder = directory / attempt.name
+        names = {_name(each) for each in folder.store.walk(folder.key)}
+        if not names:
+            local_store.remove_folder(folder.key)
+        elif names == {
+            DECISION_NAME
+        }:  # no process may decide anew between its removal and the folder's
+            local_store.discard_folder(folder.key)
+
+
+def delete_objects(directory: ObjectPath, objects: Iterable[StoredObject]) -> None:
+    """Delete objects of the store of ``directory``, 1,000 by a request. Raises :class:`StorageError`."""
+    keys = iter([each.key for each in objects])
+    for batch in _batches(keys):
+        step()
+        directory.store.delete(batch)
+
+
+def _batches(keys: Iterator[str]) -> Iterator[list[str]]:
+    while batch := list(islice(keys, _DELETED_AT_ONCE)):
+        yield batch
+
+
+def _name(entry: StoredObject) -> str:
+    return entry.key.rpartition("/")[2]

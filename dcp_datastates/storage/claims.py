@@ -1,34 +1,27 @@
 """Claims an attempt: unique at its path, and newer than every commit that its job could have seen.
 
 Attempts order checkpoints (``latest``, ``retain``), and must not depend on clocks: a new attempt's number is greater
-than those of all attempts at its path, and of all checkpoints committed beside it, in the path's parent directory.
+than those of all attempts at its path, and of all checkpoints beside it, in the path's parent. The number is this
+process's own, so no two processes claim the same. A claim by another process at the same time need not see this one:
+each may commit, and the newer one is what the path holds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
-from dcp_datastates.storage import attempts, local, presence, self_test
-from dcp_datastates.storage.attempt import Attempt, next_attempt, next_deletion
-from dcp_datastates.storage.lock import Hold
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage import attempts, local, presence, store_index
+from dcp_datastates.storage.attempt import Attempt, next_attempt
+from dcp_datastates.storage.local_store import make_folder
+from dcp_datastates.storage.object_path import ObjectPath
 
-__all__ = [
-    "Claim",
-    "DirectoryClaim",
-    "Neighbours",
-    "check_sane",
-    "claim",
-    "claim_deletion",
-    "not_replaced",
-]
+__all__ = ["Claim", "Neighbours", "check_absent", "claim"]
 
 _CLAIMS: Final = 100
 _ABSURD: Final = 0xE << 60
@@ -37,44 +30,29 @@ _ABSURD: Final = 0xE << 60
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed attempt, held while its save, or its deletion, is in flight.
+    """A claimed attempt.
 
     Attributes:
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
             directory cannot be listed.
+        older: the attempts that were at the path at the claim, oldest first.
+        alone: whether there was no sign of another save to the path.
     """
 
     attempt: Attempt
     after: Attempt | None
-
-    def release(self) -> None:
-        """The attempt is in flight no more. Idempotent. Waits for storage."""
-
-
-@dataclass(frozen=True)
-class DirectoryClaim(Claim):
-    """A claimed attempt in a file system.
-
-    Attributes:
-        seen: the file that ``.metadata`` was before the claim.
-        hold: the lock that marks the attempt as in flight.
-    """
-
-    seen: local.Signature | None
-    hold: Hold
-
-    def release(self) -> None:
-        self.hold.release()
+    older: tuple[Attempt, ...] = ()
+    alone: bool = False
 
 
 class Neighbours:
-    """The checkpoints beside those that a job saves. Each is read only if it is new there, or was replaced.
+    """The checkpoints beside those that a job saves. Each directory is read only if it is new there, or was changed.
 
     One thread at a time uses it.
     """
 
     def __init__(self) -> None:
-        self._root: Location | None = None
+        self._root: ObjectPath | None = None
         self._known: dict[
             str, tuple[int, int] | None
         ] = {}  # only entries that exist now, so that it does not grow with the job
@@ -82,16 +60,16 @@ class Neighbours:
         self._device: int | None = None
         self._saved: set[str] = set()
 
-    def check_mounted(self, root: Path) -> int:
-        """A checkpoint is about to be saved in ``root``: returns the number of the file system there. Raises
-        :class:`StorageError` if that of the latest :meth:`note_saved` is no longer mounted: the checkpoint would lie
-        below the mount point, on another one.
+    def check_mounted(self, root: ObjectPath) -> int:
+        """A checkpoint is about to be saved in the directory ``root``: returns the number of the file system there.
+        Raises :class:`StorageError` if that of the latest :meth:`note_saved` is no longer mounted: the checkpoint would
+        lie below the mount point, on another one.
 
         A file system that was unmounted and mounted again may have another number; what lies there tells it.
         """
         self._enter(root)
-        device, before = _device_of(root), {*self._known, *self._saved}
-        if self._device not in (None, device) and before.isdisjoint(presence.names_in(root)):
+        device, before = _device_of(Path(str(root))), {*self._known, *self._saved}
+        if self._device not in (None, device) and before.isdisjoint(presence.names_in(str(root))):
             raise StorageError(
                 errno.ENODEV,
                 f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
@@ -104,18 +82,34 @@ class Neighbours:
         """Note that there is a directory ``name`` in the root of :meth:`check_mounted`, which returned ``device``."""
         self._device, self._saved = device, {name}
 
-    def newest(self, root: Path) -> Attempt | None:
-        """The newest attempt among the checkpoints committed in ``root`` and those of :meth:`note`."""
+    def look(self, root: ObjectPath) -> set[str] | None:
+        """Look for the checkpoints in ``root``, for :attr:`newest`. Returns the names of those that are there or may
+        come to be there soon; None if the directory cannot be listed. Raises :class:`StorageError` for an object store,
+        which has an index of them.
+        """
         self._enter(root)
+        if root.is_local:
+            return self._look_around(root)
+        entries = store_index.entries(root)
+        for entry in entries:
+            self.note(entry.attempt)
+        return {entry.name for entry in entries}
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
+        return self._newest
+
+    def _look_around(self, root: ObjectPath) -> set[str] | None:
         try:
-            with os.scandir(root) as entries:
+            with os.scandir(str(root)) as entries:
                 names = [entry.name for entry in entries if local.is_directory(entry)]
         except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
         for name in names:
             try:
-                status = os.stat(root / name / local.METADATA_NAME)
+                status = os.stat(str(root / name))
                 found = status.st_ino, status.st_mtime_ns
             except (FileNotFoundError, NotADirectoryError):
                 continue
@@ -123,25 +117,21 @@ class Neighbours:
                 found = None
             self._known[name] = found
             if found is None or known.get(name) != found:
-                with contextlib.suppress(OSError):  # other users' directories may not be readable
-                    for attempt in attempts.present(root / name)[-1:]:
-                        self.note(attempt)
-        return self._newest
+                try:  # other users' directories may not be readable
+                    there = attempts.present(root / name)
+                except OSError:
+                    continue
+                for attempt in there[-1:]:
+                    self.note(attempt)
+        return set(self._known)
 
-    def newest_of(self, root: Location, seen: Iterable[Attempt]) -> Attempt | None:
-        """As :meth:`newest`, where the caller has ``seen`` the attempts in ``root``."""
-        self._enter(root)
-        for attempt in seen:
-            self.note(attempt)
-        return self._newest
-
-    def _enter(self, root: Location) -> None:
+    def _enter(self, root: ObjectPath) -> None:
         if root != self._root:
             self._root, self._known, self._newest = root, {}, None
             self._device, self._saved = None, set()
 
     def note(self, attempt: Attempt) -> None:
-        """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
+        """Note that this job has claimed or seen ``attempt`` in the latest root."""
         if attempt.incarnation >= _ABSURD:
             return
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
@@ -155,43 +145,60 @@ def _device_of(path: Path) -> int:
     return status.st_dev
 
 
-def claim(directory: Path, neighbours: Neighbours) -> DirectoryClaim:
-    """Claim a new attempt at ``directory``, which is made if it is missing: steps 1 and 2 of docs/commit.md.
+def claim(
+    directory: ObjectPath,
+    neighbours: Neighbours,
+    overwrite: bool,
+    self_test: Callable[[], object] = lambda: None,
+) -> Claim:
+    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/commit.md. In an object store, this is one LIST if no
+    save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is made.
+    Calls ``self_test`` when the directory exists.
 
-    The first claim below a root tries what its file system can do (:mod:`self_test`).
-
-    Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
-    so a publisher has seen and withdrawn every older attempt that could still be published.
+    Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """
-    device = neighbours.check_mounted(directory.parent)
-    local.make_directories(directory)
-    self_test.what_works_for(directory)
-    with local.explained("claiming a save's directory", directory):
-        made = _claim(directory, neighbours)
-    neighbours.note(made.attempt)
-    neighbours.note_saved(directory.name, device)
-    return made
-
-
-def claim_deletion(directory: Path) -> DirectoryClaim:
-    """Claim an attempt that deletes what is committed at ``directory``.
-
-    The same holds as for a save: the deleting process has seen every older attempt that could still be published, and a
-    job that publishes a newer one has seen this deletion, and withdraws it first.
-    """
-    with local.explained("claiming a deletion's directory", directory):
-        return _claim(directory, None)
-
-
-def not_replaced(directory: Location) -> CheckpointExistsError:
-    """The error for a save that must not replace the checkpoint there."""
-    return CheckpointExistsError(
-        f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
-        f"pass overwrite=True to replace it, or another path"
+    device = 0
+    if directory.is_local:
+        device = neighbours.check_mounted(directory.parent)
+        local.make_directories(Path(str(directory)))
+    self_test()
+    for _ in range(_CLAIMS):
+        claimed = _choose(directory, neighbours, overwrite)
+        neighbours.note(claimed.attempt)
+        if not directory.is_local:
+            return claimed
+        if make_folder((directory / claimed.attempt.name).key, "plan"):
+            neighbours.note_saved(directory.name, device)
+            return claimed
+    raise StorageError(
+        None,
+        "the directories of all attempts that are tried there exist already; is this a file system?",
+        str(directory),
     )
 
 
-def check_sane(directory: Location, newest: Attempt | None) -> None:
+def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
+    beside = neighbours.look(directory.parent)
+    alone = beside is not None and directory.name not in beside
+    if not overwrite:
+        check_absent(directory)
+    there = [] if alone and overwrite else attempts.present(directory)
+    newest = neighbours.newest
+    after = max([*there, *([] if newest is None else [newest])], default=None)
+    _check_sane(directory, after)
+    return Claim(next_attempt(after), after, tuple(there), alone)
+
+
+def check_absent(directory: ObjectPath) -> None:
+    """Raise :class:`CheckpointExistsError` if a checkpoint is at ``directory``."""
+    if attempts.is_taken(directory):
+        raise CheckpointExistsError(
+            f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
+            f"pass overwrite=True to replace it, or another path"
+        )
+
+
+def _check_sane(directory: ObjectPath, newest: Attempt | None) -> None:
     """Raise :class:`StorageError` if the ``newest`` attempt there has a number that no save exceeds."""
     if newest is not None and newest.incarnation >= _ABSURD:
         raise StorageError(
@@ -200,29 +207,3 @@ def check_sane(directory: Location, newest: Attempt | None) -> None:
             f"made it: remove it",
             str(directory),
         )
-
-
-def _claim(directory: Path, neighbours: Neighbours | None) -> DirectoryClaim:
-    for _ in range(_CLAIMS):
-        seen = local.signature(directory)
-        beside = None if neighbours is None else neighbours.newest(directory.parent)
-        there = [*attempts.present(directory), *([] if beside is None else [beside])]
-        after = max(there, default=None)
-        check_sane(directory, after)
-        deletes = neighbours is None
-        attempt = next_deletion(after) if deletes else next_attempt(after)
-        if not attempts.claim(directory, attempt, deletes=deletes):
-            continue  # another job has claimed it
-        # If a job commits in between, it removes attempts that no process holds, as leftovers.
-        hold = Hold.on(directory / attempt.name)
-        if hold is None:
-            continue
-        if attempts.present(directory)[-1:] == [attempt]:
-            return DirectoryClaim(attempt, after, seen, hold)
-        hold.release()
-        attempts.remove_attempt(directory, attempt)
-    raise StorageError(
-        None,
-        "other jobs keep taking away the directory of this attempt; are several saving to one path?",
-        str(directory),
-    )

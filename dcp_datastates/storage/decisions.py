@@ -1,4 +1,4 @@
-"""The decision about an attempt in an object store: whether it is committed, withdrawn or deleted.
+"""The decision about an attempt: whether it is committed, withdrawn or deleted.
 
 It is one object, ``<attempt>/decision``, which is created once. The store lets one creation succeed, so whether an
 attempt was committed or withdrawn first has one answer for all processes, at all times: no lock is needed, and it does
@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -23,7 +24,12 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
-from dcp_datastates.storage.object_store import ObjectMissingError, Version
+from dcp_datastates.storage.object_store import (
+    NotDurableError,
+    NotStoredError,
+    ObjectMissingError,
+    Version,
+)
 
 __all__ = [
     "DECISION_NAME",
@@ -100,14 +106,21 @@ def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
         return None
 
 
-def decide(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
+def decide(
+    directory: ObjectPath,
+    attempt: Attempt,
+    data: bytes,
+    on_doubt: Callable[[OSError], object] = lambda error: None,
+) -> State:
     """Commit the attempt with the metadata ``data``; returns what is decided about it, for good.
 
     Only the attempt's coordinator calls this, once. If the reply to its request is lost or leaves a doubt, it withdraws
-    the attempt and reads which of the two came first.
+    the attempt and reads which of the two came first; ``on_doubt`` is called with the error before.
 
-    Raises :class:`CheckpointSupersededError` if another process has committed an attempt with this number; any other
-    :class:`StorageError`: the attempt may be committed, or may come to be. :func:`withdraw` then decides.
+    Raises :class:`CheckpointSupersededError` if another process has committed an attempt with this number, or has
+    removed the attempt's folder;
+    :class:`NotStoredError`: it is not committed, and not withdrawn; any other :class:`StorageError`: the attempt may be
+    committed, or may come to be. :func:`withdraw` then decides.
     """
     path = decision_path(directory, attempt)
     step()
@@ -115,8 +128,16 @@ def decide(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
         hit("publish.decide.before")
         created = path.store.put_if_absent(path.key, data)
         hit("publish.decide.after")
+    except (NotDurableError, NotStoredError):
+        raise
+    except ObjectMissingError as error:
+        raise CheckpointSupersededError(
+            f"the folder of attempt {attempt.name} at {str(directory)!r} is gone: another job saves to the same path, "
+            f"or deletes there, or the other ranks have given this save up"
+        ) from error
     except OSError as error:  # whatever the store did: what follows tells, or raises
         logger.warning("committing %s: %s", path, error)
+        on_doubt(error)
     else:
         if created:
             return State.COMMITTED
@@ -138,6 +159,10 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
         try:
             if path.store.put_if_absent(path.key, _mark(_WITHDRAWN)):
                 return State.WITHDRAWN
+        except NotDurableError:
+            raise
+        except ObjectMissingError:  # the attempt's folder is gone, and no process makes it again
+            return State.WITHDRAWN
         except StorageError as error:
             failure = error
         step()
@@ -204,7 +229,10 @@ def mark_deleted(directory: ObjectPath, attempt: Attempt) -> None:
     """
     path = decision_path(directory, attempt)
     step()
-    path.store.put(path.key, _mark(_DELETED))
+    try:
+        path.store.put(path.key, _mark(_DELETED))
+    except ObjectMissingError:  # another process has deleted it, with its folder
+        return
 
 
 def _mark(kind: bytes) -> bytes:

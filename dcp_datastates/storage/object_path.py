@@ -1,4 +1,4 @@
-"""Places in object stores, as paths; and places of either kind."""
+"""Places in stores, as paths; and places as users name them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local, stores
+from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
 __all__ = [
@@ -22,13 +23,15 @@ __all__ = [
     "locate",
     "locate_all",
     "resolved",
+    "stored",
 ]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 
 class ObjectPath:
-    """A key, or a prefix of keys, in an object store: what :class:`~pathlib.Path` is in a file system.
+    """A key, or a prefix of keys, in a store: what :class:`~pathlib.Path` is in a file system. Users see it for object
+    stores; :func:`stored` makes one for a directory, too.
 
     Two are equal if their URLs are. The text has no credentials: these come from the environment, or from ``options``,
     which are never shown.
@@ -38,7 +41,7 @@ class ObjectPath:
 
     def __init__(self, root: str, key: str, options: Mapping[str, Any] | None = None) -> None:
         self.root: Final = root
-        """``s3://bucket``."""
+        """``s3://bucket``; ``""`` is the file system."""
         self.key: Final = key
         """Without slashes at its ends; ``""`` is the bucket itself."""
         self._options: Final = options
@@ -47,7 +50,17 @@ class ObjectPath:
     @property
     def store(self) -> ObjectStore:
         """The store, opened on first use. Raises :class:`ConfigurationError` if its library is missing."""
-        return stores.store_of(self.root, self._options)
+        return _FILES if self.is_local else stores.store_of(self.root, self._options)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a directory, or a file in one."""
+        return not self.root
+
+    @property
+    def location(self) -> Location:
+        """The place as users name it: a :class:`~pathlib.Path` in the file system."""
+        return Path(self._url) if self.is_local else self
 
     @property
     def name(self) -> str:
@@ -99,6 +112,16 @@ class ObjectPath:
 
 Location = Path | ObjectPath
 """Where a checkpoint lies, or a directory of checkpoints."""
+
+_FILES: Final = LocalStore()
+
+
+def stored(location: Location) -> ObjectPath:
+    """The place in its store; a directory is one, too (:mod:`local_store`)."""
+    if isinstance(location, ObjectPath):
+        return location
+    return ObjectPath("", str(location.absolute()).lstrip("/"))
+
 
 AnyPath = str | os.PathLike[str] | ObjectPath
 """A place as users name it."""

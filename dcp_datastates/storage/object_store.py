@@ -1,4 +1,4 @@
-"""Object stores: one small protocol, which :mod:`obstore_adapter` and :mod:`fsspec_adapter` implement.
+"""Stores: one small protocol, which :mod:`local_store`, :mod:`obstore_adapter` and :mod:`fsspec_adapter` implement.
 
 A store has keys and objects. An object appears whole or not at all, and cannot be renamed. Every call is atomic, and
 consistent with all calls that returned before it began, as S3, GCS and Azure promise. Retries are the library's.
@@ -21,6 +21,8 @@ __all__ = [
     "MOST_PARTS",
     "PART_BYTES",
     "Listing",
+    "NotDurableError",
+    "NotStoredError",
     "ObjectMissingError",
     "ObjectStore",
     "StoredObject",
@@ -44,11 +46,13 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies directly below a prefix."""
+    """What lies directly below a prefix, or in a directory."""
 
     folders: tuple[str, ...]
     """The names below which there are more objects, without slashes, in order."""
     objects: tuple[StoredObject, ...]
+    links: tuple[str, ...] = ()
+    """The names of symbolic links to folders, in order. Only a file system has them."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,20 @@ class ObjectMissingError(StorageError, FileNotFoundError):
         super().__init__(errno.ENOENT, "there is no such object", url)
 
 
+class NotStoredError(StorageError):
+    """Nothing was stored, and nothing will be by this call."""
+
+
+class NotDurableError(StorageError):
+    """The object is there, and may be gone after a crash."""
+
+
 class ObjectStore(Protocol):
     """One bucket, or what corresponds to it. Any thread; calls wait without the GIL.
 
     Keys have no slash at their beginning or end. When the library has given up, every method raises
     :class:`StorageError` with the object's URL and the cause, without credentials; :class:`ObjectMissingError` if there
-    is no such object.
+    is no such object (in a file system, also if the folder for a new one is missing).
     """
 
     @property

@@ -15,15 +15,20 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
+
+from typing_extensions import Buffer
 
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
     "NO_EXCHANGE",
+    "current_phase",
+    "during",
     "exchange",
     "link",
     "make_directory",
@@ -58,7 +63,7 @@ def trace_path() -> str:
 
 def _trace(operation: str, path: Path, **more: Any) -> None:
     trace = trace_path()
-    if trace:
+    if trace and current_phase() != SELF_TEST:
         record = {"op": operation, "path": str(path), **more}
         line = json.dumps(record, default=memoryview.hex, ensure_ascii=False) + "\n"
         descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -71,6 +76,28 @@ def _trace(operation: str, path: Path, **more: Any) -> None:
 def tell(path: Path, attempt: str) -> None:
     """Record in the trace that from here on the user may rely on ``attempt`` at ``path``."""
     _trace("told", path, attempt=attempt)
+
+
+SELF_TEST: Final = "self-test"
+"""A phase that leaves nothing, and is not recorded."""
+
+_current: Final = threading.local()
+
+
+@contextlib.contextmanager
+def during(phase: str) -> Iterator[None]:
+    """The operations of stores that this thread carries out until the context ends belong to ``phase``."""
+    before = current_phase()
+    _current.phase = phase
+    try:
+        yield
+    finally:
+        _current.phase = before
+
+
+def current_phase() -> str:
+    """The phase to which the operations of a store belong in this thread."""
+    return getattr(_current, "phase", "store")
 
 
 @contextlib.contextmanager
@@ -89,21 +116,24 @@ def make_directory(path: Path, phase: str) -> None:
         os.mkdir(path)
 
 
-def write_new_file(path: Path, data: bytes, phase: str) -> None:
-    """Create ``path``, which must not exist, with ``data``, and make its bytes (not its name) durable."""
+def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str) -> None:
+    """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
     step()
     hit(f"{phase}.create.before")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         _trace("create", path)
         hit(f"{phase}.create.after")
-        step()
-        hit(f"{phase}.write.before")
-        left = memoryview(data)
-        while left:
-            wrote = os.write(descriptor, left)
-            _trace("write", path, offset=len(data) - len(left), data=left[:wrote])
-            left = left[wrote:]
+        offset = 0
+        for piece in pieces:
+            step()
+            left = memoryview(piece).cast("B")
+            if not offset and left:
+                hit(f"{phase}.write.before")
+            while left:
+                wrote = os.write(descriptor, left)
+                _trace("write", path, offset=offset, data=left[:wrote])
+                left, offset = left[wrote:], offset + wrote
         hit(f"{phase}.write.after")
         _sync(descriptor, path, phase, "sync_file")
     finally:

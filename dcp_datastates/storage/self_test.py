@@ -21,7 +21,7 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
-from dcp_datastates.storage import trials
+from dcp_datastates.storage import operations, presence, trials
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -58,7 +58,8 @@ class _Lack:
 
 _IN_A_DIRECTORY: Final = {
     Operation.CREATE_ONCE: _Lack(
-        "use each path from one job at a time: two would not see each other"
+        "two processes can create the same file, so this package cannot tell which of two saves to one path came "
+        "first: use each path from one job at a time"
     ),
     Operation.REPLACE: _Lack("no checkpoint can be overwritten: save each to a path of its own"),
     Operation.SHRINK: _Lack(
@@ -69,12 +70,8 @@ _IN_A_DIRECTORY: Final = {
     Operation.SYNC_DIRECTORY: _Lack(
         "saves go without it: after a crash of the server, the newest checkpoint may be missing"
     ),
-    Operation.RENAME_FILLED: _Lack(
-        "each save makes its directory that way. gcsfuse: mount with --rename-dir-limit=100000, or use a bucket with a "
-        "hierarchical namespace, or save to gs://bucket/… instead. overlayfs: mount with redirect_dir=on",
-        needed=True,
-    ),
-    Operation.LINK: _Lack("reuse= needs links; saves without it do not", quiet=True),
+    Operation.RENAME_FILLED: _Lack("a save that failed leaves a small file", quiet=True),
+    Operation.LINK: _Lack("commits are renames of directories instead", quiet=True),
     Operation.LIST: _Lack("grant permission to read the directory (r and x)", needed=True),
     Operation.RANGE: _Lack("no load could read what is saved", needed=True),
     Operation.DELETE: _Lack(
@@ -144,10 +141,11 @@ _known: OrderedDict[tuple[Location, object], Findings] = OrderedDict()
 
 
 def what_works_for(directory: Path) -> Findings:
-    """As :func:`what_works`, of the file system that holds ``directory``, which exists."""
+    """As :func:`what_works`, of the file system that holds ``directory``, or where that was."""
     root = directory.parent
-    with explained("stat", directory):
-        alike = os.stat(root).st_dev == os.stat(directory).st_dev
+    status = presence.status_of(directory)
+    with explained("stat", root):
+        alike = status is None or os.stat(root).st_dev == status.st_dev
     return what_works(root if alike and os.access(root, os.W_OK | os.X_OK) else directory)
 
 
@@ -220,7 +218,8 @@ def examine(root: Location) -> Findings:
     if isinstance(root, ObjectPath):
         causes = trials.in_a_store(root)
     else:
-        with explained("trying what the file system can do", root):
+        doing = explained("trying what the file system can do", root)
+        with operations.during(operations.SELF_TEST), doing:
             causes = trials.in_a_directory(root)
     answers = tuple(
         Answer(

@@ -3,7 +3,8 @@
 An entry is an empty object, ``<root>/.attempts/<inverted attempt>.<name of the checkpoint>``. Stores list keys in
 order, and the inverted number sorts the newest attempt first: a new save learns from one LIST which number is greater
 than all others, and ``latest`` where to look. An entry is written before its attempt is committed, so every committed
-attempt has one; an attempt with an entry need not be committed.
+attempt has one; an attempt with an entry need not be committed. A directory on a file system needs no index: it is
+listed itself.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def register(directory: ObjectPath, attempt: Attempt) -> None:
     """Make the entry of an attempt at ``directory`` that is about to be committed. Idempotent; raises
     :class:`StorageError`.
     """
+    if directory.is_local:
+        return
     path = directory.parent / INDEX_NAME / Entry(attempt, directory.name).key
     step()
     hit("publish.register.before")
@@ -77,6 +80,6 @@ def forget(directory: ObjectPath, attempts: Iterable[Attempt]) -> None:
     """Remove the entries of ``attempts`` at ``directory``. Idempotent; raises :class:`StorageError`."""
     index = directory.parent / INDEX_NAME
     keys = [(index / Entry(attempt, directory.name).key).key for attempt in attempts]
-    if keys:
+    if keys and not directory.is_local:
         step()
         index.store.delete(keys)

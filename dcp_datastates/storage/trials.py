@@ -20,6 +20,7 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.storage.store_calls import BusyError, ExpiredError
@@ -214,8 +215,8 @@ def in_a_directory(root: Path) -> Causes:
     now = os.stat(folder).st_mtime
     try:
         for operation, attempt in (
-            (Operation.CREATE_ONCE, _create_once),
             (Operation.SHRINK, _shrink),
+            (Operation.CREATE_ONCE, _create_once),
             (Operation.RANGE, _read_range),
             (Operation.REPLACE, _replace),
             (Operation.LINK, _link),
@@ -242,24 +243,13 @@ def _denial(attempt: Callable[[Path], object], folder: Path) -> str | None:
 
 
 def _create_once(folder: Path) -> str | None:
-    os.close(os.open(folder / "a", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-    twice: tuple[Callable[[], object], ...] = (
-        lambda: os.close(
-            os.open(folder / "a", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        ),
-        lambda: os.mkdir(folder),
-    )
-    for create in twice:
-        try:
-            create()
-        except FileExistsError:
-            continue
-        return "a name that exists can be created again"
-    return None
+    key = str(folder / "decision").lstrip("/")
+    created = [LocalStore().put_if_absent(key, data) for data in (b"a", b"b")]
+    return None if created == [True, False] else "a name that exists can be created again"
 
 
 def _shrink(folder: Path) -> str | None:
-    with open(folder / "a", "r+b", buffering=0) as file:
+    with open(folder / "a", "wb", buffering=0) as file:
         file.write(b"a" * _LONG)
         os.ftruncate(file.fileno(), _SHORT)
     found = os.stat(folder / "a").st_size, len((folder / "a").read_bytes())
@@ -310,10 +300,10 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    for name in ("a", "b", "c"):
-        with contextlib.suppress(FileNotFoundError):
+    for name in ("a", "b", "c", "decision/object", "decision"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             os.unlink(folder / name)
-    for name in ("d/within", "d", "e/within", "e", ""):
+    for name in ("decision", "d/within", "d", "e/within", "e", ""):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder / name)
 

@@ -19,7 +19,6 @@ from dcp_datastates.checkpoints.copy_target import (
     committed_at,
     is_whole,
     same_size,
-    target_of,
 )
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome
@@ -92,24 +91,20 @@ class Carrier:
         """
         self._decided = False
         vote = None if self._votes is None else self._votes.on(attempt)
-        place = target_of(target, attempt)
-        with contextlib.ExitStack() as held:
-            try:
-                committed = self.until_done(
-                    lambda: self._write(source, attempt, target, place), target
-                )
-                if vote is not None:
-                    vote.finished()
-                if self._rank != 0:
-                    self._hear(vote, attempt, target)
-                    return
-                self.until_done(lambda: held.enter_context(place.held()), target)
-                self._await_files(vote, committed, target)
-                self.until_done(lambda: self._commit(committed, target, place), target)
-            except BaseException as error:
-                if vote is not None and not self._decided:
-                    self._tell_failure(vote, error)
-                raise
+        place = CopyTarget(target, attempt)
+        try:
+            committed = self.until_done(lambda: self._write(source, attempt, target, place), target)
+            if vote is not None:
+                vote.finished()
+            if self._rank != 0:
+                self._hear(vote, attempt, target)
+                return
+            self._await_files(vote, committed, target)
+            self.until_done(lambda: self._commit(committed, target, place), target)
+        except BaseException as error:
+            if vote is not None and not self._decided:
+                self._tell_failure(vote, error)
+            raise
         if vote is not None:
             vote.decide(Decision(Outcome.COMMITTED))
 

@@ -138,7 +138,7 @@ def _create(root: Location, identity: _Identity) -> _Identity:
         unfinished = root / f"{IDENTITY_NAME}.{secrets.token_hex(4)}"
         local.make_directories(root, _PHASE)
         with local.explained("writing", unfinished):
-            operations.write_new_file(unfinished, data, _PHASE)
+            operations.write_new_file(unfinished, [data], _PHASE)
             _put_if_absent(unfinished, root / IDENTITY_NAME)
             operations.sync_directory(root, _PHASE)
     return _read(root) or identity

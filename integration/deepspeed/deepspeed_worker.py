@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import dcp_datastates.deepspeed.engine as integration
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.storage import attempts, failpoints
+from dcp_datastates.storage import decisions, failpoints
 from deepspeed_training import (
     RANK,
     SAVED_AFTER,
@@ -142,13 +142,13 @@ def goes_on(root: Path) -> Any:
 def orders(root: Path) -> Any:
     """Saves whose commits are held back; then saves that fail; then a load right behind a save."""
     held = threading.Event()
-    publish = attempts.publish
+    decide = decisions.decide
 
-    def wait_and_publish(*args: Any) -> None:
+    def wait_and_decide(*args: Any) -> Any:
         held.wait()
-        publish(*args)
+        return decide(*args)
 
-    attempts.publish = wait_and_publish
+    decisions.decide = wait_and_decide
     training = engine(1, CACHE)
     ours = training.checkpoint_engine.ckpt_engine
     results: dict[str, Any] = {"named": []}

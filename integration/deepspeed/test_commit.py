@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dcp_datastates.deepspeed import CheckpointEngine
-from dcp_datastates.storage import attempts
+from dcp_datastates.storage import decisions
 from deepspeed_jobs import SECONDS, run, started
 
 
@@ -79,10 +79,10 @@ def test_the_end_of_the_process_finishes_the_last_save(ordered: tuple[Path, list
 
 def test_after_a_kill_the_previous_tag_loads(tmp_path: Path) -> None:
     """Rank 0 is killed before the commit of the second save, or between its commit and ``latest``."""
-    for name, place in (("uncommitted", "publish"), ("unnamed", "latest")):
+    for name, place in (("uncommitted", "publish.link"), ("unnamed", "latest.rename")):
         root = tmp_path / name
         root.mkdir()
-        environment = {"DCP_DATASTATES_FAILPOINTS": f"{place}.rename.before@2=kill"}
+        environment = {"DCP_DATASTATES_FAILPOINTS": f"{place}.before@2=kill"}
         with started("killed", root, environment=environment) as (first, _):
             assert first.wait(SECONDS) == -signal.SIGKILL
         assert (root / "tag-1" / ".metadata").exists() == (name == "unnamed")
@@ -190,14 +190,14 @@ def test_a_collection_in_another_thread_does_not_wait(
 ) -> None:
     """If the commit thread waited for its own save, it would wait forever."""
     waited = threading.Event()
-    publish = attempts.publish
+    decide = decisions.decide
 
-    def wait_and_publish(*args: Any) -> None:
+    def wait_and_decide(*args: Any) -> Any:
         alone.wait(persist=True)
         waited.set()
-        publish(*args)
+        return decide(*args)
 
-    monkeypatch.setattr(attempts, "publish", wait_and_publish)
+    monkeypatch.setattr(decisions, "decide", wait_and_decide)
     save(alone, tmp_path, "tag")
     assert waited.wait(60)
     alone.wait(persist=True)

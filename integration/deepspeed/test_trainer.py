@@ -74,7 +74,7 @@ def test_after_a_kill_right_behind_a_save_that_save_is_there(
 def test_after_a_kill_within_a_save_the_one_before_it_is_there(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
-    code, _, log = job(tmp_path, failpoints="publish.rename.before@2=kill")
+    code, _, log = job(tmp_path, failpoints="publish.link.before@2=kill")
     assert code == -9, log
     assert committed(tmp_path) == ["checkpoint-2"]
     assert (tmp_path / "checkpoint-4").is_dir()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.state.files import data_files, flip_bit
+from support.state.metadata import decision_of
 from support.state.roots import committed_names
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -248,11 +249,11 @@ def flip(folder: Path) -> None:
 
 
 def no_metadata(folder: Path) -> None:
-    (folder / ".metadata").write_bytes(b"")
+    decision_of(folder).write_bytes(b"")
 
 
 def no_commit(folder: Path) -> None:
-    (folder / ".metadata").unlink()
+    decision_of(folder).unlink()
 
 
 def nothing(folder: Path) -> None:

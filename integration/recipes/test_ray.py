@@ -38,7 +38,7 @@ def test_a_restart_by_ray_goes_on_from_the_newest_commit(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(text)
     environment = {
         # The coordinator is killed at its fourth commit; the restarted one has only three to make.
-        "DCP_DATASTATES_FAILPOINTS": "publish.rename.before@4=kill",
+        "DCP_DATASTATES_FAILPOINTS": "publish.link.before@4=kill",
         "HOME": str(tmp_path),  # Ray writes a token there
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -357,7 +357,7 @@ def test_a_format_is_recognised(tmp_path: Path) -> None:
     names = {"stock": Format.STOCK, "ours": Format.DATASTATES, "hf": Format.HUGGING_FACE}
     names.update(odd=Format.UNKNOWN, absent=Format.NONE)
     assert {name: format_of(tmp_path / name) for name in names} == names
-    metadata = tmp_path / "ours" / ".metadata"
+    (metadata,) = (tmp_path / "ours").glob("*/decision")
     whole = metadata.read_bytes()
     metadata.write_bytes(whole[:-3])
     with pytest.raises(CheckpointCorruptError):
@@ -427,9 +427,9 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    import dcp_datastates.saving.paths as module
+    from dcp_datastates.commit.place import Place
 
-    other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
+    other, check, closed = DataStatesWriter(tmp_path / "other"), Place.check_overwrite, []
 
     def close_other(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -437,7 +437,7 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
             closed.append(True)
         check(*args)
 
-    monkeypatch.setattr(module, "check_overwrite", close_other)
+    monkeypatch.setattr(Place, "check_overwrite", close_other)
     one = job(async_mode="disabled")
     one.step()
     one.manager.save(1)

@@ -31,7 +31,7 @@ FAILPOINTS = (
         "sync.data.before",
     ),
     *("vote.before", "vote.after", "outcome.before", "outcome.after", "cleanup.before"),
-    *("publish.create.after", "publish.rename.before", "publish.rename.after"),
+    *("publish.create.after", "publish.link.before", "publish.link.after"),
 )
 """Where a rank may be killed in a save; the names that begin with ``publish`` are passed by rank 0 only."""
 

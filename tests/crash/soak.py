@@ -49,7 +49,7 @@ LOG = "DCP_DATASTATES_FAILPOINTS_LOG"
 # Every one is passed once in a save, so that the N-th time is about the N-th save.
 _COORDINATOR = (
     *("publish.create.before", "publish.write.after", "publish.sync_file.before"),
-    *("publish.rename.before", "publish.rename.after", "publish.sync_directory.before"),
+    *("publish.link.before", "publish.link.after", "publish.sync_directory.before"),
 )
 _EVERY_RANK = (
     *("flush.open.before", "flush.write.before", "flush.write.after", "flush.close.after"),

@@ -148,7 +148,7 @@ def _stall(path, point, scratch):
 def test_a_job_that_wakes_after_its_successor_committed_does_not_overwrite(tmp_path):
     path = tmp_path / "c"
     _commit(path, OLD, tmp_path)
-    job, pid = _stall(path, "publish.lock.before", tmp_path)
+    job, pid = _stall(path, "publish.decide.before", tmp_path)
     _commit(path, SUCCESSOR, tmp_path)
     os.kill(pid, signal.SIGCONT)
     coordinator, other = values(job.result())
@@ -162,17 +162,16 @@ def test_a_job_that_wakes_after_its_successor_committed_does_not_overwrite(tmp_p
     ("point", "awakes"),
     sampled(
         [
-            ("publish.lock.after", False),
-            ("publish.rename.before", False),
-            ("publish.rename.before", True),
+            ("publish.decide.after", False),
+            ("publish.link.before", False),
+            ("publish.link.before", True),
         ],
-        keep=[("publish.lock.after", False), ("publish.rename.before", True)],
+        keep=[("publish.decide.after", False), ("publish.link.before", True)],
     ),
 )
 def test_a_job_that_is_stopped_while_it_publishes_does_not_keep_its_successor_out(
     point, awakes, tmp_path
 ):
-    """It holds the path's lock, which nothing relies on."""
     path = tmp_path / "c"
     _commit(path, OLD, tmp_path)
     job, pid = _stall(path, point, tmp_path)

@@ -100,11 +100,11 @@ def test_whichever_call_hangs_the_save_ends_and_what_it_told_stays_true(
 
 
 HANGS = {
-    "planning": "plan.rename.before",
-    "files": "flush.write.before",
-    "publication": "publish.rename.before",
-    "after the publication": "publish.sync_directory.before",
-    "cleanup": "cleanup.before",
+    "planning": "plan.mkdir.before@4",  # the first save looks for three directories
+    "files": "flush.write.before@2",
+    "publication": "publish.link.before@2",
+    "after the publication": "publish.sync_directory.before@2",
+    "cleanup": "cleanup.before@2",
 }
 
 
@@ -113,7 +113,7 @@ def test_a_process_ends_although_storage_hangs(where, tmp_path):
     ended = run_script(
         f"""
         import dcp_datastates as ds
-        os.environ["DCP_DATASTATES_FAILPOINTS"] = "{HANGS[where]}@2=sleep:600"
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "{HANGS[where]}=sleep:600"
         for number in range(3):
             state = {{"w": torch.full((100,), float(number))}}
             handle = ds.async_save(state, path, host_cache_size="64MiB", commit_timeout=1, max_in_flight=1)
@@ -128,14 +128,14 @@ def test_a_process_ends_although_storage_hangs(where, tmp_path):
 
 COORDINATOR, OTHER = 0, 1
 ON_TWO = {
-    "the coordinator claims": (COORDINATOR, "plan.rename.before@2=sleep:600", None),
+    "the coordinator claims": (COORDINATOR, "plan.mkdir.before@4=sleep:600", None),
     "another rank looks for the attempt": (OTHER, "share.mkdir.before@2=sleep:600", None),
-    "the coordinator publishes": (COORDINATOR, "publish.rename.before@2=sleep:600", None),
+    "the coordinator publishes": (COORDINATOR, "publish.link.before@2=sleep:600", None),
     "a rank writes": (OTHER, "flush.write.before@2=sleep:600", None),
     "a rank settles for a dead coordinator": (
         OTHER,
-        "withdraw.rmdir.before=sleep:600",
-        "publish.rename.before@2=kill",
+        "settle.link.before=sleep:600",
+        "publish.link.before@2=kill",
     ),
 }
 

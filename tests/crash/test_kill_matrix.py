@@ -14,9 +14,13 @@ from support.tiers import sampled
 SAMPLE = (
     *("stage.before-other", "plan.before-coordinator", "plan.mkdir.after-coordinator"),
     *("read.before-other", "flush.write.before-coordinator", "sync.data.before-other"),
-    *("vote.before-other", "vote.after-coordinator", "publish.lock.after-coordinator"),
-    *("publish.rename.before-coordinator", "publish.rename.after-coordinator"),
-    *("outcome.before-other", "cleanup.unlink.after-other", "cleanup.rmdir.before-coordinator"),
+    *("vote.before-other", "vote.after-coordinator", "publish.decide.before-coordinator"),
+    *("publish.link.before-coordinator", "publish.link.after-coordinator"),
+    *(
+        "outcome.before-other",
+        "cleanup.unlink.after-coordinator",
+        "cleanup.rmdir.before-coordinator",
+    ),
 )
 """In each phase of a save one cell or two: both kinds of rank, and both sides of what matters most."""
 

@@ -1,4 +1,4 @@
-"""Who publishes late: a job that was stopped, a coordinator taken for dead, storage that answers late. Without locks.
+"""Who publishes late: a job that was stopped, a coordinator taken for dead, storage that answers late.
 
 Two jobs meet at one path in every interleaving of two publications whose steps are file operations: at one step of
 one job's publication, the other job publishes whole and tidies. What was committed and is named must be there.
@@ -24,24 +24,20 @@ from dcp_datastates import (
     latest,
     retain,
 )
-from dcp_datastates.commit import groups, publish
+from dcp_datastates.commit import groups
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.saving.document import document
-from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
+from dcp_datastates.storage import attempt, attempts, claims, decisions, operations
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import stored
 
 STEPS = [
     f"publish.{name}.{when}"
-    for name in ("lock", "create", "write", "sync_file", "rename", "sync_directory")
+    for name in ("decide", "create", "write", "sync_file", "link", "sync_directory")
     for when in ("before", "after")
 ]
 DATA = "r00000-0.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def unlocked(monkeypatch):
-    """No lock reaches the other job, and it is another process's."""
-    monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
-    monkeypatch.setattr(publish, "_remember", lambda directory, mine: None)
 
 
 @pytest.fixture
@@ -55,7 +51,7 @@ def at(monkeypatch):
             if name == step and todo:
                 todo.pop()()
 
-        monkeypatch.setattr(publish, "hit", hit)
+        monkeypatch.setattr(decisions, "hit", hit)
         monkeypatch.setattr(operations, "hit", hit)
         return todo
 
@@ -67,29 +63,34 @@ _older = {}  # by round: what it found before it was published
 
 def _begun(path):
     """A save at ``path`` whose bytes are durable."""
-    claim = claims.claim(path, claims.Neighbours())
+    claim = Place(path).claim(claims.Neighbours(), True)
     (path / claim.attempt.name / DATA).write_text(claim.attempt.name)
     error = StorageError(errno.EIO, "")
     return Round(0, claim.attempt, path, FailedPart(error), path=path, claim=claim, timeout=5)
 
 
+def _commit(round_):
+    """As a job of one rank does. Raises what a user is told."""
+    place = Place(round_.path)
+    _older[round_] = place.find_older(round_)
+    place.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
+
+
 def _publish(round_):
-    """As a job of one rank does. Why it failed; None for a commit."""
-    _older[round_] = publish.find_older(round_)
+    """Why it failed; None for a commit."""
     try:
-        publish.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
-    except CommitOutcomeUnknown:
-        raise
+        _commit(round_)
     except DataStatesError as error:
         return error
     return None
 
 
 def _tidy(round_, error):
-    if error:
-        publish.tidy_after_failure(round_, 0, 1)
-    else:
-        publish.tidy_after_commit(round_, _older[round_], 0, 1)
+    place = Place(round_.path)
+    if error is None:
+        place.tidy_after_commit(round_, _older[round_], 0, 2)
+    elif not isinstance(error, CommitOutcomeUnknown):
+        place.tidy_after_failure(round_, 0, 2)
 
 
 def _end(round_):
@@ -98,8 +99,17 @@ def _end(round_):
     return error
 
 
+def _settle(path, attempt):
+    return Place(path).settle(attempt)
+
+
+def _there(path):
+    found = attempts.newest_committed(stored(path))
+    return None if found is None else found[0]
+
+
 def _assert_whole(path, among):
-    there = publish.published_attempt(path)
+    there = _there(path)
     assert there in [round_.attempt for round_ in among]
     assert (path / there.name / DATA).read_text() == there.name, "named, and removed"
 
@@ -130,8 +140,9 @@ def test_two_jobs_at_one_path(step, late, tidies, replaces, at, tmp_path):
     told = [round_ for round_, error in ends.items() if error is None]
     assert told, "one of them must succeed"
     _assert_whole(tmp_path, told)
+    kinds = (CheckpointSupersededError, CommitOutcomeUnknown)
     for error in ends.values():
-        assert error is None or isinstance(error, CheckpointSupersededError)
+        assert error is None or isinstance(error, kinds)
 
 
 @pytest.mark.parametrize("step", [*STEPS, None])
@@ -140,11 +151,11 @@ def test_survivors_settle_while_the_coordinator_publishes(step, at, tmp_path):
     old = _begun(tmp_path)
     assert _end(old) is None
     new = _begun(tmp_path)
-    (tmp_path / new.attempt.name / "a survivor's").write_text("")
+    (tmp_path / new.attempt.name / "r00001-0.safetensors").write_text("")
     found = []
 
     def settle():
-        found.extend(publish.settle(tmp_path, new.attempt) for _ in range(2))
+        found.extend(_settle(tmp_path, new.attempt) for _ in range(2))
 
     at(step, settle)
     error = _end(new)
@@ -154,68 +165,61 @@ def test_survivors_settle_while_the_coordinator_publishes(step, at, tmp_path):
     _assert_whole(tmp_path, [old if error else new])
 
 
-def test_what_another_job_has_replaced_is_not_known(tmp_path):
-    """It may have been committed before."""
+def test_what_another_job_has_replaced_has_failed_or_is_not_known(tmp_path):
+    """With its files, it is known: it was withdrawn. Without them, it may have been committed before."""
     mine, other = _begun(tmp_path), _begun(tmp_path)
-    assert _end(other) is None
-    assert publish.settle(tmp_path, mine.attempt) is None
+    assert _publish(other) is None
+    assert _settle(tmp_path, mine.attempt) is False
+    _tidy(other, None)
+    assert _settle(tmp_path, mine.attempt) is None
 
 
-@pytest.mark.parametrize(
-    "step", ["delete.mkdir.after", "delete.unlink.after", "delete.rmdir.after"]
-)
+@pytest.mark.parametrize("step", ["delete.sync_directory.before", "delete.rmdir.after"])
 def test_what_was_deleted_is_not_known_to_have_failed(step, at, tmp_path):
     mine = _begun(tmp_path)
     assert _end(mine) is None
     found = []
-    todo = at(step, lambda: found.append(publish.settle(tmp_path, mine.attempt)))
+    todo = at(step, lambda: found.append(_settle(tmp_path, mine.attempt)))
     delete(tmp_path)
     assert not todo, f"{step} was not passed"
-    assert found == [True if step == "delete.mkdir.after" else None]
+    assert found == [True if step == "delete.sync_directory.before" else None]
 
 
-@pytest.mark.parametrize("number", ["EIO", "ETIMEDOUT"])
-def test_a_rename_that_fails_and_has_not_happened(number, tmp_path):
+@pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
+def test_a_decision_that_cannot_be_written_fails_the_save(number, tmp_path):
     old = _begun(tmp_path)
     assert _end(old) is None
-    with armed(f"publish.rename.before=error:{number}"):
+    with armed(f"publish.write.before=error:{number}"):
         error = _end(_begun(tmp_path))
     assert isinstance(error, StorageError)
     assert error.errno == getattr(errno, number)
     _assert_whole(tmp_path, [old])
 
 
-@pytest.mark.parametrize("number", ["EIO", "ETIMEDOUT", "ENOENT"])
-def test_a_rename_that_fails_and_has_happened(number, tmp_path):
+@pytest.mark.parametrize("number", ["EIO", "ETIMEDOUT", "EEXIST"])
+def test_a_link_that_fails_and_has_happened(number, tmp_path):
     new = _begun(tmp_path)
-    with armed(f"publish.rename.after=error:{number}"):
+    with armed(f"publish.link.after@1=error:{number}"):
         assert _end(new) is None
     _assert_whole(tmp_path, [new])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_rename_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
+def test_a_link_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
     new = _begun(tmp_path)
-    entries = f"publish.rename.{when}=error:EIO;withdraw.rmdir.before=error:EIO"
-    with armed(entries), pytest.raises(CommitOutcomeUnknown, match="storage fails"):
-        publish.publish(new, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
+    with armed(f"publish.link.{when}=error:EIO"):
+        error = _publish(new)
+    committed = when == "after"  # what is there is read
+    assert error is None if committed else isinstance(error, CommitOutcomeUnknown)
     assert (tmp_path / new.attempt.name / DATA).exists()
 
 
-def test_a_claim_that_comes_late_is_newer(monkeypatch, tmp_path):
-    """It chose its number before another job's claim, and makes its directory after it."""
-    real, claimed = attempts.claim, []
-
-    def late(directory, mine, *, deletes):
-        monkeypatch.setattr(attempts, "claim", real)
-        monkeypatch.setattr(attempt, "_incarnation", 2**62)
-        claimed.append(claims.claim(directory, claims.Neighbours()))
-        return real(directory, mine, deletes=deletes)
-
-    monkeypatch.setattr(attempts, "claim", late)
-    mine = claims.claim(tmp_path, claims.Neighbours())
-    assert mine.attempt > claimed[0].attempt
-    assert attempts.present(tmp_path) == [claimed[0].attempt, mine.attempt]
+def test_a_claim_whose_directory_another_process_makes_takes_another_number(monkeypatch, tmp_path):
+    first = _begun(tmp_path)
+    numbers = [first.attempt, Attempt(first.attempt.incarnation, first.attempt.sequence + 1)]
+    monkeypatch.setattr(claims, "next_attempt", lambda after: numbers.pop(0))
+    assert Place(tmp_path).claim(claims.Neighbours(), True).attempt > first.attempt
+    assert numbers == []
 
 
 # --- the order of checkpoints at different paths ----------------------------------------------------------------------
@@ -238,7 +242,7 @@ def test_what_is_saved_later_is_newer_whatever_the_clocks_say(monkeypatch, tmp_p
 def test_retain_deletes_nothing_whose_place_in_the_order_is_in_doubt(monkeypatch, tmp_path, caplog):
     """One job did not see the other's checkpoints, and their clocks may differ."""
     _in_a_job(monkeypatch, 10, tmp_path, 200)
-    monkeypatch.setattr(claims.Neighbours, "newest", lambda self, root: None)
+    monkeypatch.setattr(claims.Neighbours, "newest", None)
     _in_a_job(monkeypatch, 1_000, tmp_path, 100)
     assert retain(tmp_path, keep=1) == []
     assert "in doubt" in caplog.text
@@ -251,13 +255,13 @@ def test_a_root_that_cannot_be_listed_does_not_keep_one_from_saving(monkeypatch,
     real = os.scandir
 
     def refuse(path):
-        if path == tmp_path:
+        if path == str(tmp_path):
             raise PermissionError(errno.EACCES, "no", str(path))
         return real(path)
 
     monkeypatch.setattr(claims.os, "scandir", refuse)
     save({"step": 1}, tmp_path / "step-1")
-    assert local.signature(tmp_path / "step-1") is not None
+    assert _there(tmp_path / "step-1") is not None
 
 
 def test_what_is_known_of_neighbours_does_not_grow_with_the_job(monkeypatch, tmp_path):
@@ -265,21 +269,10 @@ def test_what_is_known_of_neighbours_does_not_grow_with_the_job(monkeypatch, tmp
     for step in range(30):
         path = tmp_path / f"step-{step}"
         path.mkdir()
-        claims.claim(path, neighbours)
-        (path / ".metadata").touch()
-        neighbours.newest(tmp_path)
+        Place(path).claim(neighbours, True)
+        neighbours.look(stored(tmp_path))
         shutil.rmtree(path)
     assert len(neighbours._known) <= 2
-
-
-def test_what_fails_after_the_commit_changes_nothing(monkeypatch, tmp_path):
-    def fail(*_):
-        raise OSError(errno.EIO, "")
-
-    monkeypatch.setattr(operations, "tell", fail)
-    mine = _begun(tmp_path)
-    assert _end(mine) is None
-    _assert_whole(tmp_path, [mine])
 
 
 def test_what_was_deleted_but_for_a_file_is_not_known_to_have_failed(tmp_path):
@@ -287,4 +280,4 @@ def test_what_was_deleted_but_for_a_file_is_not_known_to_have_failed(tmp_path):
     (tmp_path / mine.attempt.name / ".nfs0001").write_text("somebody has it open")
     assert _end(mine) is None
     delete(tmp_path)
-    assert publish.settle(tmp_path, mine.attempt) is None
+    assert _settle(tmp_path, mine.attempt) is None

@@ -23,7 +23,7 @@ EVERY = 50
 """Saves between two kills of the soak."""
 PASSED_ONCE = (
     *("plan.before", "plan.after", "vote.before", "vote.after", "outcome.before", "outcome.after"),
-    *("cleanup.before", "publish.create.after", "publish.rename.before", "publish.rename.after"),
+    *("cleanup.before", "publish.create.after", "publish.link.before", "publish.link.after"),
 )
 """Failpoints that a rank passes once in each save."""
 SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))

@@ -20,7 +20,7 @@ WORLD = 2
 POINTS = (
     *("reuse.link", "stage", "plan", "vote", "outcome", "cleanup", "cleanup.unlink"),
     *("flush.open", "flush.write", "flush.close", "sync.data", "sync.directory", "read"),
-    *("publish.rename", "publish.sync_directory", "delete.rename", "delete.unlink"),
+    *("publish.link", "publish.sync_directory", "delete.rename", "delete.unlink"),
 )
 COORDINATOR_ONLY = ("publish", "delete")
 
@@ -50,7 +50,10 @@ def _run(scratch: Path, seed: int, entry: str = "") -> bool:
     )
     killed = ended[victim].killed
     assert killed == fired.exists(), f"{entry}: {ended[victim].error}{ended[victim].log}"
-    found = {path.parent.name: number_of(path.parent, WORLD) for path in root.glob("*/.metadata")}
+    found = {
+        path.parent.parent.name: number_of(path.parent.parent, WORLD)
+        for path in root.glob("*/*/decision")
+    }
     assert all(verify(root / name).whole for name in found)
     _check(found, log, f"seed {seed}, {entry} on rank {victim}")
     if killed:  # and life goes on
@@ -62,9 +65,9 @@ def _run(scratch: Path, seed: int, entry: str = "") -> bool:
             log=str(scratch / "later"),
             seed=seed + 1,
         )[0].result()
-        for path in root.glob("*/.metadata"):
-            number_of(path.parent, WORLD)
-            assert verify(path.parent).whole
+        for path in root.glob("*/*/decision"):
+            number_of(path.parent.parent, WORLD)
+            assert verify(path.parent.parent).whole
     else:
         assert ended[0].result() >= 2
     return killed
@@ -127,7 +130,7 @@ def recording(
     ):
         rank.result()
     records = read_trace(trace, root)
-    assert sum(record.op == "link" for record in records) == WORLD
+    assert sum(record.op == "link" and record.to.endswith(".linked") for record in records) == WORLD
     return read_tree(scratch / "start"), records
 
 
@@ -147,7 +150,7 @@ def test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one(recording, recover
 
 def test_the_links_must_be_synced_before_the_commit(recording, recovery):
     start, records = recording
-    (attempt,) = {Path(record.to).parent for record in records if record.op == "link"}
+    (attempt,) = {Path(record.to).parent for record in records if record.to.endswith(".linked")}
     syncs = [record.id for record in records if record.op == "sync" and record.path == str(attempt)]
     assert syncs
     verdicts = recovery.check(start, without(records, syncs), 1, 2, first=True)
@@ -166,8 +169,12 @@ def test_links_are_synced_before_the_commit_if_there_is_nothing_else(tmp_path):
     )
     rank.result()
     records = read_trace(trace, root)
-    (link,) = [place for place, record in enumerate(records) if record.op == "link"]
+    (link,) = [
+        place
+        for place, record in enumerate(records)
+        if record.op == "link" and record.to.endswith(".linked")
+    ]
     folder = records[link].to.rpartition("/")[0]
-    commit = next(n for n, r in enumerate(records) if r.op == "rename" and r.to == "2/.metadata")
+    commit = next(n for n, r in enumerate(records) if r.to == f"{folder}/decision")
     synced = [n for n, r in enumerate(records) if (r.op, r.path) == ("sync_begin", folder)]
     assert any(link < place < commit for place in synced)

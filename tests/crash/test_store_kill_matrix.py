@@ -61,7 +61,12 @@ def test_a_rank_is_killed(cell: Cell, committed, root, tmp_path, record_property
 
 @pytest.mark.parametrize("kind", sampled(sorted(STORE_NEVER), ["other"]))
 def test_what_is_declared_never_to_be_passed_is_not(kind, committed, root, tmp_path):
-    others = ["publish.lock.before", "flush.write.before", "sync.data.before", "plan.mkdir.before"]
+    others = [
+        "publish.link.before",
+        "flush.write.before",
+        "sync.data.before",
+        "plan.mkdir.before",
+    ]
     names = [*STORE_NEVER[kind], *others]
     assert passes(kind, names, Prefix(committed[2], root), tmp_path) == []
     seen = passes(kind, ["upload.before"], Prefix(committed[2], f"{root}/seen"), tmp_path / "s")

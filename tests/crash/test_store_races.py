@@ -15,7 +15,7 @@ from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
 from dcp_datastates import CheckpointSupersededError, StorageError
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.storage import decisions, stores
 from dcp_datastates.storage.claims import Neighbours
@@ -82,7 +82,7 @@ def path(request, monkeypatch, cluster):
 def _commit(path, round_):
     path.store.races = True
     try:
-        place_of(path).publish(round_, lambda meta, claim: METADATA, lambda: None)
+        Place(path).publish(round_, lambda meta, claim: METADATA)
     except CheckpointSupersededError:
         return False
     return True
@@ -90,7 +90,7 @@ def _commit(path, round_):
 
 def _settle(path, attempt):
     path.store.races = True
-    return place_of(path).settle(attempt)
+    return Place(path).settle(attempt)
 
 
 @pytest.mark.parametrize("races", tries(30, 300, "STORE_RACES"))
@@ -100,7 +100,7 @@ def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, pa
     with ThreadPoolExecutor(1 + SETTLERS) as threads:
         for number in range(races):
             step = path / f"root-{number // 50}" / f"step-{number}"
-            claim = place_of(step).claim(Neighbours(), overwrite=True)
+            claim = Place(step).claim(Neighbours(), overwrite=True)
             file = step / claim.attempt.name / "r00000-0.safetensors"
             file.store.put(file.key, b"data")
             round_ = Round(0, claim.attempt, step, part, path=step, claim=claim, timeout=60)

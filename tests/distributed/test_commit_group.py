@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import threading
 import time
 import warnings
@@ -100,7 +101,7 @@ def test_async_save_does_not_mix_with_training_on_the_default_gloo_group(shared_
 def test_background_returns_at_hand_over_and_the_writer_tells_the_outcome(shared_dir):
     group = own_group()
     ours = writer(shared_dir / "c", commit="background", read_window="immediate")
-    with _on(0, "publish.lock.before=sleep:2"):
+    with _on(0, "publish.decide.before=sleep:2"):
         future = async_save(_state(1), None, by=ours, group=group)
         future.result(60)
         assert not ours.committed.done()
@@ -114,7 +115,7 @@ def test_background_returns_at_hand_over_and_the_writer_tells_the_outcome(shared
 def test_a_failure_in_the_background_is_told_by_committed_wait_and_the_log(shared_dir):
     group = own_group()
     ours = writer(shared_dir / "c", commit="background", read_window="immediate")
-    with lines(logging.ERROR) as said, _on(0, "publish.rename.before=error:EIO"):
+    with lines(logging.ERROR) as said, _on(0, "publish.write.before=error:EIO"):
         async_save(_state(1), None, by=ours, group=group).result(60)
         with raises(StorageError, "Input/output error", "rank 0"):
             ours.wait()
@@ -187,7 +188,7 @@ def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_orde
     _begin(0, path).upload_completion.result(60)
     dist.barrier()
     order = []
-    with _on(0, "publish.lock.before@1=sleep:3"):
+    with _on(0, "publish.decide.before@1=sleep:3"):
         first = _begin(1, path)
         second = _begin(2, path)
         first.upload_completion.add_done_callback(lambda _: order.append(1))
@@ -311,17 +312,16 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
     _begin(1, path).upload_completion.result(60)
     dist.barrier()
     log = shared_dir / "fired"
-    with armed_on(0, "publish.lock.before=sleep:2", log):
+    with armed_on(0, "vote.after=sleep:2", log):
         response = _begin(2, path)
         if dist.get_rank() == 0:
-            await_fired(log, "publish.lock.before")
-            successor = path / ".metadata.successor"
-            successor.write_bytes((path / ".metadata").read_bytes())
-            successor.rename(path / ".metadata")
-        with raises(SaveFailedError, "another job", "rank 0"):
+            await_fired(log, "vote.after")
+            (first, *_) = sorted(each for each in path.iterdir() if each.is_dir())
+            shutil.copytree(first, path / "7fffffffffffffff-00000001")
+        with raises(SaveFailedError, "two jobs", "rank 0"):
             response.upload_completion.result(60)
-    assert _number(path) == 1
-    assert len(_everywhere(path)) == 1
+    assert committed(path)
+    assert len(_everywhere(path)) == 2
 
 
 @ranks(2)
@@ -330,7 +330,7 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
     """Only one rank is behind; both leave the save out, and read nothing of it."""
     ours = writer(when_behind="skip", max_in_flight=1, read_window="immediate", commit="background")
     group = own_group()
-    slow = "publish.lock.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
+    slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
     with _on(only, slow):
         first = async_save(_state(1), None, by=ours, group=group, checkpoint_id=shared_dir / "1")
         outcomes = [ours.committed]
@@ -356,7 +356,7 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
 def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir):
     """On the package's own path: in the first message of planning, and in the same words."""
     options = {"when_behind": "skip", "max_in_flight": 1, "read_window": "immediate"}
-    slow = "publish.lock.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
+    slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
     with _on(only, slow):
         first = _begin(1, shared_dir / "1", **options)
         if dist.get_rank() != only:
@@ -400,7 +400,7 @@ def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
     """In wait mode DCP's bookkeeping takes turns: behind a slow save, the others have not begun."""
     ours = writer(when_behind="newest", max_in_flight=2, read_window="immediate")
     group = own_group()
-    with _on(0, "publish.lock.before@1=sleep:3"):
+    with _on(0, "publish.decide.before@1=sleep:3"):
         futures = []
         for number in range(1, 6):
             futures.append(
@@ -431,7 +431,7 @@ def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
 
 @ranks(2)
 def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(shared_dir):
-    with _on(0, "publish.lock.before@1=sleep:2"):
+    with _on(0, "publish.decide.before@1=sleep:2"):
         first = _begin(1, shared_dir / "1", max_in_flight=1)
         assert not first.upload_completion.done()
         second = _begin(2, shared_dir / "2", max_in_flight=1)

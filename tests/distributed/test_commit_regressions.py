@@ -21,13 +21,10 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError
-from dcp_datastates.commit import groups, publish
-from dcp_datastates.errors import StorageError
+from dcp_datastates import RankLostError, SaveFailedError
+from dcp_datastates.commit import groups
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.rank_set import rank_set_of
-from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import next_attempt
 
 
 def _state(number):
@@ -181,26 +178,6 @@ def test_the_death_of_the_rank_that_hosts_the_store_is_told_to_all(tmp_path):
     assert ended[0].killed
     for rank in (1, 2):
         ended[rank].result()
-
-
-def test_what_is_published_is_committed_even_if_it_cannot_be_looked_at(tmp_path, monkeypatch):
-    signature = local.signature
-
-    def fail_once_published(directory):
-        if committed(directory):
-            raise StorageError(24, "Too many open files", str(directory))
-        return signature(directory)
-
-    monkeypatch.setattr(local, "signature", fail_once_published)
-    dcp.save({"w": torch.ones(1000)}, storage_writer=writer(tmp_path / "c"), no_dist=True)
-    assert load_everything(tmp_path / "c")["w"].eq(1).all()
-
-
-def test_an_older_attempt_of_this_process_does_not_replace_a_newer_one(tmp_path):
-    older = next_attempt(None)
-    dcp.save({"w": torch.ones(1000)}, storage_writer=writer(tmp_path / "c"), no_dist=True)
-    with pytest.raises(CheckpointSupersededError, match="newer save of this process"):
-        publish._check_not_superseded(tmp_path / "c", older, None)
 
 
 def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):

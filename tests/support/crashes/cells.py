@@ -66,22 +66,19 @@ _NATIVE = (
     *("read", "flush.open", "flush.allocate", "flush.write", "flush.truncate", "flush.close"),
     *("sync.data", "sync.directory"),
 )
-_PUBLISH = ("lock", "create", "write", "sync_file", "rename", "sync_directory")
+_PUBLISH = ("decide", "create", "write", "sync_file", "link", "sync_directory")
+_CLEANUP = ("link", "create", "write", "sync_file", "rename", "sync_directory", "unlink", "rmdir")
 
 POINTS: tuple[Point, ...] = (
     *both("stage"),
     *both("plan"),
-    # The rank that comes first makes the attempt's directory.
     *both("plan.mkdir", COORDINATOR),
-    *both("plan.rename", COORDINATOR),
     *(point for name in _NATIVE for point in both(name)),
     *both("vote"),
     *(point for name in _PUBLISH for point in both(f"publish.{name}", COORDINATOR)),
     *both("outcome"),
     *both("cleanup"),
-    *both("cleanup.unlink"),
-    # The rank that comes last finds the directory of the old attempt empty.
-    *both("cleanup.rmdir", victim="cleanup.before=sleep:1"),
+    *(point for name in _CLEANUP for point in both(f"cleanup.{name}", COORDINATOR)),
 )
 
 
@@ -141,7 +138,8 @@ class Directory:
         attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
         assert not more, f"left behind: {left}"
         files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
-        assert left == sorted([".metadata", "README", attempt, *files]), f"left behind: {left}"
+        expected = [".metadata", "README", attempt, f"{attempt}/decision", *files]
+        assert left == sorted(expected), f"left behind: {left}"
 
 
 @dataclass(frozen=True)

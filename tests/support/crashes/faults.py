@@ -58,7 +58,8 @@ def assert_tidy(path: Path, world: int) -> None:
     (attempt, *more) = attempts(path)
     assert not more, f"left behind: {entries(path)}"
     files = [f"{attempt.name}/r{rank:05}-0.safetensors" for rank in range(world)]
-    assert entries(path) == sorted([".metadata", "README", attempt.name, *files])
+    decision = f"{attempt.name}/decision"
+    assert entries(path) == sorted([".metadata", "README", attempt.name, decision, *files])
 
 
 def fault_between_saves(

@@ -155,7 +155,7 @@ def without(records: Sequence[Record], syncs: Iterable[str]) -> list[Record]:
 
 
 def in_place(records: Sequence[Record], rename: Record, target: bytes | None) -> list[Record]:
-    """The trace of a program that writes its data over the target where this one renames.
+    """The trace of a program that writes its data over the target where this one renames, or links.
 
     It truncates the target (or creates it, where ``target`` is None), writes, and syncs, and removes the
     file that it copied from: all that a careful program would do, but for the rename.
@@ -173,6 +173,7 @@ def in_place(records: Sequence[Record], rename: Record, target: bytes | None) ->
         dataclasses.replace(blank, op="write", path=rename.to, data=content),
         dataclasses.replace(blank, op="sync_begin", path=rename.to, id="in place"),
         dataclasses.replace(blank, op="sync", path=rename.to, id="in place"),
-        dataclasses.replace(blank, op="unlink"),
     ]
+    if rename.op == "rename":
+        copied.append(dataclasses.replace(blank, op="unlink"))
     return [*records[:place], *copied, *records[place + 1 :]]

@@ -23,19 +23,14 @@ class Broken(AssertionError):
 class Path:
     """One checkpoint's directory, or its prefix in an object store."""
 
-    slots: set[Attempt] = field(default_factory=set)
     files: dict[Attempt, set[int]] = field(default_factory=dict)  # of the attempts that are there
-    deleting: set[Attempt] = field(default_factory=set)
     named: Attempt | None = None
     after: Attempt = 0  # the newest attempt that the named one's claim had seen
     signature: int = 0
-    # In an object store:
     decisions: dict[Attempt, str] = field(default_factory=dict)
     pointer: Attempt | None = None  # what .metadata is a copy of
     held_up: Counter[Attempt] = field(default_factory=Counter)  # requests about their decisions
-
-    def present(self) -> list[Attempt]:
-        return sorted(self.files)
+    folders: set[Attempt] = field(default_factory=set)  # in a directory, where alone a file can be
 
 
 @dataclass(eq=False)
@@ -44,10 +39,9 @@ class Save:
 
     number: int
     attempt: Attempt
-    seen: int = 0
     path: Path = field(default_factory=Path)
     after: Attempt = 0
-    # In an object store, what the claim has seen at the path:
+    # What the claim has seen at the path:
     older: tuple[Attempt, ...] = ()
     alone: bool = True
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks.gloo_tree import Place, places
+from support.simulated import simulated_place
 from support.simulated.simulated_parts import Attempt, Save, Thread, Tree, neighbours
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Rank:
             while number not in self.job.tickets:
                 with contextlib.suppress(Hung):  # the next call saves again
                     self.job.tickets[number] = yield from self._slowly(
-                        self.world.storage.claim(self.world, self.job, number, path)
+                        simulated_place.claim(self.world, self.job, number, path)
                     )
 
     # ---- the commit thread ----------------------------------------------------------------------
@@ -176,12 +177,10 @@ class Rank:
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
-        cleanup = self.world.storage.tidy(
-            self.world, self.rank, save, self._older, decision.outcome
-        )
+        cleanup = simulated_place.tidy(self.world, self.rank, save, self._older, decision.outcome)
         yield from self._slowly(cleanup, abandons=False)
         if self.rank == 0 and decision.outcome is Outcome.COMMITTED and self.world.retains:
-            retained = self.world.storage.retain(self.world, save)
+            retained = simulated_place.retain(self.world, save)
             yield from self._slowly(retained, abandons=False)
 
     def _do(
@@ -214,7 +213,7 @@ class Rank:
                 return (yield from self._publish(save))
             case protocol.Settle():
                 try:
-                    return (yield from self._slowly(self.world.storage.settle(self.world, save)))
+                    return (yield from self._slowly(simulated_place.settle(self.world, save)))
                 except Hung:
                     self.world.storage_failed.add(save.attempt)
                     return protocol.Decided(Decision(Outcome.UNKNOWN))
@@ -414,10 +413,10 @@ class Rank:
                 if (event := self._interruption(save)) is not None:
                     return event
             full = self._chance(0.04 * self.world.faults)
-            if full or not self.world.storage.write(path, save.attempt, self.rank):
+            if full or not simulated_place.write(self.world, path, save.attempt, self.rank):
                 failed = Reason("StorageError", "disk full")
         yield
-        self._older = self.world.storage.find_older(save, self.rank)
+        self._older = simulated_place.find_older(save, self.rank)
         return protocol.Written(failed)
 
     def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
@@ -429,7 +428,7 @@ class Rank:
         if self._chance(0.02 * self.world.faults):
             return failed
         try:
-            steps = self.world.storage.publish(self.world, self.job, save)
+            steps = simulated_place.publish(self.world, self.job, save)
             found: protocol.Event = yield from self._slowly(steps)
         except Hung:
             if self.world.settles_what_hangs:

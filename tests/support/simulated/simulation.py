@@ -1,8 +1,8 @@
 """A simulated world for the commit protocol: ranks, their store, gloo, storage, heartbeats, and a seeded scheduler.
 
 The ranks run the real ``commit/protocol.py``. All else is a model, small and hostile: any step of a process may be its
-last, or come late; storage may hold a rename up and carry it out after its caller died; connections break, networks are
-cut, stores end, jobs restart on one store, ranks take others for lost that are not. Jobs save to several paths, and
+last, or come late; storage may hold a request up and carry it out after its caller died; connections break, networks
+are cut, stores end, jobs restart on one store, ranks take others for lost that are not. Jobs save to several paths, and
 delete. After each step, :meth:`World.check` says what must hold; at the end, a job that nothing disturbs must commit.
 """
 
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import ModuleType
 
 from dcp_datastates.commit.vote import Outcome
-from support.simulated import simulated_prefix, simulated_storage
+from support.simulated import simulated_place
 from support.simulated.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
 from support.simulated.simulated_rank import Rank
 
 __all__ = ["Broken", "Job", "World"]
 
-_STORES = 4
-"""Every so many seeds, the world's storage is an object store."""
+_STORES = 2
+"""Every so many seeds, the world's storage is an object store; else it is a directory."""
 
 _JOBS = 10
 """At most, in one world. The last digit of an attempt's number is its job's; deletions have the last one."""
@@ -75,17 +74,12 @@ class World:
         # Not drawn: the schedules of the other seeds stay as they are.
         self.in_store = seed % _STORES == _STORES - 1
 
-        self.looks_again = True
         self.looks_beside = True
         self.withdraws_older = True
         self.withdraws_on_error = True
         self.withdraws_when_settling = True
         self.settles_what_hangs = True
-        self.tidies_by_a_later_look = False
         self.orders_by_clocks = False
-        self.marks_deletions = True
-        self.marks_older = True
-        self.moves_aside = True
         self.retains_in_doubt = False
         self.guesses = False
         self.believes_former_jobs = False
@@ -96,7 +90,7 @@ class World:
 
         self.paths = [Path() for _ in range(self.random.choice([1, 1, 2, 3]))]
         self.index: set[tuple[Path, Attempt]] = set()
-        """Of an object store: the attempts that were about to be committed."""
+        """The attempts that were about to be committed; in a directory, those that have a folder."""
         self.jobs: list[Job] = []
         self.outcomes: dict[Attempt, set[Outcome]] = {}
         self.published: set[Attempt] = set()
@@ -112,11 +106,6 @@ class World:
         self._owner: dict[Attempt, Job] = {}
         self._afters: dict[Attempt, Attempt] = {}
         self._signatures: dict[tuple[Path, int], Attempt] = {}
-
-    @property
-    def storage(self) -> ModuleType:
-        """What processes do at a path."""
-        return simulated_prefix if self.in_store else simulated_storage
 
     def start_job(self) -> Job:
         ranks, saves = self.random.choice([2, 2, 3, 4, 6]), self.random.randrange(1, 4)
@@ -146,36 +135,8 @@ class World:
         self._owner[attempt] = job
         return attempt
 
-    def next_deletion(self, newest: Attempt) -> Attempt:
-        return _JOBS * (newest // _JOBS + 1) + _JOBS - 1
-
-    def published_by(self, job: Job) -> set[int]:
-        """The signatures of files that ``job`` has published."""
-        return {
-            signature
-            for (_, signature), attempt in self._signatures.items()
-            if self._owner[attempt] is job
-        }
-
-    def land(self, save: Save) -> bool:
-        """The rename to ``.metadata`` takes place; False if the slot is gone."""
-        path, attempt = save.path, save.attempt
-        if attempt not in path.slots:
-            return False
-        self.log(None, f"{attempt} is published")
-        path.slots.discard(attempt)
-        if path.named is not None and attempt < path.named:
-            raise Broken(f"the path went back from {path.named} to {attempt}")
-        if attempt < self.could_see[attempt]:
-            raise Broken(f"{attempt} is published, and could see {self.could_see[attempt]} before")
-        path.named, path.after = attempt, save.after
-        path.signature += 1
-        self._signatures[path, path.signature] = attempt
-        self.published.add(attempt)
-        return True
-
     def commit(self, save: Save) -> None:
-        """In an object store, the attempt is committed, perhaps once more."""
+        """The attempt is committed, perhaps once more."""
         path, attempt = save.path, save.attempt
         self.log(None, f"{attempt} is committed")
         if attempt < self.could_see[attempt]:
@@ -189,7 +150,7 @@ class World:
         self.published.add(attempt)
 
     def look_at(self, path: Path) -> None:
-        """Find out what is committed at a prefix in an object store."""
+        """Find out what is committed at a path."""
         there = [each for each, what in path.decisions.items() if what == "committed"]
         path.named = max(there, default=None)
         if self.trusts_the_pointer and path.named is not None and path.pointer is not None:
@@ -201,30 +162,6 @@ class World:
         """A checkpoint is deleted as older than that at ``kept``."""
         if kept is not None and kept.named is not None and kept.named < victim:
             raise Broken(f"LOST: {victim} is deleted as older than {kept.named}")
-
-    def unname(self, path: Path, victim: Attempt, kept: Path | None) -> None:
-        """A deletion removes ``.metadata``: what is published goes only on purpose, and never as the newest."""
-        self.log(None, f"{victim} is deleted")
-        if path.named not in (None, victim):
-            raise Broken(f"LOST: {path.named} is deleted, and {victim} was to be")
-        self.check_kept(victim, kept)
-        if path.named is not None:
-            path.named = None
-            path.signature += 1
-
-    def remove(self, path: Path, attempt: Attempt, rank: int | None = None) -> None:
-        """Remove an attempt's files: those of one rank, or all. Ranks of a smaller world remove more."""
-        files = path.files.get(attempt)
-        if files is None:
-            return
-        if rank is None:
-            files.clear()
-        else:
-            files.discard(rank)
-        if rank is None:
-            path.slots.discard(attempt)
-        if not files and attempt not in path.slots:
-            del path.files[attempt]
 
     def told(self, rank: Rank, save: Save, outcome: Outcome) -> None:
         """A rank's user is told an outcome."""
@@ -345,7 +282,7 @@ class World:
         elif self.happens(self.deletes):
             path = self.random.choice(self.paths)
             if path.named is not None:
-                self.deleting = self.storage.delete(self, path, path.named)
+                self.deleting = simulated_place.delete(self, path, path.named)
         if self.late and self.happens(0.02):
             self._come_late()
         if rank.frozen:

@@ -1,7 +1,9 @@
-"""One root in an object store, as processes that save, settle, delete and read there see it, in a seeded schedule.
+"""One root in an object store, or in a directory, as processes that save, settle, delete and read there see it, in a
+seeded schedule.
 
-Each request is a step. A process may stop or die before it, and then the request may be carried out all the same; or it
-is refused, comes late, is carried out twice, or loses its reply. What must hold is checked after each step.
+Each request, or file operation, is a step. A process may stop or die before it, and then a request may be carried out
+all the same; or it is refused, comes late, is carried out twice, or loses its reply. A file operation fails before or
+after it is carried out. What must hold is checked after each step.
 """
 
 from __future__ import annotations
@@ -12,19 +14,21 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.storage import attempt as attempt_module
-from dcp_datastates.storage import decisions, store_attempts, store_claims, store_index
+from dcp_datastates.storage import attempts, claims, decisions, operations, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.object_path import ObjectPath
-from dcp_datastates.storage.self_test import creates_once
+from dcp_datastates.storage.local_store import LocalStore
+from dcp_datastates.storage.object_path import ObjectPath, stored
+from dcp_datastates.storage.self_test import creates_once, what_works
 from support.crashes.interleaving import Schedule
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
 
@@ -51,14 +55,31 @@ class Told:
 class World:
     """The store, what has been seen there, and what processes were told."""
 
-    def __init__(self, monkeypatch: Any, seed: int, *, create_only: bool = True) -> None:
+    def __init__(
+        self,
+        monkeypatch: Any,
+        seed: int,
+        *,
+        create_only: bool = True,
+        directory: Path | None = None,
+    ) -> None:
         self.schedule = Schedule(seed)
         self.random = self.schedule.random
         self.faults = self.random.choice([0.0, 0.02, 0.08])
-        self.store = MemoryStore(create_only=create_only)
-        self.root = installed(monkeypatch, self.store, "run")
-        assert creates_once(self.root) == create_only  # tries it here, where nothing interferes
-        self.store.on_request = self._on_request
+        self.late: list[Callable[[], object]] = []
+        self.directory = directory
+        if directory is None:
+            self.store = MemoryStore(create_only=create_only)
+            self.late = self.store.late
+            self.root = installed(monkeypatch, self.store, "run")
+            assert creates_once(self.root) == create_only  # tries it here, where nothing interferes
+            self.store.on_request = self._on_request
+        else:
+            self.root = stored(directory)
+            what_works(directory)
+            monkeypatch.setattr(operations, "hit", self._on_operation)
+            for name in ("get", "get_range", "list"):
+                monkeypatch.setattr(LocalStore, name, self._pausing(getattr(LocalStore, name)))
         self.paths = [self.root / f"step-{n}" for n in range(self.random.choice([1, 1, 2]))]
         self.working: dict[str, Key] = {}
         """By the name of an actor, the attempt that it works for."""
@@ -89,13 +110,38 @@ class World:
             self.doubtful.add(self.working[actor.name])
         return fate
 
+    def _on_operation(self, point: str) -> None:
+        actor = self.schedule.here
+        if actor is None:
+            return
+        if point.endswith(".before"):
+            self.schedule.pause(point)
+        if self.random.random() < self.faults / 4:
+            self.schedule.trace.append(f"{actor.name}:   {point} fails")
+            if actor.name in self.working:
+                self.doubtful.add(self.working[actor.name])
+            raise OSError(errno.EIO, f"failed at {point}")
+
+    def _pausing(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def paused(store: LocalStore, key: str, *more: Any) -> Any:
+            self.schedule.pause(f"{read.__name__} {key}")
+            return read(store, key, *more)
+
+        return paused
+
     def come_late(self) -> None:
         """A request that was held up is carried out."""
-        self.store.late.pop(self.random.randrange(len(self.store.late)))()
+        self.late.pop(self.random.randrange(len(self.late)))()
 
     # ---- what must hold ------------------------------------------------------------------------------
 
     def decided(self) -> Iterator[tuple[Key, bytes]]:
+        for file in [] if self.directory is None else self.directory.glob("*/*/decision"):
+            attempt = Attempt.parse(file.parent.name)
+            if attempt is not None:
+                yield (str(file.parent.parent).lstrip("/"), attempt), file.read_bytes()
+        if self.directory is not None:
+            return
         for key, each in self.store.objects.items():
             *path, folder, name = key.split("/")
             attempt = Attempt.parse(folder)
@@ -112,7 +158,10 @@ class World:
 
     def is_whole(self, key: Key) -> bool:
         path, attempt = key
-        return all(f"{path}/{attempt.name}/{name}" in self.store.objects for name in FILES)
+        files = [f"{path}/{attempt.name}/{name}" for name in FILES]
+        if self.directory is not None:
+            return all(Path(f"/{file}").exists() for file in files)
+        return all(file in self.store.objects for file in files)
 
     def superseded(self, key: Key) -> bool:
         return any(path == key[0] and other > key[1] for path, other in self.committed)
@@ -202,7 +251,7 @@ class Job:
                 return
 
     def _save_to(self, path: ObjectPath, neighbours: Neighbours) -> None:
-        world, place = self.world, place_of(path)
+        world, place = self.world, Place(path)
         could_see = set(world.there().items())
         claim = place.claim(neighbours, overwrite=True)
         for key in could_see - world.deleted:
@@ -221,7 +270,7 @@ class Job:
         try:
             if not self._all_voted(claim.attempt):
                 raise StorageError(errno.EIO, "a rank is lost")
-            place.publish(round_, lambda meta, claim: metadata(claim.attempt), lambda: None)
+            place.publish(round_, lambda meta, claim: metadata(claim.attempt))
         except CommitOutcomeUnknown:
             world.tell_unknown(key_of(round_))
         except DataStatesError:
@@ -273,7 +322,7 @@ class Job:
         assert round_.attempt is not None
         self.world.counts["settled"] += 1
         try:
-            committed = place_of(round_.path).settle(round_.attempt)
+            committed = Place(round_.path).settle(round_.attempt)
         except StorageError:
             committed = None
         if committed is None:
@@ -284,7 +333,7 @@ class Job:
     def _end(self, round_: Round, rank: int, committed: bool) -> None:
         self.world.tell(round_, committed)
         assert isinstance(round_.path, ObjectPath)
-        place = place_of(round_.path)
+        place = Place(round_.path)
         mine = round_of(round_.attempt, round_.path)
         if committed:
             place.tidy_after_commit(mine, place.find_older(mine), rank, WORLD)
@@ -299,15 +348,16 @@ def round_of(mine: Attempt | None, path: ObjectPath, claim: Claim | None = None)
 
 def delete(world: World, path: ObjectPath) -> None:
     """Delete the checkpoint at ``path``: whatever is committed goes at once, the files next, and the decisions last."""
-    found = store_attempts.newest_committed(path)
+    found = attempts.newest_committed(path)
     if found is None:
         return
     victim, _ = found
-    there = store_attempts.survey(path)
-    registered = {
-        each.attempt for each in store_index.entries(path.parent) if each.name == path.name
-    }
+    there = attempts.survey(path)
     newer = {attempt for attempt in there if attempt > victim}
+    entries = [] if path.is_local else store_index.entries(path.parent)
+    registered = {each.attempt for each in entries if each.name == path.name}
+    if path.is_local:
+        registered = {attempt for attempt in newer if there[attempt].decision is None}
     if any(there[each].is_committed for each in newer) or newer & registered:
         return  # a save may be in flight
     gone = []
@@ -318,13 +368,16 @@ def delete(world: World, path: ObjectPath) -> None:
             gone.append(attempt)
     older = [attempt for attempt in there if attempt <= victim]
     for attempt in older:
-        store_attempts.remove_data(path, attempt, 0, 1)
+        attempts.remove_data(path, attempt, 0, 1)
     store_index.forget(path, older)
     # A request that committed an attempt is not carried out once more as late as this.
-    held_up = [each for each in world.store.late if _is_about(each, path, gone)]
+    held_up = [each for each in world.late if _is_about(each, path, gone)]
     for each in held_up:
-        world.store.late.remove(each)
-    path.store.delete([decisions.decision_path(path, attempt).key for attempt in gone])
+        world.late.remove(each)
+    if path.is_local:
+        attempts.remove_folders(path, older)
+    else:
+        path.store.delete([decisions.decision_path(path, attempt).key for attempt in gone])
     world.counts["deleted"] += len(gone)
 
 
@@ -340,16 +393,18 @@ def _is_text(cell: Any) -> bool:
 def look(world: World, path: ObjectPath) -> None:
     """A reader finds the newest checkpoint, or one that is committed meanwhile."""
     before, empty = world.there().get(path.key), world.empty_at[path.key]
-    found = store_attempts.newest_committed(path)
+    found = attempts.newest_committed(path)
     if found is None:
         assert world.empty_at[path.key] > empty, "a checkpoint was there all the time"
     elif before is not None and (path.key, before) not in world.deleted:
         assert found[0] >= before, f"{before} was committed, and a reader found {found[0]}"
 
 
-def play(monkeypatch: Any, seed: int, *, create_only: bool = True) -> World:
+def play(
+    monkeypatch: Any, seed: int, *, create_only: bool = True, directory: Path | None = None
+) -> World:
     """One schedule. Raises AssertionError if something does not hold."""
-    world = World(monkeypatch, seed, create_only=create_only)
+    world = World(monkeypatch, seed, create_only=create_only, directory=directory)
     random, jobs, names = world.random, [], itertools.count()
     monkeypatch.setattr(attempt_module, "time", SimpleNamespace(time_ns=lambda: 0))
     dice = SimpleNamespace(randbits=random.getrandbits)
@@ -360,7 +415,7 @@ def play(monkeypatch: Any, seed: int, *, create_only: bool = True) -> World:
         job = next(job for job in jobs if actor in job.ranks)
         return job.next_attempt(after)
 
-    monkeypatch.setattr(store_claims, "next_attempt", next_attempt)
+    monkeypatch.setattr(claims, "next_attempt", next_attempt)
 
     def begin(saves: int = 3) -> Job:
         jobs.append(Job(world, f"job{next(names)}", random.randrange(10**9), saves))
@@ -377,7 +432,7 @@ def play(monkeypatch: Any, seed: int, *, create_only: bool = True) -> World:
         return body
 
     def check() -> None:
-        if world.store.late and random.random() < 0.05:
+        if world.late and random.random() < 0.05:
             world.come_late()
         world.check()
         if len(jobs) < 4 and any(job.over for job in jobs[-2:]):
@@ -385,13 +440,15 @@ def play(monkeypatch: Any, seed: int, *, create_only: bool = True) -> World:
 
     begin()
     begin()
-    world.schedule.start("deletes", often(3, delete))
-    world.schedule.start("deletes too", often(3, delete))
+    # In a directory, a save shows from its claim on, and a deletion leaves it alone.
+    tries = 3 if directory is None else 40
+    world.schedule.start("deletes", often(tries, delete))
+    world.schedule.start("deletes too", often(tries, delete))
     world.schedule.start("reads", often(10, look))
     try:
         world.schedule.run(check, kill=0.003, freeze=0.02)
         world.faults = 0.0
-        while world.store.late:
+        while world.late:
             world.come_late()
             world.check()
         _end_calmly(world, begin)
@@ -412,12 +469,15 @@ def _end_calmly(world: World, begin: Callable[[int], Job]) -> None:
     finally:
         world.random = monkey
     for path in world.paths:
-        (newest, _) = store_attempts.newest_committed(path) or (None, None)
+        (newest, _) = attempts.newest_committed(path) or (None, None)
         assert newest is not None, "nothing disturbed the last job, and it has not committed"
         assert world.told[path.key, newest].committed
-        for attempt, contents in store_attempts.survey(path).items():
+        for attempt, contents in attempts.survey(path).items():
             assert attempt == newest or not (contents.data or contents.is_committed), "it is left"
         assert path.store.get((path / ".metadata").key)[0] == metadata(newest)
+        if world.directory is not None:
+            left = {each.name for each in Path(str(path)).iterdir()}
+            assert left == {newest.name, ".metadata", "README"}
     assert job.over
 
 

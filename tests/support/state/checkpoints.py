@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates import DataStatesReader, DataStatesWriter
+from dcp_datastates.storage.decisions import LONGEST_MARK
 
 __all__ = [
     "CACHE",
@@ -108,7 +109,11 @@ def _quiet() -> Iterator[None]:
 
 
 def committed(path: Path | str) -> bool:
-    return Path(path, ".metadata").is_file()
+    decisions = list(Path(path).glob("????????????????-????????*/decision"))
+    if not decisions:  # stock DCP's has no decision
+        metadata = Path(path, ".metadata")
+        return metadata.is_file() and b"DCPDST" not in metadata.read_bytes()[-24:]
+    return any(decision.stat().st_size > LONGEST_MARK for decision in decisions)
 
 
 def attempts(path: Path | str) -> list[Path]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_datastates import DataStatesReader
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.publish import publish
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Part, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import GivenPlan
@@ -41,7 +41,7 @@ from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Ticket
-from dcp_datastates.storage.claims import Neighbours, claim
+from dcp_datastates.storage.claims import Neighbours
 
 __all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
 
@@ -153,7 +153,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
     plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
     local.make_directories(path)
-    claimed = claim(path, Neighbours())
+    claimed = Place(path).claim(Neighbours(), True)
     attempt = claimed.attempt
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
@@ -172,8 +172,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert part.wait(60)
         assert part.error is None
     round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
-    publish(round_, lambda meta, claim: document(meta, claim, metadata, results, {}))
-    claimed.hold.release()
+    Place(path).publish(round_, lambda meta, claim: document(meta, claim, metadata, results, {}))
 
 
 def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:

@@ -16,7 +16,16 @@ from dcp_datastates._native import (
     crc32c,
 )  # compared with support.state.files.crc32c in test_native_contract
 
-__all__ = ["COLUMNS", "Parts", "ended", "file_of", "parts_of", "rewritten", "with_format"]
+__all__ = [
+    "COLUMNS",
+    "Parts",
+    "decision_of",
+    "ended",
+    "file_of",
+    "parts_of",
+    "rewritten",
+    "with_format",
+]
 
 COLUMNS = (
     *("properties", "ndims", "shapes", "counts", "offsets", "sizes"),
@@ -29,7 +38,7 @@ _END_BYTES = 24
 
 @dataclass
 class Parts:
-    """A ``.metadata`` file, taken apart. ``document`` may be JSON or bytes; columns are lists of integers."""
+    """Metadata, taken apart. ``document`` may be JSON or bytes; columns are lists of integers."""
 
     pickled: bytes
     document: Any
@@ -43,10 +52,16 @@ class Parts:
         return sum(self.columns["counts"][:number])
 
 
+def decision_of(path: Path) -> Path:
+    """The file with the metadata of the checkpoint at ``path``: the decision about its newest attempt."""
+    *_, newest = sorted(Path(path).glob("????????????????-????????*/decision"))
+    return newest
+
+
 def parts_of(path: Path) -> Parts:
     """The file of the checkpoint at ``path``, or the file itself."""
     path = Path(path)
-    return _apart((path / ".metadata" if path.is_dir() else path).read_bytes())
+    return _apart((decision_of(path) if path.is_dir() else path).read_bytes())
 
 
 def _apart(data: bytes) -> Parts:
@@ -100,4 +115,4 @@ def rewritten(path: Path, change: Callable[[Parts], None]) -> None:
     """Have ``change`` alter the parts of a checkpoint's metadata, and write the file again, checksum and all."""
     parts = parts_of(path)
     change(parts)
-    Path(path, ".metadata").write_bytes(file_of(parts))
+    decision_of(path).write_bytes(file_of(parts))

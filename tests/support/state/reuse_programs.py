@@ -30,7 +30,7 @@ __all__ = ["Outcome", "run_program"]
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 MOST_BYTES = 120_000
 
-FAULTS = ("publish.rename.before=error:ENOSPC", "plan.after=error:EIO", "vote.before=error:EIO")
+FAULTS = ("publish.write.before=error:ENOSPC", "plan.after=error:EIO", "vote.before=error:EIO")
 NO_LINKS = ("reuse.link.before=error:EXDEV", "reuse.link.after=error:EPERM")
 
 

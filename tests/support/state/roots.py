@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from support.state.checkpoints import committed, save
 from support.state.files import data_files, flip_bit
-from support.state.metadata import with_format
+from support.state.metadata import decision_of, with_format
 
 __all__ = [
     "NEWER",
@@ -67,11 +66,11 @@ def uncommitted(path: Path, name: str = NEWER, size: int = 100) -> Path:
 
 
 def damage_metadata(path: Path) -> None:
-    flip_bit(path / ".metadata", 50)
+    flip_bit(decision_of(path), 50)
 
 
 def cut_metadata(path: Path) -> None:
-    os.truncate(path / ".metadata", 50)
+    os.truncate(decision_of(path), 100)
 
 
 def cut(path: Path) -> None:
@@ -89,16 +88,17 @@ def lose(path: Path) -> None:
 
 
 def lose_all(path: Path) -> None:
-    shutil.rmtree(data_files(path)[0].parent)
+    for file in data_files(path):
+        file.unlink()
 
 
 def another_version(path: Path) -> None:
-    file = path / ".metadata"
+    file = decision_of(path)
     file.write_bytes(with_format(file.read_bytes(), 99))
 
 
 def the_first_version(path: Path) -> None:
-    file = path / ".metadata"
+    file = decision_of(path)
     file.write_bytes(with_format(file.read_bytes(), 1))
 
 

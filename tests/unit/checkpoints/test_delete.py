@@ -13,11 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import committed, load_everything, raises, save
 from support.state.files import flip_bit
-from support.state.metadata import with_format
+from support.state.metadata import decision_of, with_format
 from support.state.roots import NEWER, OLDER, uncommitted
 
 from dcp_datastates import (
     CheckpointNotFoundError,
+    CheckpointSupersededError,
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
@@ -25,8 +26,10 @@ from dcp_datastates import (
     pin,
     unpin,
 )
-from dcp_datastates.commit.publish import settle
-from dcp_datastates.storage import attempts, lock, operations
+from dcp_datastates.commit.place import Place
+from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.storage import operations
+from dcp_datastates.storage.claims import Neighbours
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_what_others_put_there_stays_and_is_named(path, caplog):
     delete(path)
     assert not committed(path)
     assert sorted(p.name for p in path.rglob("*") if p.is_file()) == [
+        "decision",
         "notes.txt",
         "r00000-0.safetensors.bak",
     ]
@@ -68,18 +72,19 @@ class _Crash(BaseException):
     pass
 
 
-_OPERATIONS = ("make_directory", "rename", "unlink", "sync_directory", "remove_directory")
+_OPERATIONS = (
+    *("make_directory", "write_new_file", "link", "rename"),
+    *("unlink", "sync_directory", "remove_directory"),
+)
+STEPS = 15
 
 
-@pytest.mark.parametrize("locks", [True, False])
-@pytest.mark.parametrize("when", range(17))
+@pytest.mark.parametrize("when", range(STEPS))
 def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
-    when, locks, path, monkeypatch
+    when, path, monkeypatch
 ):
-    """It is deleted with the rename of ``.metadata``, and not before."""
+    """It is deleted with the rename that replaces the decision, and not before."""
     done = []
-    if not locks:
-        monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
 
     def counted(name):
         real = getattr(operations, name)
@@ -100,8 +105,8 @@ def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
         except _Crash:
             pass
         else:
-            assert when == 16, "each step of the deletion is a case"
-    is_gone = ("rename", ".metadata") in done
+            assert when == STEPS - 1, "each step of the deletion is a case"
+    is_gone = any(step == "rename" and name.startswith(".decision.") for step, name in done)
     assert committed(path) == (not is_gone)
     if not is_gone:
         assert load_everything(path)["step"] == 3
@@ -133,8 +138,7 @@ def _during_each_step(monkeypatch, of, do):
 
 
 def test_what_is_committed_during_a_deletion_stays(path, monkeypatch):
-    """Without locks, a save may be committed at any step; the deletion then removes none of it."""
-    monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
+    """The deletion removes none of it."""
     saved = []
 
     def save_over(number):
@@ -147,12 +151,11 @@ def test_what_is_committed_during_a_deletion_stays(path, monkeypatch):
 
 
 def test_what_is_pinned_during_a_deletion_stays(path, monkeypatch):
-    """Or :func:`pin` says that it is gone."""
-    monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
+    """Or :func:`pin` says that it is gone, or is being deleted."""
     pinned = []
 
     def pin_it(_):
-        with contextlib.suppress(CheckpointNotFoundError):
+        with contextlib.suppress(CheckpointNotFoundError, StorageError):
             pin(path)
             pinned.append(1)
 
@@ -167,49 +170,34 @@ def test_what_is_pinned_during_a_deletion_stays(path, monkeypatch):
 
 
 def test_a_save_that_failed_can_be_deleted(path):
+    decision_of(path).unlink()
     (path / ".metadata").unlink()
     delete(path)
     assert not path.exists()
 
 
-@pytest.mark.parametrize("attempt", [NEWER, OLDER])
-@pytest.mark.parametrize("is_committed", [True, False])
-def test_a_save_in_flight_is_named_and_nothing_is_touched(attempt, is_committed, path):
-    if not is_committed:
-        (path / ".metadata").unlink()
-    folder = uncommitted(path, attempt)
+def test_a_newer_save_that_may_be_in_flight_is_named_and_nothing_is_touched(path):
+    uncommitted(path, NEWER)
     before = sorted(path.rglob("*"))
-    hold = lock.Hold(folder)
-    try:
-        with pytest.raises(StorageError, match=attempt) as caught:
-            delete(path)
-    finally:
-        hold.release()
+    with pytest.raises(StorageError, match=NEWER) as caught:
+        delete(path)
     assert caught.value.errno == errno.EBUSY
     assert str(path) in str(caught.value)
     assert sorted(path.rglob("*")) == before
-    delete(path)
-    assert not path.exists()
-
-
-def test_a_save_that_is_being_published_there_is_not_disturbed(path):
-    with lock.exclusive(path, 1.0), pytest.raises(StorageError, match="published"):
-        delete(path)
-    assert committed(path)
-
-
-def test_without_locks_what_may_be_in_flight_stays(path, monkeypatch):
-    monkeypatch.setattr(lock, "in_flight", lambda directory: None)
-    newer = uncommitted(path, NEWER)
-    with pytest.raises(StorageError, match=NEWER):
-        delete(path)
-    shutil.rmtree(newer)
+    shutil.rmtree(path / NEWER)
     uncommitted(path, OLDER)
     delete(path)
     assert not path.exists()
-    uncommitted(path, OLDER)
-    with pytest.raises(StorageError, match="by hand"):
-        delete(path)
+
+
+def test_a_slow_save_that_is_deleted_cannot_be_committed_any_more(path):
+    place = Place(path.with_name("slow"))
+    claim = place.claim(Neighbours(), True)
+    delete(path.with_name("slow"))
+    save = Round(0, claim.attempt, path.with_name("slow"), DurablePart(), timeout=1.0, claim=claim)
+    with pytest.raises(CheckpointSupersededError):
+        place.publish(save, lambda meta, claim: b"x" * 1000)
+    assert not path.with_name("slow").exists()
 
 
 # --- what is not one of ours ----------------------------------------------------------------------------
@@ -252,33 +240,16 @@ def test_a_symbolic_link_is_refused_with_what_it_points_to(path, tmp_path):
 
 
 def test_damaged_metadata_can_be_deleted_and_those_of_another_format_are_not(path):
-    good = (path / ".metadata").read_bytes()
+    good = decision_of(path).read_bytes()
     save({"w": torch.ones(3)}, path.with_name("step-4"))
-    flip_bit(path.with_name("step-4") / ".metadata", 50)
+    flip_bit(decision_of(path.with_name("step-4")), 50)
     delete(path.with_name("step-4"))
     assert not path.with_name("step-4").exists()
     for number in (1, 99):
-        file = path / ".metadata"
+        file = decision_of(path)
         file.write_bytes(with_format(file.read_bytes(), number))
         with pytest.raises(StorageError, match=f"has format {number}"):
             delete(path)
         assert file.exists()
         file.write_bytes(good)
     assert committed(path)
-
-
-def test_what_settles_while_a_deletion_removes_files_is_not_told_that_it_failed(path, monkeypatch):
-    """Not even by an attempt that the deleted checkpoint had replaced: it may have been committed before that."""
-    uncommitted(path, OLDER)
-    (older,) = [each for each in attempts.present(path) if each.name == OLDER]
-    told = []
-
-    def remove(directory, attempt, phase):
-        if not told:
-            told.append(settle(path, older))
-        return real(directory, attempt, phase)
-
-    real = attempts.remove_attempt
-    monkeypatch.setattr(attempts, "remove_attempt", remove)
-    delete(path)
-    assert told == [None]

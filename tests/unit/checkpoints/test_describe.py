@@ -13,6 +13,7 @@ from support.commands import run_cli
 from support.state.checkpoints import raises, save
 from support.state.chunks import boxes, save_by_ranks
 from support.state.files import data_files, flip_bit
+from support.state.metadata import decision_of
 from support.state.roots import NEWER, uncommitted
 from support.state.states import Opinion, filled
 from support.work import little_work
@@ -31,7 +32,9 @@ from dcp_datastates.checkpoints.describe import (
     Tensor,
     describe,
 )
-from dcp_datastates.storage import lock
+from dcp_datastates.storage import decisions
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import stored
 from dcp_datastates.text import columns
 
 
@@ -53,7 +56,7 @@ def test_a_checkpoint_is_described(checkpoint):
     found = describe(checkpoint)
     assert isinstance(found, Checkpoint)
     (file,) = data_files(checkpoint)
-    metadata = checkpoint / ".metadata"
+    metadata = decision_of(checkpoint)
     assert found.committed
     assert found.attempt == file.parent.name
     assert found.committed_at is not None
@@ -92,19 +95,12 @@ def test_ranks_and_chunks_are_counted(tmp_path):
     assert found.tensors == (Tensor("x", (6, 10), "float32", 240, 4),)
 
 
-def test_attempts_that_are_not_committed_are_in_flight_abandoned_or_unknown(
-    checkpoint, monkeypatch
-):
-    folder = uncommitted(checkpoint)
+def test_attempts_that_are_not_the_checkpoint_say_what_is_decided_about_them(checkpoint):
+    uncommitted(checkpoint)
     (found,) = describe(checkpoint).uncommitted
-    assert (found.attempt, found.state, found.files, found.nbytes) == (NEWER, "abandoned", 1, 100)
-    hold = lock.Hold(folder)
-    try:
-        assert describe(checkpoint).uncommitted[0].state == "in flight"
-    finally:
-        hold.release()
-    monkeypatch.setattr(lock, "in_flight", lambda directory: None)
-    assert describe(checkpoint).uncommitted[0].state == "unknown"
+    assert (found.attempt, found.state, found.files, found.nbytes) == (NEWER, "undecided", 1, 100)
+    decisions.withdraw(stored(checkpoint), Attempt.parse(NEWER))
+    assert describe(checkpoint).uncommitted[0].state == "withdrawn"
 
 
 def test_an_uncommitted_checkpoint_is_described_by_its_attempts(tmp_path):
@@ -136,8 +132,8 @@ def test_nothing_and_damage_and_stock_are_errors(tmp_path, checkpoint):
     )
     with raises(ForeignCheckpointError, "stock"):
         describe(tmp_path / "stock")
-    flip_bit(checkpoint / ".metadata", 40)
-    with raises(CheckpointCorruptError, ".metadata"):
+    flip_bit(decision_of(checkpoint), 40)
+    with raises(CheckpointCorruptError, "decision"):
         describe(checkpoint)
 
 
@@ -253,7 +249,7 @@ def test_the_tables_show_names_as_they_are(checkpoint, root):
 
 
 def test_status_is_1_for_damaged_metadata_and_2_for_nothing(checkpoint, tmp_path):
-    flip_bit(checkpoint / ".metadata", 40)
+    flip_bit(decision_of(checkpoint), 40)
     ended = run_cli("inspect", checkpoint)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "checksum" in ended.stderr
@@ -303,14 +299,14 @@ def test_the_text_says_what_is_wrong_and_stays_short(tmp_path):
     uncommitted(path)
     file.write_bytes(file.read_bytes()[:-1])
     text = str(inspect(path))
-    assert f"attempt {NEWER} is abandoned: 1 file, 100 B" in text
+    assert f"attempt {NEWER} is undecided: 1 file, 100 B" in text
     size = file.stat().st_size
     assert f"has {size} bytes instead of {size + 1}" in text
     assert text.splitlines()[-1] == "  … and 84 more"
     file.unlink()
     (row,) = (line for line in str(inspect(path)).splitlines() if file.name in line)
     assert row.endswith("missing")
-    (path / ".metadata").unlink()
+    decision_of(path).unlink()
     assert "not committed" in str(inspect(path))
 
 
@@ -326,7 +322,7 @@ def test_a_directory_of_checkpoints_reads_well(tmp_path):
     assert second.startswith("  step-2")
     assert second.endswith("latest")
     assert third.startswith("  step-1")
-    assert "not committed: abandoned" in last
+    assert "not committed: in flight or abandoned" in last
 
 
 def test_names_cannot_break_a_row():

@@ -105,7 +105,7 @@ def test_a_broken_one_is_left_out_with_a_warning_that_says_why(damage, root, cap
     assert record.levelno == logging.WARNING
     assert "step-11" in record.getMessage()
     words = {lose: "missing", lose_all: "missing", cut: "cut", grow: "long"}
-    assert words.get(damage, ".metadata") in record.getMessage()
+    assert words.get(damage, "decision") in record.getMessage()
 
 
 def test_several_broken_ones_and_none_left(root):

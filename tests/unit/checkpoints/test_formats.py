@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.state.checkpoints import save
 from support.state.files import flip_bit
+from support.state.metadata import decision_of
 from support.state.roots import save_stock
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError
@@ -33,9 +34,10 @@ def test_each_format_is_recognized(tmp_path):
 
 def test_ours_that_is_damaged_or_not_committed_is_an_error(tmp_path):
     save({"a": torch.ones(3)}, tmp_path / "ours")
-    flip_bit(tmp_path / "ours" / ".metadata", 700)
+    flip_bit(decision_of(tmp_path / "ours"), 700)
     with pytest.raises(CheckpointCorruptError):
         format_of(tmp_path / "ours")
+    decision_of(tmp_path / "ours").unlink()
     (tmp_path / "ours" / ".metadata").unlink()
     with pytest.raises(CheckpointNotFoundError, match="not committed"):
         format_of(tmp_path / "ours")

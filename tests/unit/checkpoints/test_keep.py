@@ -13,6 +13,7 @@ import torch
 from support.commands import run_cli
 from support.state.checkpoints import CACHE, raises
 from support.state.files import data_files
+from support.state.metadata import decision_of
 from support.state.roots import committed_names
 
 import dcp_datastates as ds
@@ -80,7 +81,7 @@ DAY = 86400
 
 def _set_ages(run, days: dict[str, float]) -> None:
     for name, age in days.items():
-        path = run / name / ".metadata"
+        path = decision_of(run / name)
         table = decode(path.read_bytes(), path)
         note = replace(table.note, published_at=time.time() - age * DAY)
         path.write_bytes(encode(replace(table, note=note)))

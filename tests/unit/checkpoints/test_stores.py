@@ -26,7 +26,7 @@ from dcp_datastates import (
     verify,
 )
 from dcp_datastates.checkpoints.listing import checkpoints
-from dcp_datastates.storage import decisions, store_attempts
+from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.object_path import locate
 
 
@@ -72,7 +72,7 @@ def test_latest_is_the_one_saved_last_whatever_its_name(three):
 def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
     save(state(0), f"{root}/step-0")
     original = locate(f"{root}/step-0")
-    (attempt,) = store_attempts.present(original)
+    (attempt,) = attempts.present(original)
     parent = original.parent.key
     # As many checkpoints of earlier attempts: only names and sizes matter to the search.
     for number in range(1, 1000):
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_another_tool_has_copied_without_an_entry_is_found(sto
 
 def test_an_attempt_that_was_not_committed_does_not_hide_an_older_one(store, three):
     newest = locate(f"{three}/step-1")
-    (attempt,) = store_attempts.present(newest)
+    (attempt,) = attempts.present(newest)
     del store.objects[decisions.decision_path(newest, attempt).key]
     assert str(latest(three)) == f"{three}/step-3"
 
@@ -128,7 +128,7 @@ def test_a_store_that_fails_is_an_error_and_never_none(store, three, kind):
 def test_the_page_of_a_proxy_is_no_damage_and_never_none(store, three, page):
     """A captive portal answers 200 to all requests."""
     newest = locate(f"{three}/step-1")
-    (attempt,) = store_attempts.present(newest)
+    (attempt,) = attempts.present(newest)
     key = decisions.decision_path(newest, attempt).key
     page += b" " * decisions.LONGEST_MARK
     store.objects[key] = dataclasses.replace(store.objects[key], data=page)
@@ -291,7 +291,7 @@ def test_a_pin_and_a_deletion_at_once_do_not_both_succeed(store, three):
 
 def test_retain_removes_what_a_killed_save_has_left(store, three):
     folder = locate(f"{three}/step-9")
-    older = decisions.decision_path(folder, store_attempts.present(locate(f"{three}/step-2"))[0])
+    older = decisions.decision_path(folder, attempts.present(locate(f"{three}/step-2"))[0])
     key = older.key.replace("decision", "r00000-0.safetensors")
     store.objects[key] = store.objects[_data_keys(store, f"{three}/step-2")[0]]
     retain(three, keep=1)
@@ -354,7 +354,6 @@ def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("dcp_datastates.storage.decisions.repeat", cut_off)
-        patch.setattr("dcp_datastates.storage.attempts.publish", cut_off)
         with pytest.raises(StorageError, match="cut off"):
             dcp_datastates.copy(f"{three}/step-3", target)
     if to == "a store":

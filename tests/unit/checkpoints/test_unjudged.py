@@ -16,6 +16,7 @@ import torch
 from support.commands import run_cli
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files
+from support.state.metadata import decision_of
 from support.tiers import sampled
 
 import dcp_datastates as ds
@@ -89,7 +90,7 @@ def faults(monkeypatch) -> Faults:
 
 
 def _metadata(root: Path) -> Path:
-    return root / f"step-{NEWEST}" / ".metadata"
+    return decision_of(root / f"step-{NEWEST}")
 
 
 def _attempt(root: Path) -> Path:
@@ -220,25 +221,26 @@ def test_an_error_that_stays_is_tried_for_less_than_a_second(root, faults):
 
 def test_what_is_older_than_the_newest_stops_no_look_up(root, faults):
     """The names of attempts tell that nothing there can be newer."""
-    faults.at(root / "step-1" / ".metadata", errno.EACCES)
+    faults.at(decision_of(root / "step-1"), errno.EACCES)
     assert ds.latest(root) == root / f"step-{NEWEST}"
     assert _restore(root) == NEWEST
     assert ds.retain(root, keep=1) == [root / "step-2"]
     faults.place = None
     assert ds.latest(root) == root / f"step-{NEWEST}"
-    assert (root / "step-1" / ".metadata").exists(), "what cannot be judged stays"
+    assert decision_of(root / "step-1").exists(), "what cannot be judged stays"
 
 
 def test_a_job_that_cannot_see_its_checkpoint_ends_and_deletes_nothing(root, faults):
     """With ``keep=1`` it started from scratch, and deleted the run's checkpoints at its first commit."""
     manager = ds.CheckpointManager(root, every=1, keep=1, no_dist=True)
-    faults.at(_metadata(root), errno.ESTALE)
-    with raises(ds.StorageError, str(_metadata(root)), "Stale file handle"):
+    hidden = _metadata(root)
+    faults.at(hidden, errno.ESTALE)
+    with raises(ds.StorageError, str(hidden), "Stale file handle"):
         manager.restore_latest(_state(0))
     manager.save(NEWEST + 1, _state(NEWEST + 1))
     manager.wait()
     faults.place = None
-    assert (root / f"step-{NEWEST}" / ".metadata").exists()
+    assert decision_of(root / f"step-{NEWEST}").exists()
 
 
 def test_a_file_in_the_way_is_nothing(root):
@@ -284,7 +286,7 @@ def test_a_save_is_newer_than_a_neighbour_that_cannot_be_judged(root, faults):
     """Its names can be listed, and its metadata cannot be read; its job had a clock in the future."""
     future = "d000000000000000-00000001"
     (root / "step-2" / future).mkdir()
-    faults.at(root / "step-2" / ".metadata", errno.EACCES)
+    faults.at(decision_of(root / "step-2"), errno.EACCES)
     ds.save(_state(4), root / "step-4")
     (attempt,) = (each.name for each in (root / "step-4").iterdir() if each.is_dir())
     assert attempt > future

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import load_everything, raises, save
 from support.state.chunks import boxes, save_by_ranks
 from support.state.files import data_files, flip_bit, put_back, read_file, reseal
-from support.state.metadata import parts_of, rewritten
+from support.state.metadata import decision_of, parts_of, rewritten
 from support.state.states import DTYPES, Opinion, filled
 from support.tiers import sampled
 from support.work import little_work
@@ -80,7 +80,7 @@ def test_a_whole_checkpoint_is_whole_and_counted(checkpoint):
     report = verify(checkpoint)
     assert report.whole
     assert (report.files, report.tensors, report.objects) == (1, 4, 1)
-    files = [checkpoint / ".metadata", *data_files(checkpoint)]
+    files = [decision_of(checkpoint), *data_files(checkpoint)]
     assert report.nbytes == sum(file.stat().st_size for file in files)
     assert report.path == checkpoint
     assert report.attempt == data_files(checkpoint)[0].parent.name
@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_a_table_word_leaves_open_which_of_the_two_is_damaged(c
 
 @pytest.mark.parametrize("seed", sampled(range(10), keep=range(5)))
 def test_a_flipped_bit_in_the_metadata_is_damage(seed, checkpoint):
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     chance = random.Random(seed)
     flip_bit(path, chance.randrange(path.stat().st_size), chance.randrange(8))
     report = verify(checkpoint)
@@ -214,8 +214,8 @@ def test_a_data_file_that_grew_is_damage_and_is_read_all_the_same(checkpoint):
 
 
 def test_missing_metadata_are_no_checkpoint(checkpoint):
-    (checkpoint / ".metadata").unlink()
-    with raises(CheckpointNotFoundError, "not committed"):
+    decision_of(checkpoint).unlink()
+    with raises(CheckpointNotFoundError, "no decision"):
         verify(checkpoint)
 
 
@@ -258,9 +258,12 @@ def test_a_media_error_is_damage_of_just_that_block(checkpoint, monkeypatch):
 def test_what_keeps_it_from_reading_is_an_error_not_damage(checkpoint, monkeypatch):
     (path,) = data_files(checkpoint)
 
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
+    def refuse(descriptor, *more):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(descriptor, *more)
 
+    real = os.preadv
     monkeypatch.setattr(os, "preadv", refuse)
     with raises(StorageError, path.name, "Permission denied"):
         verify(checkpoint)
@@ -389,7 +392,7 @@ def test_a_stock_checkpoint_is_named_as_such_also_where_a_save_was_begun(tmp_pat
 
 def test_metadata_cut_where_a_pickle_might_end_are_not_taken_for_stock(tmp_path):
     save({"dots.in.the.name": torch.ones(3), "w": torch.ones(1)}, tmp_path)
-    path = tmp_path / ".metadata"
+    path = decision_of(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[: data.index(b"in.the.name") + 3])
     assert path.read_bytes().endswith(b".")
@@ -398,7 +401,7 @@ def test_metadata_cut_where_a_pickle_might_end_are_not_taken_for_stock(tmp_path)
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
 def test_cut_metadata_are_damage_and_not_taken_for_a_stock_checkpoint(keep, checkpoint):
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     os.truncate(path, keep % path.stat().st_size)
     assert _only_damage(checkpoint).file == ".metadata"
 
@@ -478,7 +481,7 @@ def test_a_report_reads_as_text(checkpoint):
 
 
 def test_a_report_of_damaged_metadata_reads_as_text(checkpoint):
-    flip_bit(checkpoint / ".metadata", 50)
+    flip_bit(decision_of(checkpoint), 50)
     verdict, damage = str(verify(checkpoint)).splitlines()
     assert verdict == f"{checkpoint}: damaged in 1 place"
     assert damage.startswith("  .metadata: ")

@@ -9,7 +9,7 @@ import torch
 from support.commands import run_cli
 from support.state.checkpoints import save
 from support.state.files import flip_bit
-from support.state.metadata import rewritten
+from support.state.metadata import decision_of, rewritten
 
 from dcp_datastates.stats import PHASES
 
@@ -58,5 +58,5 @@ def test_what_is_not_there_is_said_with_status_2(checkpoint, tmp_path):
 
 
 def test_damaged_metadata_have_status_1(checkpoint):
-    flip_bit(checkpoint / ".metadata", 5)
+    flip_bit(decision_of(checkpoint), 5)
     assert run_cli("trace", checkpoint).returncode == 1

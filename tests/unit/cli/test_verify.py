@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.commands import run_cli, run_python
 from support.state.checkpoints import save
 from support.state.files import data_files, flip_bit, read_file
+from support.state.metadata import decision_of
 from support.state.states import filled
 
 from dcp_datastates import verify
@@ -94,7 +95,7 @@ def test_the_command_checks_all_checkpoints_in_a_directory(root):
 
 def test_the_command_checks_them_all_although_the_first_is_damaged(root):
     flip_bit(data_files(root / "step-9")[0], 0)
-    flip_bit(root / "step-10" / ".metadata", 50)
+    flip_bit(decision_of(root / "step-10"), 50)
     ended = run_cli("verify", "--quiet", root)
     assert ended.returncode == 1
     nine, ten = ended.stdout.splitlines()
@@ -112,7 +113,7 @@ def test_a_checkpoint_with_others_below_it_is_checked_as_well(root):
 
 
 def test_one_that_cannot_be_read_is_status_2_and_the_others_are_checked(root):
-    metadata = root / "step-9" / ".metadata"
+    metadata = decision_of(root / "step-9")
     metadata.unlink()
     metadata.mkdir()
     ended = run_cli("verify", root)
@@ -123,7 +124,7 @@ def test_one_that_cannot_be_read_is_status_2_and_the_others_are_checked(root):
 
 def test_a_directory_with_nothing_to_check_is_status_2(root):
     for name in ("step-9", "step-10"):
-        (root / name / ".metadata").unlink()
+        decision_of(root / name).unlink()
     ended = run_cli("verify", root)
     assert ended.returncode == 2
     assert "0 whole, 0 damaged, 1 not checked" in ended.stdout

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.commands import run_cli
 from support.state.checkpoints import assert_same, raises, save
 from support.state.files import data_files, flip_bit, read_file
+from support.state.metadata import decision_of
 from support.state.states import Opinion, filled
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -92,7 +93,7 @@ def test_a_data_file_of_stock_dcp_that_is_missing(tmp_path):
 
 def test_damaged_metadata_of_ours(tmp_path):
     save({"a": torch.ones(3)}, tmp_path / "in")
-    flip_bit(tmp_path / "in" / ".metadata", 700)
+    flip_bit(decision_of(tmp_path / "in"), 700)
     _refused(tmp_path / "in", CheckpointCorruptError, "metadata", tmp_path)
 
 
@@ -410,6 +411,7 @@ def test_sources_that_are_none(tmp_path):
 
 def test_an_uncommitted_save_is_none(tmp_path):
     save({"a": torch.ones(3)}, tmp_path / "in")
+    decision_of(tmp_path / "in").unlink()
     (tmp_path / "in" / ".metadata").unlink()
     _refused(tmp_path / "in", CheckpointNotFoundError, "not committed", tmp_path)
 

@@ -17,6 +17,7 @@ from support.state.checkpoints import (
     save,
     zeros,
 )
+from support.state.metadata import decision_of
 from support.state.states import Opinion, filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -200,7 +201,7 @@ def test_loading_an_empty_directory_says_that_it_is_empty(tmp_path):
 
 def test_loading_an_uncommitted_save_says_that_it_was_not_committed(tmp_path):
     save({"w": torch.ones(1)}, tmp_path)
-    (tmp_path / ".metadata").unlink()
+    decision_of(tmp_path).unlink()
     assert not committed(tmp_path)
     with raises(CheckpointNotFoundError, str(tmp_path), "commit"):
         load({"w": torch.zeros(1)}, tmp_path)

@@ -18,6 +18,7 @@ from support.state.checkpoints import (
     save,
     writer,
 )
+from support.state.metadata import decision_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.masked import masked_tensor
@@ -196,7 +197,7 @@ def test_an_existing_checkpoint_is_refused_without_overwrite(tmp_path):
 
 def test_without_overwrite_a_new_path_and_an_uncommitted_one_are_saved_to(tmp_path):
     save({"w": torch.ones(3)}, tmp_path / "new", overwrite=False)
-    (tmp_path / "new" / ".metadata").unlink()
+    decision_of(tmp_path / "new").unlink()
     save({"w": torch.ones(3)}, tmp_path / "new", overwrite=False)
     assert committed(tmp_path / "new")
 

@@ -108,7 +108,7 @@ def test_the_files_are_where_they_should_be_and_nothing_else_is(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
         [".metadata", "README", attempt.name]
     )
-    assert [entry.name for entry in attempt.iterdir()] == ["r00000-0.safetensors"]
+    assert sorted(entry.name for entry in attempt.iterdir()) == ["decision", "r00000-0.safetensors"]
 
 
 def test_a_moved_checkpoint_loads(tmp_path):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files, read_file
 from support.state.fuzz import mutated
-from support.state.metadata import COLUMNS, Parts, ended, file_of, parts_of
+from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
 from support.state.states import filled
 from support.tiers import tries
 from support.work import little_work
@@ -172,7 +172,7 @@ def test_changed_metadata_with_good_checksums(mutations, checkpoint):
 @pytest.mark.parametrize("wanted", tries(60, 600))
 def test_changed_metadata_are_loaded_or_refused(wanted, checkpoint):
     """What opens after a change is loaded: other numbers, but nothing but this package's errors from it."""
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     good, parts = path.read_bytes(), _parts(checkpoint)
     chance = random.Random(SEED + 1)
     loads = tries = 0

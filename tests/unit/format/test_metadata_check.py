@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import load, load_everything, raises, save, writer
-from support.state.metadata import COLUMNS, rewritten
+from support.state.metadata import COLUMNS, decision_of, rewritten
 from support.state.metadata_examples import (
     META,
     Example,
@@ -237,11 +237,11 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_malformed_metadata_are_refused_by_a_load(wrong, checkpoint):
-    good = (checkpoint / ".metadata").read_bytes()
+    good = decision_of(checkpoint).read_bytes()
     rewritten(checkpoint, WRONG[wrong])
-    assert (checkpoint / ".metadata").read_bytes() != good
+    assert decision_of(checkpoint).read_bytes() != good
     with little_work(5):
-        with raises(UnreadableMetadataError, ".metadata"):
+        with raises(UnreadableMetadataError, "decision"):
             load_everything(checkpoint)
         with raises(CheckpointCorruptError):
             load({"w": torch.zeros(300, 20)}, checkpoint)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 from support.state.checkpoints import assert_same, load_everything, raises
-from support.state.metadata import COLUMNS, ended, file_of, parts_of, rewritten, with_format
+from support.state.metadata import (
+    COLUMNS,
+    decision_of,
+    ended,
+    file_of,
+    parts_of,
+    rewritten,
+    with_format,
+)
 
 from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
 from dcp_datastates.format import trailer
@@ -21,7 +29,7 @@ HUGE = 1 << 62
 
 def test_a_file_is_what_the_layout_says(checkpoint, state):
     """By other code than the package's."""
-    data = (checkpoint / ".metadata").read_bytes()
+    data = decision_of(checkpoint).read_bytes()
     parts = parts_of(checkpoint)
     assert data.startswith(b"\x80\x04")
     assert parts.pickled.endswith(b".")
@@ -43,7 +51,7 @@ def test_a_file_is_what_the_layout_says(checkpoint, state):
     [(1, ["format 1", "format 2", "HuggingFaceStorageReader"]), (3, ["format 3", "upgrade"])],
 )
 def test_another_format_is_refused_by_name_with_the_way_out(number, words, checkpoint):
-    file = checkpoint / ".metadata"
+    file = decision_of(checkpoint)
     other = with_format(file.read_bytes(), number)
     file.write_bytes(other)
     with raises(UnreadableMetadataError, str(file), *words):
@@ -70,7 +78,7 @@ def _with_directory(data: bytes, entries: list[tuple[int, int]]) -> bytes:
 
 
 def test_directories_that_do_not_fit_the_file_are_refused(checkpoint):
-    data = (checkpoint / ".metadata").read_bytes()
+    data = decision_of(checkpoint).read_bytes()
     _, pickle_bytes, entries = _split(data)
     assert _with_directory(data, entries) == data
     for place, (width, length) in enumerate(entries):
@@ -104,7 +112,7 @@ def test_a_document_of_wider_values_is_refused(checkpoint):
 
 
 def test_columns_of_any_width_are_read(checkpoint):
-    data = (checkpoint / ".metadata").read_bytes()
+    data = decision_of(checkpoint).read_bytes()
     expected = trailer.parse(data, PATH)[1]
     wide = file_of(parts_of(checkpoint))
     assert len(wide) > len(data)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.state.checkpoints import load_everything, raises, save
 from support.state.chunks import Box, boxes
-from support.state.metadata import rewritten
+from support.state.metadata import decision_of, rewritten
 from support.tiers import sampled
 from support.work import little_work
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
@@ -225,7 +225,7 @@ def test_chunks_that_would_take_for_ever_to_compare_are_refused_soon(shapes, che
     few = shapes(20)
     rewritten(checkpoint, lambda parts: _grid(parts, *few))
     if shapes is _spiral:
-        assert len(decode((checkpoint / ".metadata").read_bytes(), PATH).catalog.offsets) == 40
+        assert len(decode(decision_of(checkpoint).read_bytes(), PATH).catalog.offsets) == 40
     rewritten(checkpoint, lambda parts: _grid(parts, *shapes(20_000)))
     with little_work(10), raises(UnreadableMetadataError, "entangled"):
         load_everything(checkpoint)
@@ -244,7 +244,7 @@ def test_memory_is_in_proportion_to_the_file(checkpoint):
     rewritten(
         checkpoint, lambda parts: _grid(parts, (count, 1), begins, np.ones((count, 2), np.int64))
     )
-    data = (checkpoint / ".metadata").read_bytes()
+    data = decision_of(checkpoint).read_bytes()
     tracemalloc.start()
     try:
         decode(data, PATH)

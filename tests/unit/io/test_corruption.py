@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import assert_same, load, load_everything, raises, save, zeros
 from support.state.files import data_files, put_back
-from support.state.metadata import file_of, parts_of, rewritten
+from support.state.metadata import decision_of, file_of, parts_of, rewritten
 from support.state.states import filled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
@@ -49,14 +49,14 @@ def test_a_data_file_that_was_cut_short_is_seen(keep, checkpoint):
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
 def test_metadata_that_was_cut_short_is_seen(keep, checkpoint):
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
-    with raises(CheckpointCorruptError, ".metadata"):
+    with raises(CheckpointCorruptError, "decision"):
         load_everything(checkpoint)
 
 
 def test_metadata_without_their_table_are_damaged_and_not_taken_for_stock_dcp(checkpoint):
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     path.write_bytes(parts_of(path).pickled)
     dcp.FileSystemReader(checkpoint).read_metadata()
     with raises(CheckpointCorruptError, "no checksums at its end"):
@@ -79,7 +79,7 @@ def test_a_malicious_pickle_runs_nothing(with_table, checkpoint, tmp_path_factor
     pickle.loads(malicious)
     assert victim.exists(), "the pickle must be able to do harm, or this test shows nothing"
     victim.rmdir()
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     if with_table:
         expected = load_everything(checkpoint)
         parts = parts_of(path)

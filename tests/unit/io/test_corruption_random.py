@@ -20,6 +20,7 @@ import torch
 from support.jobs.ranks import run_on_ranks, under_torchrun
 from support.state.checkpoints import assert_same, causes, load, load_everything, save, zeros
 from support.state.files import BLOCK, data_files, read_file
+from support.state.metadata import decision_of
 from support.state.states import DTYPES, filled
 from support.tiers import tries
 from torch.distributed.device_mesh import init_device_mesh
@@ -238,7 +239,7 @@ def test_a_load_of_one_thing(count, checkpoint, files):
 
 @pytest.mark.parametrize("count", tries(200, 1500))
 def test_damaged_metadata(count, checkpoint):
-    path = checkpoint / ".metadata"
+    path = decision_of(checkpoint)
     raw = path.read_bytes()
     counts: collections.Counter[str] = collections.Counter()
     for _, damage, _ in _tries([File(path, raw, {}, len(raw))], count, SEED + 2):
@@ -246,7 +247,7 @@ def test_damaged_metadata(count, checkpoint):
         with Damaged(path, raw, damage):
             failure = _failure(lambda target=target: load(target, checkpoint))
         assert failure is not None, f"{damage.kind} was not seen"
-        _check(failure, ".metadata", set())
+        _check(failure, "decision", set())
         counts[f"{damage.kind}: refused"] += 1
     _report("damaged metadata", SEED + 2, counts)
     assert counts.total() == count

@@ -33,7 +33,7 @@ def is_committed(path: Path) -> bool:
 def test_a_deletion_waits_for_the_commit_of_what_replaces_it(tmp_path: Path) -> None:
     saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
     saves.start(STATE, old)
-    with armed("publish.rename.before@1=sleep:0.3"):
+    with armed("publish.link.before@1=sleep:0.3"):
         saves.start(STATE, new)
         saves.when_committed(lambda: seen.append(is_committed(new)) or ds.delete(old), deletes=old)
         seen: list[bool] = []
@@ -49,7 +49,7 @@ def test_what_a_failed_save_was_to_replace_stays(
     saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
     saves.start(STATE, old)
     saves.wait()
-    fails = armed("publish.rename.before@1=error:EIO") if when == "later" else nullcontext()
+    fails = armed("publish.write.before@1=error:EIO") if when == "later" else nullcontext()
     with caplog.at_level(logging.ERROR), fails:
         saves.start(STATE if when == "later" else REFUSED, new)
         saves.when_committed(lambda: ds.delete(old), deletes=old)
@@ -81,7 +81,7 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     saves = BackgroundSaves({})
     saves.start(STATE, old)
     saves.wait()
-    with armed("publish.rename.before@1=sleep:0.2"):
+    with armed("publish.link.before@1=sleep:0.2"):
         saves.start(STATE, tmp_path / "new")
         saves.when_committed(lambda: ds.delete(old), deletes=old)
         assert taken.wait(60)

@@ -158,7 +158,7 @@ def test_a_loop_does_not_begin_anew_over_checkpoints_of_another_program(tmp_path
 # --- failures ------------------------------------------------------------------------------------------
 
 
-FULL = "publish.rename.before=error:ENOSPC"
+FULL = "publish.write.before=error:ENOSPC"
 
 
 def test_a_failed_save_is_counted_and_training_goes_on(tmp_path, caplog):
@@ -193,7 +193,7 @@ def test_after_a_save_that_failed_at_the_call_the_automatic_interval_goes_on(tmp
 
 def test_saves_that_are_left_out_are_no_failures(tmp_path):
     options = {"max_in_flight": 1, "when_behind": "skip"}
-    with manager(tmp_path, **options) as checkpoints, armed("publish.rename.before@1=sleep:1"):
+    with manager(tmp_path, **options) as checkpoints, armed("publish.link.before@1=sleep:1"):
         handles = [checkpoints.save(step, {"w": torch.ones(10)}) for step in (1, 2)]
         assert handles[0].wait(60)
         with raises(CheckpointSkipped, "skip"):
@@ -204,7 +204,7 @@ def test_saves_that_are_left_out_are_no_failures(tmp_path):
 def test_a_forced_save_is_neither_left_out_nor_taken_for_saved(tmp_path):
     options = {"every": 1, "max_in_flight": 1, "when_behind": "skip"}
     with manager(tmp_path, **options) as checkpoints:
-        with armed("publish.rename.before@1=sleep:0.5"):
+        with armed("publish.link.before@1=sleep:0.5"):
             checkpoints.save(1, {"w": torch.ones(10)})
             checkpoints.save(2, {"w": torch.ones(10)})  # is left out
             checkpoints.save(2, {"w": torch.ones(10)}, force=True).wait()
@@ -222,7 +222,7 @@ def test_a_signal_while_storage_is_behind_saves_all_the_same(tmp_path):
         "when_behind": "skip",
         "on_signal": (signal.SIGUSR1,),
     }
-    with manager(tmp_path, **options) as checkpoints, armed("publish.rename.before@1=sleep:0.5"):
+    with manager(tmp_path, **options) as checkpoints, armed("publish.link.before@1=sleep:0.5"):
         for step in (1, 2, 3, 4):
             checkpoints.save(step, {"w": torch.ones(10)})
             if checkpoints.stopping:
@@ -337,7 +337,7 @@ def test_a_poll_sees_a_signal_that_comes_in_an_evaluation(tmp_path):
 
 def test_the_last_save_fails_by_name_if_it_is_not_committed_by_the_deadline(tmp_path, caplog):
     loop = manager(tmp_path, every=100, on_signal=(signal.SIGTERM,), deadline=0.2)
-    with armed("publish.rename.before=sleep:3"):
+    with armed("publish.link.before=sleep:3"):
         os.kill(os.getpid(), signal.SIGTERM)
         handle = loop.save(1, {"step": 1})
         began = time.monotonic()

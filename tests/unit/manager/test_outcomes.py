@@ -17,7 +17,7 @@ STATE = {"w": torch.arange(10.0)}
 
 def _save(manager, step, fails=False):
     """A save whose outcome is known when this returns."""
-    with armed("publish.rename.before=error:ENOSPC") if fails else nullcontext():
+    with armed("publish.write.before=error:ENOSPC") if fails else nullcontext():
         handle = manager.save(step, STATE)
         assert handle.wait(60)
 
@@ -119,7 +119,7 @@ def test_a_loop_whose_saves_all_fail_does_not_end_as_if_all_were_well(in_flight,
 
 def test_a_healthy_loop_with_many_saves_in_flight_waits_for_none(tmp_path):
     with CheckpointManager(tmp_path, every=1, max_in_flight=8) as manager:
-        with armed("publish.rename.before=sleep:0.5"):
+        with armed("publish.link.before=sleep:0.5"):
             handles = [manager.save(step, STATE) for step in range(6)]
             assert not handles[0].committed.done()
         assert manager.failures == 0

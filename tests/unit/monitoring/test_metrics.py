@@ -101,7 +101,7 @@ def test_each_save_counts_once_by_its_outcome(registry, tmp_path):
     first.result()
     with pytest.raises(CheckpointSkipped):
         second.result()
-    with armed("publish.rename.before=error:ENOSPC"), pytest.raises(DataStatesError):
+    with armed("publish.write.before=error:ENOSPC"), pytest.raises(DataStatesError):
         dcp_datastates.save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
     save(STATE, tmp_path / "step-4")
     async_save(STATE, tmp_path / "step-5").result(60)

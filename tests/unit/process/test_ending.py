@@ -189,7 +189,7 @@ def test_a_save_that_the_end_of_the_process_cannot_wait_for_is_named(tmp_path):
     ended = run_script(
         """
         import dcp_datastates
-        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.lock.before=sleep:6"
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:6"
         dcp_datastates.async_save({"w": torch.ones(10)}, path, exit_timeout=1)
         """,
         path,
@@ -204,7 +204,7 @@ def test_the_end_of_the_process_says_what_it_waits_for(tmp_path):
     ended = run_script(
         """
         import dcp_datastates
-        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.lock.before=sleep:5"
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:5"
         dcp_datastates.async_save({"w": torch.ones(10)}, path)
         """,
         path,

@@ -50,7 +50,7 @@ def test_a_commit_is_one_line_with_path_time_bytes_and_stall(tmp_path):
 
 @pytest.mark.parametrize("how", ["own", "dcp", "sync"])
 def test_a_failure_is_one_line_with_its_cause_at_once_whoever_asks(how, tmp_path):
-    with lines() as said, armed("publish.rename.before=error:ENOSPC"):
+    with lines() as said, armed("publish.write.before=error:ENOSPC"):
         if how == "own":
             handle = dcp_datastates.async_save(
                 {"w": torch.ones(10)}, tmp_path / "c", host_cache_size=CACHE
@@ -112,7 +112,7 @@ def test_save_returns_when_it_is_committed_or_raises(tmp_path):
     stats = dcp_datastates.save(state, tmp_path / "c", host_cache_size=CACHE)
     assert (tmp_path / "c" / ".metadata").is_file()
     assert stats.bytes_written > 4_000_000
-    with armed("publish.rename.before=error:ENOSPC"), pytest.raises(StorageError, match="No space"):
+    with armed("publish.write.before=error:ENOSPC"), pytest.raises(StorageError, match="No space"):
         dcp_datastates.save(state, tmp_path / "d", host_cache_size=CACHE)
 
 

@@ -139,7 +139,7 @@ def test_a_cache_that_is_smaller_than_the_state_shows_in_the_record(tmp_path):
 
 
 def test_a_failed_save_has_a_record_with_its_error(tmp_path):
-    with recorded() as records, armed("publish.rename.before=error:ENOSPC"):
+    with recorded() as records, armed("publish.write.before=error:ENOSPC"):
         handle = dcp_datastates.async_save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
         with pytest.raises(StorageError):
             handle.result()

@@ -197,7 +197,7 @@ def test_deletion_of_the_former_checkpoint_leaves_the_later_whole(state, tmp_pat
     assert_whole(tmp_path / "4", state)
 
 
-@pytest.mark.parametrize("fault", ["vote.before", "publish.rename.before"])
+@pytest.mark.parametrize("fault", ["vote.before", "publish.write.before"])
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_failed_save_is_never_linked(fault, stays, state, tmp_path):
     """Also if its files cannot be removed: their bytes may never become durable."""

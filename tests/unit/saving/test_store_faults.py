@@ -17,7 +17,7 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, DataStatesError, latest, load, retain, verify
-from dcp_datastates.storage import store_attempts, store_index
+from dcp_datastates.storage import attempts, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
 
@@ -229,7 +229,7 @@ def test_a_path_full_of_an_older_attempts_objects_is_saved_to_and_cleared(monkey
         f"run/step-1/{older.name}/decision"
     ], "its withdrawal stays"
     assert store.counts["delete"] < 10
-    assert len(store_attempts.present(locate(path))) == 2
+    assert len(attempts.present(locate(path))) == 2
 
 
 def test_a_bucket_with_dots_in_its_name(proxy):

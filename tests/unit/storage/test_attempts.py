@@ -6,7 +6,7 @@ import pytest
 from support.simulated.object_stores import Fate, MemoryStore, installed
 
 from dcp_datastates import StorageError
-from dcp_datastates.storage import decisions, store_attempts
+from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 
 OLD, MIDDLE, NEW = Attempt(16, 1), Attempt(16, 2), Attempt(17, 1)
@@ -35,22 +35,22 @@ def _commit(path, attempt):
 
 
 def _committed(path):
-    found = store_attempts.newest_committed(path)
+    found = attempts.newest_committed(path)
     return None if found is None else found[0]
 
 
 def test_an_empty_prefix_holds_nothing(path):
-    assert store_attempts.present(path) == []
-    assert store_attempts.newest_committed(path) is None
-    assert store_attempts.survey(path) == {}
+    assert attempts.present(path) == []
+    assert attempts.newest_committed(path) is None
+    assert attempts.survey(path) == {}
 
 
 def test_the_newest_committed_attempt_counts(path, store):
     _commit(path, NEW)
     _commit(path, OLD)  # later
     _upload(path, Attempt(18, 1))  # in flight
-    assert store_attempts.present(path) == [OLD, NEW, Attempt(18, 1)]
-    found = store_attempts.newest_committed(path)
+    assert attempts.present(path) == [OLD, NEW, Attempt(18, 1)]
+    found = attempts.newest_committed(path)
     assert found is not None
     assert found[0] == NEW
     assert found[1].data == METADATA + NEW.name.encode()
@@ -92,7 +92,7 @@ def test_an_error_is_not_an_answer(path, store):
     _commit(path, OLD)
     store.on_request = lambda request: Fate.REFUSED
     with pytest.raises(StorageError):
-        store_attempts.newest_committed(path)
+        attempts.newest_committed(path)
 
 
 def test_a_survey_shows_what_each_attempt_consists_of(path, store):
@@ -102,7 +102,7 @@ def test_a_survey_shows_what_each_attempt_consists_of(path, store):
     store.put(f"{path.key}/{NEW.name}/deleting", b"")
     store.put(f"{path.key}/.metadata", b"")
     store.put(f"{path.key}/notes/readme.txt", b"")
-    found = store_attempts.survey(path)
+    found = attempts.survey(path)
     assert set(found) == {OLD, NEW}
     assert found[OLD].is_committed
     assert not found[NEW].is_committed
@@ -113,19 +113,19 @@ def test_a_survey_shows_what_each_attempt_consists_of(path, store):
 def test_each_rank_removes_its_own_files_and_the_decision_stays(path, store):
     _upload(path, NEW, ranks=4)
     decisions.withdraw(path, NEW)
-    store_attempts.remove_data(path, NEW, 1, 2)
+    attempts.remove_data(path, NEW, 1, 2)
     left = {key.rpartition("/")[2] for key in store.objects}
     assert left == {"r00000-0.safetensors", "r00002-0.safetensors", "decision"}
-    assert store_attempts.has_data(path, NEW)
-    store_attempts.remove_data(path, NEW, 0, 2)
-    assert not store_attempts.has_data(path, NEW)
-    store_attempts.remove_data(path, NEW, 0, 2)  # nothing left to do
+    assert attempts.has_data(path, NEW)
+    attempts.remove_data(path, NEW, 0, 2)
+    assert not attempts.has_data(path, NEW)
+    attempts.remove_data(path, NEW, 0, 2)  # nothing left to do
 
 
 def test_many_objects_are_deleted_a_thousand_at_a_time(path, store):
     for rank in range(2_001):
         store.put(f"{path.key}/{NEW.name}/r{rank:05d}-0.safetensors", b"")
-    store_attempts.remove_data(path, NEW, 0, 1)
+    attempts.remove_data(path, NEW, 0, 1)
     assert store.objects == {}
     assert store.counts["delete"] == 3
 
@@ -134,4 +134,4 @@ def test_the_bucket_itself_can_be_a_checkpoint(monkeypatch, store):
     path = installed(monkeypatch, store, "")
     _commit(path, NEW)
     assert _committed(path) == NEW
-    assert set(store_attempts.survey(path)) == {NEW}
+    assert set(attempts.survey(path)) == {NEW}

@@ -14,10 +14,9 @@ from dcp_datastates import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.commit import store_place
-from dcp_datastates.commit.places import place_of
+from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
-from dcp_datastates.storage import decisions, store_attempts, store_index
+from dcp_datastates.storage import attempts, decisions, store_index
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 
@@ -32,7 +31,7 @@ def store():
 @pytest.fixture
 def path(monkeypatch, store):
     path = installed(monkeypatch, store)
-    place_of(path.parent / "step-0").claim(Neighbours(), overwrite=True)  # tries the store
+    Place(path.parent / "step-0").claim(Neighbours(), overwrite=True)  # tries the store
     store.counts.clear()
     return path
 
@@ -43,7 +42,7 @@ def _metadata(attempt):
 
 def _begun(path, overwrite=True):
     """A save whose files are in the store."""
-    claim = place_of(path).claim(Neighbours(), overwrite)
+    claim = Place(path).claim(Neighbours(), overwrite)
     for rank in range(WORLD):
         file = path / claim.attempt.name / f"r{rank:05d}-0.safetensors"
         file.store.put(file.key, b"data")
@@ -54,13 +53,11 @@ def _begun(path, overwrite=True):
 
 
 def _publish(round_):
-    place_of(round_.path).publish(
-        round_, lambda meta, claim: _metadata(claim.attempt), lambda: None
-    )
+    Place(round_.path).publish(round_, lambda meta, claim: _metadata(claim.attempt))
 
 
 def _tidy(round_):
-    place = place_of(round_.path)
+    place = Place(round_.path)
     place.tidy_after_commit(round_, place.find_older(round_), 0, WORLD)
 
 
@@ -72,7 +69,7 @@ def _save(path, **more):
 
 
 def _committed(path):
-    found = store_attempts.newest_committed(path)
+    found = attempts.newest_committed(path)
     return None if found is None else found[0]
 
 
@@ -93,7 +90,7 @@ def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(path, store):
     _save(path)
     new = _save(path)
     assert _committed(path) == new.attempt
-    assert set(store_attempts.survey(path)) == {new.attempt}
+    assert set(attempts.survey(path)) == {new.attempt}
     assert [each.attempt for each in store_index.entries(path.parent)] == [new.attempt]
     assert store.data(f"{path.key}/.metadata") == _metadata(new.attempt)
 
@@ -102,9 +99,9 @@ def test_other_ranks_remove_nothing_after_a_commit(path, store):
     _save(path)
     round_ = _begun(path)
     other = Round(0, round_.attempt, path, round_.part, path=path, timeout=5)
-    assert place_of(path).find_older(other) == []
+    assert Place(path).find_older(other) == []
     store.counts.clear()
-    place_of(path).tidy_after_commit(other, [], 1, WORLD)
+    Place(path).tidy_after_commit(other, [], 1, WORLD)
     assert store.requests() == 0
 
 
@@ -125,7 +122,7 @@ def test_an_older_save_that_nothing_told_of_is_never_loaded(path):
     _publish(older)
     assert _committed(path) == newer.attempt
     third = _save(path)
-    assert set(store_attempts.survey(path)) == {third.attempt}
+    assert set(attempts.survey(path)) == {third.attempt}
 
 
 def test_overwrite_false(path):
@@ -134,24 +131,24 @@ def test_overwrite_false(path):
     with pytest.raises(CheckpointExistsError):
         _publish(second)
     with pytest.raises(CheckpointExistsError):
-        place_of(path).check_overwrite(False)
+        Place(path).check_overwrite(False)
     with pytest.raises(CheckpointExistsError):
         _begun(path, overwrite=False)
-    place_of(path).check_overwrite(True)
+    Place(path).check_overwrite(True)
 
 
 def test_a_failed_save_removes_each_rank_s_files(path, store):
     round_ = _begun(path)
-    place_of(path).tidy_after_failure(round_, 1, WORLD)
-    assert store_attempts.has_data(path, round_.attempt)
-    place_of(path).tidy_after_failure(round_, 0, WORLD)
+    Place(path).tidy_after_failure(round_, 1, WORLD)
+    assert attempts.has_data(path, round_.attempt)
+    Place(path).tidy_after_failure(round_, 0, WORLD)
     assert store.objects == {}
 
 
 def test_what_is_settled_cannot_be_published(path):
     round_ = _begun(path)
-    assert place_of(path).settle(round_.attempt) is False
-    assert place_of(path).settle(round_.attempt) is False
+    assert Place(path).settle(round_.attempt) is False
+    assert Place(path).settle(round_.attempt) is False
     with pytest.raises(CheckpointSupersededError, match="was withdrawn"):
         _publish(round_)
     assert _committed(path) is None
@@ -159,16 +156,16 @@ def test_what_is_settled_cannot_be_published(path):
 
 def test_what_is_published_settles_as_committed(path):
     round_ = _save(path)
-    assert place_of(path).settle(round_.attempt) is True
+    assert Place(path).settle(round_.attempt) is True
 
 
 def test_what_was_deleted_settles_as_unknown(path, store):
     round_ = _save(path)
     decisions.mark_deleted(path, round_.attempt)
-    assert place_of(path).settle(round_.attempt) is None
+    assert Place(path).settle(round_.attempt) is None
     store.objects.clear()
-    assert place_of(path).settle(round_.attempt) is None
-    assert place_of(path).settle(round_.attempt) is None  # the first one's withdrawal is there now
+    assert Place(path).settle(round_.attempt) is None
+    assert Place(path).settle(round_.attempt) is None  # the first one's withdrawal is there now
 
 
 def test_a_store_that_fails_leaves_the_outcome_open(path, store):
@@ -177,7 +174,7 @@ def test_a_store_that_fails_leaves_the_outcome_open(path, store):
     with pytest.raises(CommitOutcomeUnknown, match="may yet come to be"):
         _publish(round_)
     with pytest.raises(StorageError):
-        place_of(path).settle(round_.attempt)
+        Place(path).settle(round_.attempt)
 
 
 def test_a_save_that_cannot_withdraw_an_older_one_fails(path, store):
@@ -206,17 +203,17 @@ def test_cleaning_up_never_raises(path, store, caplog):
     store.on_request = lambda request: Fate.REFUSED
     with caplog.at_level(logging.WARNING):
         _tidy(round_)
-        place_of(path).tidy_after_failure(round_, 0, WORLD)
+        Place(path).tidy_after_failure(round_, 0, WORLD)
     assert len(caplog.records) == 2
 
 
 def test_a_checkpoint_that_another_process_replaced_is_named_once(path, caplog, monkeypatch):
     _save(path)
-    place_of(path).warn_if_replaced()
+    Place(path).warn_if_replaced()
     newer = _begun(path)
     decisions.decide(path, newer.attempt, _metadata(newer.attempt))  # another process
-    place_of(path).warn_if_replaced()
-    place_of(path).warn_if_replaced()
+    Place(path).warn_if_replaced()
+    Place(path).warn_if_replaced()
     assert len(caplog.records) == 1
     assert newer.attempt.name in caplog.text
 
@@ -226,7 +223,7 @@ class TestOneWriter:
 
     @pytest.fixture(autouse=True)
     def plain(self, monkeypatch):
-        monkeypatch.setattr(store_place, "creates_once", lambda root: False)
+        monkeypatch.setattr(Place, "_creates_once", False)
 
     def test_saves_follow_one_another(self, path, store):
         _save(path)
@@ -237,10 +234,10 @@ class TestOneWriter:
     def test_a_rank_that_settles_writes_nothing(self, path, store):
         round_ = _begun(path)
         before = dict(store.objects)
-        assert place_of(path).settle(round_.attempt) is None
+        assert Place(path).settle(round_.attempt) is None
         assert store.objects == before
         _publish(round_)
-        assert place_of(path).settle(round_.attempt) is True
+        assert Place(path).settle(round_.attempt) is True
 
     def test_a_request_that_fails_leaves_the_outcome_open(self, path, store):
         round_ = _begun(path)

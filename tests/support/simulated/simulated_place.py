@@ -1,7 +1,8 @@
-"""What simulated processes do at a checkpoint's prefix in an object store, step by step, as the package does.
+"""What simulated processes do at a checkpoint's path, step by step, as the package does.
 
-At each ``yield`` the store may take its time, the process may die, and the request behind it may be carried out all the
-same. A request that creates an object may also come late, be carried out twice, or lose its reply.
+In a directory, each attempt has a folder from its claim on, without which nothing of it can be created; an object store
+has none. At each ``yield`` storage may take its time, the process may die, and the request behind it may be carried out
+all the same. A request that creates an object may also come late, be carried out twice, or lose its reply.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ COMMITTED, WITHDRAWN, DELETED = "committed", "withdrawn", "deleted"
 
 
 class _Doubt(Exception):
-    """The store reports an error. The request may have been carried out, or may yet be."""
+    """Storage reports an error. The request may have been carried out, or may yet be."""
+
+
+class _Gone(Exception):
+    """The attempt's folder is gone: nothing was created in it, nor will be."""
 
 
 def _decided(outcome: Outcome) -> protocol.Decided:
@@ -31,11 +36,25 @@ def _decided(outcome: Outcome) -> protocol.Decided:
 
 
 def _present(path: Path) -> list[Attempt]:
-    return sorted({each for each, files in path.files.items() if files} | path.decisions.keys())
+    there = {each for each, files in path.files.items() if files}
+    return sorted(there | path.decisions.keys() | path.folders)
+
+
+def _has_folder(world: World, path: Path, attempt: Attempt) -> bool:
+    return world.in_store or attempt in path.folders
+
+
+def _remove_folder(world: World, path: Path, attempt: Attempt) -> None:
+    """In a directory, the folder of an attempt without data goes at once, with the decision in it."""
+    if not world.in_store and not path.files.get(attempt):
+        path.folders.discard(attempt)
+        path.decisions.pop(attempt, None)
+        world.index.discard((path, attempt))
+        world.look_at(path)
 
 
 def claim(world: World, job: Job, number: int, path: Path) -> Generator[None, None, Save]:
-    """``storage/store_claims.py``."""
+    """``storage/claims.py``."""
     yield
     could_see = world.newest_named()
     index = sorted(attempt for _, attempt in world.index) if world.looks_beside else []
@@ -47,11 +66,17 @@ def claim(world: World, job: Job, number: int, path: Path) -> Generator[None, No
     after = max([0, *index[-1:], *older])
     attempt = world.next_attempt(job, after)
     world.could_see[attempt] = could_see
-    return Save(number, attempt, 0, path, after, tuple(older), alone)
+    if not world.in_store:
+        yield
+        path.folders.add(attempt)
+        world.index.add((path, attempt))
+    return Save(number, attempt, path, after, tuple(older), alone)
 
 
-def write(path: Path, attempt: Attempt, rank: int) -> bool:
-    """A rank uploads its files."""
+def write(world: World, path: Path, attempt: Attempt, rank: int) -> bool:
+    """A rank writes its files; False if the attempt's folder is gone."""
+    if not _has_folder(world, path, attempt):
+        return False
     path.files.setdefault(attempt, set()).add(rank)
     return True
 
@@ -62,8 +87,12 @@ def find_older(save: Save, rank: int) -> list[Attempt]:
 
 def _create(world: World, save: Save | None, path: Path, attempt: Attempt, what: str) -> bool:
     """A request that creates a decision; whether it has, as far as its sender is told."""
+    if not _has_folder(world, path, attempt):
+        raise _Gone
 
     def effect() -> bool:
+        if not _has_folder(world, path, attempt):  # a request that comes late
+            return False
         if attempt in path.decisions and world.creates_once:
             return False
         path.decisions[attempt] = what
@@ -108,6 +137,8 @@ def _withdraw(world: World, path: Path, attempt: Attempt) -> Generator[None, Non
     try:
         if _create(world, None, path, attempt, WITHDRAWN):
             return WITHDRAWN
+    except _Gone:
+        return WITHDRAWN
     except _Doubt:
         yield
         if attempt not in path.decisions:
@@ -118,7 +149,7 @@ def _withdraw(world: World, path: Path, attempt: Attempt) -> Generator[None, Non
 
 
 def publish(world: World, job: Job, save: Save) -> Steps:
-    """``store_place.StorePlace.publish``."""
+    """``place.Place.publish``."""
     path, attempt = save.path, save.attempt
     if not save.alone and world.withdraws_older:
         yield
@@ -132,11 +163,14 @@ def publish(world: World, job: Job, save: Save) -> Steps:
                 except _Doubt:
                     return _decided(Outcome.FAILED)
     yield
-    world.index.add((path, attempt))
+    if world.in_store:
+        world.index.add((path, attempt))
     yield
     try:
         if _create(world, save, path, attempt, COMMITTED):
             return _decided(Outcome.COMMITTED)
+    except _Gone:
+        return _decided(Outcome.FAILED)
     except _Doubt:
         pass
     if not world.withdraws_on_error:
@@ -153,7 +187,7 @@ def publish(world: World, job: Job, save: Save) -> Steps:
 
 
 def settle(world: World, save: Save) -> Steps:
-    """``store_place.StorePlace.settle``."""
+    """``place.Place.settle``."""
     path, attempt = save.path, save.attempt
     for _ in range(world.random.randrange(3)):
         yield
@@ -176,7 +210,7 @@ def settle(world: World, save: Save) -> Steps:
 
 
 def tidy(world: World, rank: int, save: Save, older: list[Attempt], outcome: Outcome) -> Thread:
-    """``store_place.StorePlace.tidy_after_commit`` and ``tidy_after_failure``."""
+    """``place.Place.tidy_after_commit`` and ``tidy_after_failure``."""
     path, attempt = save.path, save.attempt
     yield
     if outcome is Outcome.COMMITTED and rank == 0:
@@ -191,12 +225,18 @@ def tidy(world: World, rank: int, save: Save, older: list[Attempt], outcome: Out
         for each in older:
             yield
             path.files.pop(each, None)
-            world.index.discard((path, each))
+            if world.in_store:
+                world.index.discard((path, each))
         for each in replaced if world.keeps_marks else older:
             yield
             path.decisions.pop(each, None)
+        for each in older:
+            yield
+            _remove_folder(world, path, each)
     elif outcome is Outcome.FAILED and attempt >= 0:
         path.files.get(attempt, set()).discard(rank)
+        yield
+        _remove_folder(world, path, attempt)
 
 
 def retain(world: World, save: Save) -> Thread:
@@ -241,8 +281,11 @@ def delete(world: World, path: Path, victim: Attempt, kept: Path | None = None) 
             for _ in range(world.random.randrange(300) if world.happens(world.stalls) else 1):
                 yield
             path.files.pop(attempt, None)
-            world.index.discard((path, attempt))
-    for attempt in gone:
+            if world.in_store:
+                world.index.discard((path, attempt))
+    for attempt in gone if world.in_store else there:
         yield
-        if not path.held_up[attempt]:  # no request is as late as this
+        if not world.in_store and attempt <= victim:
+            _remove_folder(world, path, attempt)
+        elif attempt in gone and not path.held_up[attempt]:  # no request is as late as this
             path.decisions.pop(attempt, None)

@@ -1,0 +1,305 @@
+"""Where a save is committed: a directory, or a prefix in an object store (docs/commit.md; the numbers are its steps).
+
+An attempt is committed by the creation of one object, its decision (``storage/decisions.py``), and the checkpoint at a
+path is the newest attempt that is committed there (``storage/attempts.py``). No lock is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_datastates.commit.round import Document, Round
+from dcp_datastates.errors import (
+    CheckpointSupersededError,
+    CommitOutcomeUnknown,
+    StorageError,
+)
+from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.storage import (
+    attempts,
+    claims,
+    decisions,
+    local_store,
+    operations,
+    readme,
+    store_index,
+)
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.claims import Claim, Neighbours
+from dcp_datastates.storage.decisions import State
+from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
+from dcp_datastates.storage.self_test import Findings, Operation, what_works, what_works_for
+
+__all__ = ["Place"]
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED: Final = 64
+
+_lock = ProcessLock()  # guards _committed
+_committed: OrderedDict[ObjectPath, Attempt] = OrderedDict()
+"""By path: what this process has committed there last."""
+
+
+class Place:
+    """A checkpoint's path. The rounds are of saves to it. All methods but the last three raise :class:`StorageError` if
+    storage fails.
+    """
+
+    def __init__(self, location: Location) -> None:
+        """Asks no storage."""
+        self._directory: Final = stored(location)
+
+    @property
+    def _findings(self) -> Findings:
+        directory = self._directory
+        if directory.is_local:
+            return what_works_for(Path(str(directory)))
+        return what_works(directory.parent)
+
+    @property
+    def _creates_once(self) -> bool:
+        return self._findings.works(Operation.CREATE_ONCE)
+
+    @property
+    def _deletes(self) -> bool:
+        """Whether this process may delete there. If not, that was said once, and nothing is removed. (In a directory,
+        each deletion that is refused is said.)
+        """
+        return self._directory.is_local or self._findings.works(Operation.DELETE)
+
+    def check_overwrite(self, overwrite: bool) -> None:
+        """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
+        if not overwrite:
+            claims.check_absent(self._directory)
+
+    def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
+        """Coordinator: claim a new attempt. May raise as :meth:`check_overwrite` does."""
+        # The first save tries what storage can do now, where nothing waits for it.
+        return claims.claim(self._directory, neighbours, overwrite, lambda: self._findings)
+
+    # ---- publishing ------------------------------------------------------------------------------
+
+    def publish(self, round_: Round, document: Document) -> None:
+        """Coordinator: commit the round's attempt, with the bytes that ``document`` makes.
+
+        Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
+        and cannot be any more.
+        """
+        with operations.during("publish"):
+            self._publish(round_, document)
+
+    def _publish(self, round_: Round, document: Document) -> None:
+        directory, attempt, claim = self._directory, round_.attempt, round_.claim
+        assert attempt is not None
+        assert claim is not None
+        data = document(StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name), claim)
+        if not (claim.alone and round_.overwrite):
+            self._withdraw_older(attempt, round_.overwrite)
+        if round_.archives:
+            path = directory / attempt.archive_pin
+            path.store.put(path.key, b"")
+        store_index.register(directory, attempt)  # 9
+        self._decide(attempt, data)
+        round_.published = data
+        if directory.is_local:
+            operations.tell(Path(str(directory)), attempt.name)
+        with _lock:
+            _committed[directory] = attempt
+            _committed.move_to_end(directory)
+            while len(_committed) > _REMEMBERED:
+                _committed.popitem(last=False)
+
+    def _withdraw_older(self, attempt: Attempt, overwrite: bool) -> None:  # 8
+        for other in attempts.present(self._directory):
+            state = None if other == attempt else decisions.state_of(self._directory, other)
+            if other > attempt and state is State.COMMITTED:
+                raise CheckpointSupersededError(
+                    f"a newer save, attempt {other.name}, was committed to {str(self._directory)!r} before attempt "
+                    f"{attempt.name}; it stands. Were two jobs started on one path?"
+                )
+            if other < attempt and state is None and self._creates_once:
+                decisions.withdraw(self._directory, other)
+        self.check_overwrite(overwrite)  # one of them may have been committed just now
+
+    def _decide(self, attempt: Attempt, data: bytes) -> None:  # 10
+        directory = self._directory
+        doubts: list[OSError] = []
+        try:
+            if not self._creates_once:
+                state = decisions.decide_unguarded(directory, attempt, data)
+            else:
+                state = decisions.decide(directory, attempt, data, doubts.append)
+        except NotStoredError as error:
+            raise StorageError(error.errno, error.strerror, error.filename) from error
+        except NotDurableError as error:
+            raise CommitOutcomeUnknown(
+                f"{str(directory)!r} holds attempt {attempt.name}: {error.strerror}"
+            ) from error
+        except StorageError as error:
+            raise CommitOutcomeUnknown(
+                f"attempt {attempt.name} at {str(directory)!r} may be committed, or may yet come to be: storage "
+                f"fails ({error.strerror})"
+            ) from error
+        if state is State.WITHDRAWN:
+            # Of a directory, only a failure leaves a doubt: a name that is there is another's.
+            may_be_ours = bool(doubts) or not directory.is_local
+            if may_be_ours and not attempts.has_data(directory, attempt):
+                raise CommitOutcomeUnknown(
+                    f"attempt {attempt.name} at {str(directory)!r} may have been committed, and deleted since"
+                )
+            raise CheckpointSupersededError(
+                f"attempt {attempt.name} at {str(directory)!r} was withdrawn: "
+                + (
+                    f"storage did not confirm it ({doubts[0]})"
+                    if doubts
+                    else "the other ranks have given this save up, or another job saves to the same path"
+                )
+            )
+
+    # ---- settling ----------------------------------------------------------------------------------
+
+    def settle(self, attempt: Attempt) -> bool | None:  # 16
+        """Any rank that has voted: whether the attempt is committed. If not, it can no longer be. None if that can no
+        longer be known.
+        """
+        with operations.during("settle"):
+            return self._settle(attempt)
+
+    def _settle(self, attempt: Attempt) -> bool | None:
+        # A directory is not tried now, when storage may be in trouble: where nothing is created once, this raises.
+        if not (self._directory.is_local or self._creates_once):
+            if decisions.state_of(self._directory, attempt) is State.COMMITTED:
+                return True
+            return None
+        match decisions.withdraw(self._directory, attempt):
+            case State.COMMITTED:
+                return True
+            case State.DELETED:
+                return None
+            case State.WITHDRAWN:
+                # A deletion removes the decision after all data. Without data, another withdrawal may have come
+                # after it.
+                return False if attempts.has_data(self._directory, attempt) else None
+
+    # ---- cleaning up -------------------------------------------------------------------------------
+
+    def find_older(self, round_: Round) -> list[Attempt]:
+        """The older attempts that this rank may remove if the round commits. Never raises."""
+        # One request deletes a thousand objects, so the coordinator does it for all ranks: they need not list the path.
+        return [] if round_.claim is None else list(round_.claim.older)
+
+    def tidy_after_commit(
+        self, round_: Round, superseded: Sequence[Attempt], rank: int, world: int
+    ) -> None:
+        """Remove the attempts that :meth:`find_older` found. Never raises."""
+        try:
+            with operations.during("cleanup"):
+                self._tidy(round_, superseded, rank)
+        except StorageError as error:
+            logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
+
+    def _tidy(self, round_: Round, superseded: Sequence[Attempt], rank: int) -> None:
+        if rank == 0 and self._directory.is_local:
+            readme.write(Path(str(self._directory)))
+            local_store.sweep(self._directory.key)
+        if rank == 0 and round_.attempt is not None:
+            self._copy(round_.attempt, round_.published)
+        if superseded and self._deletes:
+            self.remove(superseded)
+
+    def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
+        """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an
+        older one later.
+        """
+        if data is None:  # the publication was settled
+            decision = decisions.read(self._directory, attempt)
+            if decision is None or decision.state is not State.COMMITTED:
+                return
+            data = decision.data
+        directory = self._directory
+        path = directory / METADATA_NAME
+        step()
+        if directory.is_local:
+            local_store.put_copy(path.key, decisions.decision_path(directory, attempt).key, data)
+        else:
+            path.store.put(path.key, data)
+
+    def remove(self, superseded: Iterable[Attempt]) -> None:  # 12
+        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`.
+
+        Each step leaves every committed attempt whole. A withdrawal stays for good: it keeps the attempt from being
+        committed by a process that wakes late.
+        """
+        directory = self._directory
+        found = attempts.survey(directory, superseded)
+        replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
+        for attempt in replaced:
+            decisions.mark_deleted(directory, attempt)
+        data = [each for contents in found.values() for each in contents.data]
+        attempts.delete_objects(directory, data)
+        store_index.forget(directory, found)
+        rest = [
+            each
+            for attempt in replaced
+            for each in (found[attempt].decision, *found[attempt].others)
+            if each is not None
+        ]
+        attempts.delete_objects(directory, rest)
+        attempts.remove_folders(directory, found)
+
+    def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:
+        """Remove ``rank``'s files of the round's own attempt. Never raises."""
+        if round_.attempt is None:
+            return
+        try:
+            if not self._deletes:
+                return
+            with operations.during("cleanup"):
+                attempts.remove_data(self._directory, round_.attempt, rank, world)
+            if round_.archives and rank == 0:
+                path = self._directory / round_.attempt.archive_pin
+                path.store.delete([path.key])
+        except StorageError as error:
+            logger.warning("files of a failed save stay at %s: %s", self._directory, error)
+
+    def warn_if_replaced(self) -> None:
+        """Warn, once, if another process has replaced the checkpoint that this process last committed there. Never
+        raises.
+        """
+        with _lock:
+            ours = _committed.get(self._directory)
+        if ours is None:
+            return
+        try:
+            found = attempts.newest_committed(self._directory)
+        except StorageError as error:
+            logger.debug("could not look at what is at %s: %s", self._directory, error)
+            return
+        if found is None or found[0] <= ours:
+            return
+        with _lock:
+            if _committed.get(self._directory) != ours:
+                return
+            del _committed[self._directory]
+        logger.warning(
+            "the checkpoint that was committed at %s as attempt %s was replaced by attempt %s of another process; do "
+            "two jobs save to one path?",
+            self._directory,
+            ours.name,
+            found[0].name,
+        )
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _committed.clear()

@@ -1,0 +1,444 @@
+"""A directory as a store: the file system behind the protocol of the object stores (:mod:`object_store`).
+
+An object is a file. It appears whole: its bytes are written to a temporary file beside it and synced, and the file then
+gets the object's name. A replacement is a rename. A creation that must not replace anything is a hard link, which fails
+if the name exists; where the file system has no links, it is the rename of a filled directory (:func:`_by_directory`),
+which fails, too. Each change of a name is followed by a sync of its directory, so that it is durable when the call
+returns.
+
+A key's folder must exist: only :func:`make_folder` makes one. So nothing can be created any more in the folder of an
+attempt that was removed, however late the process is that tries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import Buffer
+
+from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_store import (
+    Listing,
+    NotDurableError,
+    NotStoredError,
+    ObjectMissingError,
+    StoredObject,
+    Version,
+)
+from dcp_datastates.storage.operations import current_phase
+
+__all__ = [
+    "LocalStore",
+    "discard_folder",
+    "has_unfinished",
+    "make_folder",
+    "put_copy",
+    "remove_folder",
+    "sweep",
+]
+
+_UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
+"""The name of a temporary file, which a killed process may leave."""
+
+_WITHIN: Final = "object"
+"""The file in the directory that an object is on a file system without links."""
+
+_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+_NO_RENAME: Final = (errno.EMFILE, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Of a filled directory: gcsfuse with its default limit, and overlayfs."""
+_EXISTS: Final = (errno.EEXIST, errno.ENOTEMPTY)
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_MARK: Final = "mark:"
+_LONGEST_MARK: Final = 64
+"""Bytes. On a full file system, a small object is the text of a symbolic link, which takes no room there: else nothing
+could be deleted to make room.
+"""
+
+_MOST_BYTES: Final = 4 << 30
+"""Of the largest object that is read whole. The metadata of 16,384 ranks with 900 tensors each have 1 GiB."""
+
+_STAT_THREADS: Final = 8
+"""A shared file system takes a millisecond per file."""
+_FEW: Final = 64
+
+
+class LocalStore:
+    """The file system of this machine. Keys are absolute paths without the slash at their beginning. Stateless."""
+
+    url: Final = ""
+    deletes_many: Final = True
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._replace(key, [data])
+
+    def _replace(self, key: str, pieces: Iterable[Buffer]) -> None:
+        with _written(_file_of(key), pieces, renamed=True) as unfinished:
+            operations.rename(unfinished, _file_of(key), current_phase())
+        _sync_name(_path(key))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path = _path(key)
+        with _written(path, [data]) as unfinished:
+            try:
+                created = _link(unfinished, path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                created = _by_directory(unfinished, path)
+        # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
+        _sync_name(path)
+        return created
+
+    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
+        raise StorageError(
+            errno.EOPNOTSUPP, "a file system replaces no file on a condition", f"/{key}"
+        )
+
+    def put_stream(
+        self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
+    ) -> None:
+        self._replace(key, pieces)
+
+    def get(self, key: str) -> tuple[bytes, Version, float]:
+        if (mark := _mark_at(_path(key))) is not None:
+            return mark, Version(None, None), 0.0
+        with _opened(key) as descriptor:
+            status = os.fstat(descriptor)
+            if status.st_size > _MOST_BYTES:
+                raise StorageError(
+                    errno.EFBIG,
+                    f"it has {status.st_size} bytes, more than the metadata of any checkpoint",
+                    f"/{key}",
+                )
+            data = bytearray(status.st_size)
+            del data[local.read_at(descriptor, 0, memoryview(data)) :]
+        version = Version(f"{status.st_ino}-{status.st_mtime_ns}", None)
+        return bytes(data), version, status.st_mtime
+
+    def get_range(self, key: str, begin: int, end: int) -> Buffer:
+        if (mark := _mark_at(_path(key))) is not None:
+            return mark[begin:end]
+        with _opened(key) as descriptor:
+            data = bytearray(end - begin)
+            del data[local.read_at(descriptor, begin, memoryview(data)) :]
+            return data
+
+    def size(self, key: str) -> int:
+        status = presence.status_of(_file_of(key))
+        if status is None:
+            raise ObjectMissingError(f"/{key}")
+        return status.st_size
+
+    def list(self, prefix: str) -> Listing:
+        folders, links, files = [], [], []
+        for entry in presence.entries_in(_path(prefix)):
+            if _UNFINISHED.fullmatch(entry.name):
+                continue
+            if not local.is_directory(entry):
+                files.append(entry.name)
+            elif entry.is_symlink():
+                links.append(entry.name)
+            else:
+                folders.append(entry.name)
+        beginning = f"{prefix}/" if prefix else ""
+
+        def look(name: str) -> StoredObject | None:
+            with contextlib.suppress(StorageError):  # a link that leads nowhere is a name, too
+                if (status := presence.status_of(_path(beginning + name))) is not None:
+                    return StoredObject(beginning + name, status.st_size, status.st_mtime)
+            is_there = presence.is_there(_path(beginning + name))
+            return StoredObject(beginning + name, 0, 0.0) if is_there else None
+
+        if len(files) > _FEW:
+            with ThreadPoolExecutor(_STAT_THREADS) as executor:
+                found = list(executor.map(look, sorted(files)))
+        else:
+            found = [look(name) for name in sorted(files)]
+        objects = tuple(each for each in found if each is not None)
+        return Listing(tuple(sorted(folders)), objects, tuple(sorted(links)))
+
+    def walk(self, prefix: str) -> Iterator[StoredObject]:
+        found = self.list(prefix)
+        yield from found.objects
+        for name in found.folders:
+            below = f"{prefix}/{name}" if prefix else name
+            if _is_object(_path(below)):
+                status = os.stat(_path(below) / _WITHIN)
+                yield StoredObject(below, status.st_size, status.st_mtime)
+            else:
+                yield from self.walk(below)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = _path(key)
+            with local.explained("deleting", path), contextlib.suppress(FileNotFoundError):
+                try:
+                    operations.unlink(path, current_phase())
+                except (IsADirectoryError, PermissionError):
+                    if not _is_object(path):
+                        raise
+                    operations.unlink(path / _WITHIN, current_phase())
+                    operations.remove_directory(path, current_phase())
+
+
+def make_folder(key: str, phase: str) -> bool:
+    """Make the folder ``key`` for objects, and its parents; returns whether this call made it. Raises
+    :class:`StorageError`.
+    """
+    path = _path(key)
+    local.make_directories(path.parent, phase)
+    with local.explained("creating directory", path):
+        try:
+            operations.make_directory(path, phase)
+        except FileExistsError:
+            return False
+    return True
+
+
+def remove_folder(key: str, whole: bool = False) -> bool:
+    """Remove the folder ``key`` if no object is in it, durably; returns whether it is gone. ``whole``: with all other
+    files that are in it, too, unless an attempt is. Raises :class:`StorageError`.
+    """
+    path = _path(key)
+    for entry in presence.entries_in(path):
+        if not (whole or _UNFINISHED.fullmatch(entry.name)) or Attempt.parse(entry.name):
+            continue
+        with local.explained("deleting", entry.path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    operations.unlink(Path(entry), current_phase())
+    with local.explained("deleting", path):
+        try:
+            operations.remove_directory(path, current_phase())
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in _EXISTS:
+                return False
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            operations.sync_directory(path.parent, current_phase())
+    return True
+
+
+def has_unfinished(key: str) -> bool:
+    """Whether a killed process has left anything in the folder ``key``. Raises :class:`StorageError`."""
+    return any(map(_UNFINISHED.fullmatch, presence.names_in(_path(key))))
+
+
+def discard_folder(key: str) -> bool:
+    """Remove the folder ``key`` with what is in it, by a rename: no other process can create anything in it from the
+    first moment on. Returns whether it is gone. Raises :class:`StorageError`.
+    """
+    path = _path(key)
+    gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
+    with local.explained("deleting", path):
+        try:
+            operations.rename(path, gone, current_phase())
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno not in _NO_RENAME:
+                raise
+            return False
+        operations.sync_directory(path.parent, current_phase())
+        shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def put_copy(key: str, of: str, data: Buffer) -> None:
+    """Store the object ``of``, whose bytes are ``data``, as ``key``, too: another name of its file, which is durable
+    already; the name may be gone after a crash. Raises :class:`StorageError`.
+    """
+    path = _path(key)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
+    with local.explained("writing", path):
+        try:
+            operations.link(_file_of(of), unfinished, current_phase())
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            LocalStore().put(key, data)
+            return
+        try:
+            operations.rename(unfinished, path, current_phase())
+        finally:  # a rename between two names of one file does nothing
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+
+
+def sweep(key: str) -> None:
+    """Remove what processes that were killed in :func:`discard_folder` or :func:`put_copy` have left in the folder
+    ``key``. Never raises.
+    """
+    with contextlib.suppress(OSError):
+        for entry in presence.entries_in(_path(key)):
+            name = _UNFINISHED.fullmatch(entry.name)
+            if name and name[1] == local.METADATA_NAME:
+                os.unlink(entry)
+            elif name and Attempt.parse(name[1]):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _path(key: str) -> Path:
+    return Path(f"/{key}")
+
+
+def _is_object(path: Path) -> bool:
+    return presence.is_directory(path) and presence.is_file(path / _WITHIN)
+
+
+def _file_of(key: str) -> Path:
+    """The file of an object, which lies in a directory where :func:`_by_directory` has created it."""
+    path = _path(key)
+    return path / _WITHIN if _is_object(path) else path
+
+
+@contextlib.contextmanager
+def _written(path: Path, pieces: Iterable[Buffer], renamed: bool = False) -> Iterator[Path]:
+    """A temporary file beside ``path`` with the bytes of ``pieces``, on stable storage; it is gone afterwards.
+    ``renamed``: the caller renames it.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
+    with _missing_is_told(path), local.explained("writing", path):
+        try:
+            try:
+                operations.write_new_file(unfinished, pieces, current_phase())
+            except OSError as error:
+                if isinstance(error, StorageError) or error.errno == errno.ENOENT:
+                    raise
+                if error.errno in _FULL and isinstance(pieces, list) and _is_mark(pieces):
+                    os.unlink(unfinished)
+                    os.symlink(_MARK + bytes(pieces[0]).hex(), unfinished)
+                else:
+                    raise NotStoredError(
+                        error.errno,
+                        f"writing failed: {error.strerror}"
+                        + local.about_space(error.errno, path, _nbytes(pieces)),
+                        str(path),
+                    ) from error
+            yield unfinished
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        if not renamed:
+            with contextlib.suppress(OSError):
+                operations.unlink(unfinished, current_phase())
+
+
+@contextlib.contextmanager
+def _missing_is_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        if error.errno == errno.ENOENT and not isinstance(error, ObjectMissingError):
+            raise ObjectMissingError(str(path)) from error
+        raise
+
+
+def _is_mark(pieces: list[Buffer]) -> bool:
+    return len(pieces) == 1 and memoryview(pieces[0]).nbytes <= _LONGEST_MARK
+
+
+def _mark_at(path: Path) -> bytes | None:
+    """The bytes of an object that was stored as the text of a symbolic link; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        text = os.readlink(path)
+        if text.startswith(_MARK):
+            return bytes.fromhex(text.removeprefix(_MARK))
+    return None
+
+
+def _nbytes(pieces: Iterable[Buffer]) -> int:
+    return sum(memoryview(piece).nbytes for piece in pieces) if isinstance(pieces, list) else 0
+
+
+def _link(unfinished: Path, path: Path) -> bool:
+    try:
+        operations.link(unfinished, path, current_phase())
+    except FileExistsError:
+        # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
+        return os.stat(unfinished).st_nlink > 1
+    return True
+
+
+def _by_directory(unfinished: Path, path: Path) -> bool:
+    """Create ``path`` without a link: as a directory with the file in it, by a rename that no filled directory, and no
+    file, under that name survives.
+    """
+    folder = unfinished.with_name(f".{path.name}.{secrets.token_hex(8)}~")
+    operations.make_directory(folder, current_phase())
+    try:
+        operations.rename(unfinished, folder / _WITHIN, current_phase())
+        operations.sync_directory(folder, current_phase())
+        operations.rename(folder, path, current_phase())
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if error.errno in (*_EXISTS, errno.ENOTDIR):
+            return False
+        if error.errno in _NO_RENAME:
+            cause = "the file system has no hard links, and no renames of filled directories"
+            raise OSError(errno.EOPNOTSUPP, cause) from error
+        raise
+    return True
+
+
+def _sync_name(path: Path) -> None:
+    """Make the name ``path`` durable. A failure is final: a second sync of a directory may succeed in spite of it."""
+    try:
+        operations.sync_directory(path.parent, current_phase())
+    except FileNotFoundError:
+        raise ObjectMissingError(str(path)) from None
+    except OSError as error:
+        raise NotDurableError(
+            error.errno,
+            f"it has its name, but making that durable failed: {error.strerror}; it is there now, and may be gone "
+            f"after a crash",
+            str(path),
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(key: str) -> Iterator[int]:
+    path = _path(key)
+    try:
+        descriptor = presence.asked(lambda: _open(path))
+    except StorageError:
+        raise
+    except OSError as error:
+        if presence.is_missing(error, path):
+            raise ObjectMissingError(str(path)) from None
+        raise presence.unjudged(error, path) from error
+    try:
+        with local.explained("reading", path):
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    try:
+        return local.open_regular(path)
+    except presence.NotAFileError:
+        if not _is_object(path):
+            raise
+        return local.open_regular(path / _WITHIN)
+    except FileNotFoundError:
+        # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return local.open_regular(path)
