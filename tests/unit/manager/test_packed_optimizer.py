@@ -50,6 +50,7 @@ def same(one: Any, other: Any) -> bool:
 def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, stored: bool) -> None:
     if kind == "lbfgs" and groups == 2:
         groups = 1  # it takes no more
+    torch.manual_seed(0)  # LBFGS diverges from some others
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     parts = [model] if groups == 1 else reversed(model)
     given = [{"params": list(part.parameters())} for part in parts]
