@@ -6,6 +6,7 @@ Each package says what it is for, and files are short.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,37 @@ BELOW = {
 }
 """Of each room those that it may import directly. What these may import, it may, too; and all may import the files of
 the package's own folder (errors, configuration)."""
+
+BUDGETS = {
+    "": 1_590,
+    "checkpoints": 3_010,
+    "cli": 1_290,
+    "commit": 1_900,
+    "conversion": 3_520,
+    "dcp": 3_570,
+    "deepspeed": 810,
+    "format": 3_640,
+    "huggingface": 1_210,
+    "io": 2_280,
+    "lightning": 720,
+    "manager": 4_170,
+    "megatron": 310,
+    "monitoring": 280,
+    "planning": 3_060,
+    "process": 870,
+    "ranks": 2_330,
+    "saving": 2_990,
+    "sharing": 930,
+    "staging": 2_130,
+    "storage": 4_250,
+    "tiers": 2_670,
+    "torchtitan": 590,
+}
+"""The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
+does not fit makes room first, and one that removes lines lowers the number."""
+
+BUDGETS_BESIDE = {"native": 21_600, "tests": 55_400}
+"""The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
 NATIVE_BELOW = {
@@ -158,6 +190,35 @@ def test_few_files_lie_at_the_root():
 def test_no_file_is_long():
     lines = {each: len(each.read_text().splitlines()) for each in ROOT.rglob("*.py")}
     assert [each for each, count in lines.items() if count > MOST_LINES] == []
+
+
+@pytest.mark.parametrize("folder", BUDGETS_BESIDE)
+def test_the_engine_and_the_tests_keep_theirs(folder):
+    endings = {".py", ".cpp", ".h"}
+    files = [each for each in (NATIVE.parents[1] / folder).rglob("*") if each.suffix in endings]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= BUDGETS_BESIDE[folder]
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_every_room_keeps_its_budget(room):
+    assert lines_of(room) <= BUDGETS[room]
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_no_budget_has_room_for_what_is_not_there(room):
+    assert BUDGETS[room] - lines_of(room) < 50 + BUDGETS[room] // 20
+
+
+def test_every_room_has_a_budget():
+    assert BUDGETS.keys() == {*BELOW, "", "cli"}
+
+
+def lines_of(room: str) -> int:
+    folder = ROOT.parent / "dcp_datastates_cli" if room == "cli" else ROOT / room
+    files = itertools.chain(
+        folder.rglob("*.py") if room else folder.glob("*.py"), folder.glob("*.pyi")
+    )
+    return sum(len(file.read_text().splitlines()) for file in files)
 
 
 def test_no_function_has_many_parameters():
