@@ -72,7 +72,8 @@ Status OutputFile::create() {
     // durable about a tenth sooner.
     const auto allocated =
         uninterrupted([&] { return ops_->allocate(fd, round_up(nbytes_, kDirectAlignment)); });
-    // EPERM: a container's seccomp profile that does not know the call. What may not be written says so below, too.
+    // EPERM: a container's seccomp profile that does not know the call. What may not be written
+    // says so below, too.
     if (!allocated.ok() && !is_unsupported(allocated.error) && allocated.error != EPERM) {
         return failed("fallocate", allocated.error, 0);
     }
