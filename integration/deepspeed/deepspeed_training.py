@@ -55,10 +55,21 @@ class Model(torch.nn.Module):
         return self.last(torch.relu(self.second(hidden) + self.tied(hidden)))
 
 
-def engine(stage: int, datastates: object = None, **more: Any) -> Any:
+class Changed(Model):
+    """Has a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.added(super().forward(inputs))
+
+
+def engine(stage: int, datastates: object = None, model: type[Model] = Model, **more: Any) -> Any:
     """A new engine; with ``datastates``, the value of ``datastates_ckpt``, for this package."""
     torch.manual_seed(0)
-    return _initialized(Model(), stage, datastates, **more)
+    return _initialized(model(), stage, datastates, **more)
 
 
 def pipeline(datastates: object = None) -> Any:

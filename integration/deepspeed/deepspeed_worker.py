@@ -23,6 +23,8 @@ from deepspeed_training import (
     SAVED_AFTER,
     STAGES,
     STEPS,
+    Changed,
+    Model,
     client_state,
     engine,
     latest,
@@ -211,6 +213,51 @@ def orders(root: Path) -> Any:
     except Exception as error:
         results["not committed"] = type(error).__name__
     training.save_checkpoint(root, tag="last")  # nothing waits for it, but the end of the process
+    return results
+
+
+def _module_alone(*, src: dict[str, Any], dst: torch.nn.Module) -> None:
+    dst.load_state_dict({name: value * 2 for name, value in src.items()})
+
+
+WAYS: dict[str, tuple[type[Model], dict[str, Any]]] = {
+    "as it was": (Model, {}),
+    "an older tag": (Model, {"tag": "first"}),
+    "without the optimizer": (Model, {"load_optimizer_states": False}),
+    "without the schedule": (Model, {"load_lr_scheduler_states": False}),
+    "the model alone": (Model, {"load_module_only": True}),
+    "with a function of the program": (Model, {"custom_load_fn": _module_alone}),
+    "into a program with a layer more": (Changed, {}),
+    "into that, not strictly": (
+        Changed,
+        {"load_module_strict": False, "load_optimizer_states": False},
+    ),
+    "what is not there": (Model, {"tag": "missing"}),
+}
+
+
+def ways(root: Path) -> Any:
+    """What each way to load gives, without and with this package: the error, or how training goes on."""
+    results: dict[str, Any] = {}
+    for name, datastates in (("stock", None), ("ours", CACHE)):
+        training = engine(1, datastates)
+        train(training, 0)
+        training.save_checkpoint(root / name, tag="first", client_state=client_state(0))
+        train(training, 1)
+        training.save_checkpoint(root / name, client_state=client_state(1))
+        training.destroy()
+        for way, (model, options) in WAYS.items():
+            training = engine(1, datastates, model)
+            try:
+                path, state = training.load_checkpoint(root / name, **options)
+            except Exception as error:
+                found: Any = type(error).__name__
+            else:
+                rates = training.get_lr()
+                losses = [train(training, step) for step in (2, 3)]
+                found = [path is not None, (state or {}).get("step"), rates, losses]
+            results.setdefault(way, {})[name] = found
+            training.destroy()
     return results
 
 

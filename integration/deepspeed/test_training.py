@@ -50,6 +50,37 @@ def test_all_but_small_tensors_and_buffers_are_read_behind_the_step(
         assert deferred[1] > 4 * eager[1] > 0
 
 
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each way to load gives, by who saved."""
+    (one,) = run("ways", tmp_path_factory.mktemp("ways"), 1)
+    return one
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "as it was",
+        "an older tag",
+        "without the optimizer",
+        "without the schedule",
+        "the model alone",
+        "with a function of the program",
+        "into a program with a layer more",
+        "into that, not strictly",
+        "what is not there",
+    ],
+)
+def test_each_option_of_deepspeeds_load_does_what_it_does_without_this_package(
+    ways: dict[str, dict[str, Any]], way: str
+) -> None:
+    assert ways[way]["ours"] == ways[way]["stock"]
+    fails = way in ("into a program with a layer more", "what is not there")
+    assert isinstance(ways[way]["ours"], str if fails else list), (
+        "an error's name, or what came of it"
+    )
+
+
 def test_a_checkpoint_of_deepspeeds_own_is_loaded(trained: Trained, resumed: list[Any]) -> None:
     rest = [losses[SAVED_AFTER:] for losses in trained.of(1, "stock")]
     assert [rank["stock 1"]["losses"] for rank in resumed] == rest

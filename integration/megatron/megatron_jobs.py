@@ -25,12 +25,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.waiting import await_that
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_datastates.megatron import DataStatesSaveStrategy, use_by_default
 from megatron_cpu import use_cpu
@@ -240,10 +242,34 @@ def compare(folder: str, names: list[str]) -> dict[str, Any]:
         padded = dist_checkpointing.load({"words": words}, path, validate_access_integrity=False)
         loaded.append([found, sorted(unexpected), padded["words"]])
     return {
+        "strict": [_by_strictness(f"{folder}/{name}") for name in names],
         "different": [diff(dict(enumerate(loaded[0])), dict(enumerate(each))) for each in loaded],
         "padding": float(loaded[0][2][WORDS:].abs().sum()),
         "filled": float(loaded[0][2][:WORDS].abs().sum()),
     }
+
+
+def _by_strictness(path: str) -> dict[str, Any]:
+    """By each of Megatron's ways to treat a state that has one tensor more and others less: what comes of a load."""
+    results: dict[str, Any] = {}
+    for each in StrictHandling:
+        state = {"weight": _whole("embedding.word_embeddings.weight", WORDS, WIDTH)}
+        for what, more in (("less", {}), ("more", {"added": _whole("added", 4, 4)})):
+            try:
+                found = dist_checkpointing.load(
+                    {**state, **more}, path, strict=each, validate_access_integrity=False
+                )
+            except (Exception, CheckpointException) as error:
+                results[f"{each.value}, {what}"] = type(error).__name__
+                continue
+            values, *names = found if isinstance(found, tuple) else (found,)
+            sums = {name: float(values[name].sum()) for name in values if name in (*state, *more)}
+            results[f"{each.value}, {what}"] = [sums, *map(sorted, names)]
+    return results
+
+
+def _whole(name: str, *size: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(name, torch.ones(*size), allow_shape_mismatch=True)
 
 
 def load_without_package(folder: str) -> None:

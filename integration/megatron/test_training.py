@@ -93,6 +93,8 @@ def test_at_another_number_of_ranks_it_loads_what_megatrons_own_loads(tmp_path: 
         for each in job("compare", world, tmp_path, folder=str(tmp_path), names=names):
             found = each.result()
             assert found["different"] == [([], [], [])] * 4
+            assert found["strict"] == [found["strict"][0]] * 4
+            assert {type(each) for each in found["strict"][0].values()} == {str, list}
             assert found["filled"] > found["padding"] == 0
 
     for each in job("load_without_package", 1, tmp_path, folder=str(tmp_path / "ours")):
