@@ -1,9 +1,10 @@
-"""A save is committed at a prefix in an object store, or is not."""
+"""A save is committed at its place, or is not; the place is a prefix in an object store, or a directory."""
 
 from __future__ import annotations
 
 import errno
 import logging
+from pathlib import Path
 
 import pytest
 from support.simulated.object_stores import Fate, MemoryStore, installed
@@ -19,6 +20,7 @@ from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.storage import attempts, decisions, store_index
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
+from dcp_datastates.storage.object_path import stored
 
 WORLD = 2
 
@@ -152,6 +154,17 @@ def test_what_is_settled_cannot_be_published(path):
     with pytest.raises(CheckpointSupersededError, match="was withdrawn"):
         _publish(round_)
     assert _committed(path) is None
+
+
+def test_in_a_directory_what_another_has_withdrawn_has_failed_also_when_its_data_are_gone(tmp_path):
+    """In a store, the reply to this process's own creation may have been lost."""
+    path = stored(tmp_path / "step-1")
+    round_ = _begun(path)
+    assert Place(path).settle(round_.attempt) is False
+    for each in attempts.survey(path)[round_.attempt].data:
+        Path(f"/{each.key}").unlink()
+    with pytest.raises(CheckpointSupersededError, match="was withdrawn"):
+        _publish(round_)
 
 
 def test_what_is_published_settles_as_committed(path):
