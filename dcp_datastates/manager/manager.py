@@ -427,7 +427,7 @@ class CheckpointManager:
         finally:
             self._closed = True
             if self._rank_set.rank == 0 and (line := self._saves.summary(self.root)):
-                logger.log(*line)
+                logger.log(line[0], "closed: %s", line[1])
             self._schedule.close()
             self._signals.close()
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))

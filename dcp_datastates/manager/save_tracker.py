@@ -238,7 +238,7 @@ class SaveTracker:
         newest = self.newest_commit
         there = f"the newest is {str(newest)!r}" if newest else f"none is in {str(root)!r}"
         level = logging.WARNING if self.failures else logging.INFO
-        return level, f"closed: {self.commits} saves committed, {self.failures} failed; {there}"
+        return level, f"{self.commits} saves committed, {self.failures} failed; {there}"
 
     def wait(self) -> None:
         """:meth:`finish`, and wait until the work that is due is done."""
