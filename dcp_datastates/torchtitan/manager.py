@@ -132,7 +132,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "rename": self.rename or None,
                 "missing": self.missing,
                 "unexpected": self.unexpected,
-                "exclude": self.exclude_from_loading,
                 "cast": True,
             }
 
