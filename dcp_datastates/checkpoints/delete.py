@@ -156,8 +156,7 @@ def _check(
     """
     if pinned := pins(path):
         raise NotDeleted(path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first")
-    found = attempts.newest_committed(path)
-    if found is None or found[0] != victim.attempt:
+    if attempts.committed_attempt(path) != victim.attempt:
         raise NotDeleted(path, "it was deleted or replaced meanwhile")
     there = attempts.survey(path)
     for attempt, contents in there.items():

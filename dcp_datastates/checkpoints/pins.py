@@ -60,9 +60,9 @@ def _pin(pin: ObjectPath) -> None:
     directory = pin.parent
     pin.store.put(pin.key, b"")
     # delete() writes its marker, and then looks for pins.
-    found = attempts.newest_committed(directory)
+    found = attempts.committed_attempt(directory)
     if found is not None:
-        folder = directory / found[0].name
+        folder = directory / found.name
         if DELETING not in names_at(folder):
             return
     elif attempts.is_taken(directory):  # another program's

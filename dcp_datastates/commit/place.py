@@ -281,11 +281,11 @@ class Place:
         if ours is None:
             return
         try:
-            found = attempts.newest_committed(self._directory)
+            found = attempts.committed_attempt(self._directory)
         except StorageError as error:
             logger.debug("could not look at what is at %s: %s", self._directory, error)
             return
-        if found is None or found[0] <= ours:
+        if found is None or found <= ours:
             return
         with _lock:
             if _committed.get(self._directory) != ours:
@@ -296,7 +296,7 @@ class Place:
             "two jobs save to one path?",
             self._directory,
             ours.name,
-            found[0].name,
+            found.name,
         )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Final
+from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
@@ -25,6 +25,7 @@ from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 __all__ = [
     "Contents",
     "attempts_in",
+    "committed_attempt",
     "delete_objects",
     "has_data",
     "has_foreign_metadata",
@@ -36,6 +37,8 @@ __all__ = [
     "remove_folders",
     "survey",
 ]
+
+T = TypeVar("T")
 
 _DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.(?:safetensors|[0-9a-f]{16}-[0-9]{8,20}\.linked)")
 """``format/layout.py`` makes these names."""
@@ -82,13 +85,31 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | 
 
     One LIST and one GET in the usual case. Raises :class:`StorageError`.
     """
+
+    def look(attempt: Attempt) -> StoredDecision | None:
+        decision = decisions.read(directory, attempt)
+        return decision if decision and decision.state is State.COMMITTED else None
+
+    return _newest(directory, look)
+
+
+def committed_attempt(directory: ObjectPath) -> Attempt | None:
+    """As :func:`newest_committed`, without the metadata, which may be large: reads some bytes of the decision."""
+    found = _newest(
+        directory,
+        lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None,
+    )
+    return None if found is None else found[0]
+
+
+def _newest(directory: ObjectPath, look: Callable[[Attempt], T | None]) -> tuple[Attempt, T] | None:
+    """The newest attempt for which ``look`` finds a decision to commit it, and what it finds."""
     seen: list[Attempt] | None = None
     for _ in range(_TRIES):
         there = present(directory)
         for attempt in reversed(there):
-            decision = decisions.read(directory, attempt)
-            if decision is not None and decision.state is State.COMMITTED:
-                return attempt, decision
+            if (found := look(attempt)) is not None:
+                return attempt, found
         # A save may have committed a newer attempt, and removed the older one, while this process looked.
         if not there or there == seen:
             return None
@@ -116,7 +137,7 @@ def is_taken(directory: ObjectPath) -> bool:
     """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's. Raises
     :class:`StorageError`.
     """
-    if newest_committed(directory) is not None:
+    if committed_attempt(directory) is not None:
         return True
     return directory.is_local and has_foreign_metadata(directory)
 

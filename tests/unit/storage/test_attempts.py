@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, installed
 
 from dcp_datastates import StorageError
 from dcp_datastates.storage import attempts, decisions
@@ -11,16 +11,6 @@ from dcp_datastates.storage.attempt import Attempt
 
 OLD, MIDDLE, NEW = Attempt(16, 1), Attempt(16, 2), Attempt(17, 1)
 METADATA = b"\x80metadata" * 20
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
-
-
-@pytest.fixture
-def path(monkeypatch, store):
-    return installed(monkeypatch, store)
 
 
 def _upload(path, attempt, ranks=2):
@@ -43,6 +33,15 @@ def test_an_empty_prefix_holds_nothing(path):
     assert attempts.present(path) == []
     assert attempts.newest_committed(path) is None
     assert attempts.survey(path) == {}
+
+
+def test_whether_one_is_committed_is_told_without_reading_its_metadata(path, store):
+    _commit(path, OLD)
+    _commit(path, NEW)
+    store.counts.clear()
+    assert attempts.committed_attempt(path) == NEW
+    assert attempts.is_taken(path)
+    assert "get" not in store.counts, "the metadata of 16,384 ranks have a GiB"
 
 
 def test_the_newest_committed_attempt_counts(path, store):

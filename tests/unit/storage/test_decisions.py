@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate
 
 from dcp_datastates import CheckpointSupersededError, StorageError
 from dcp_datastates.storage import decisions
@@ -12,16 +12,6 @@ from dcp_datastates.storage.decisions import State
 
 ATTEMPT = Attempt(16, 1)
 METADATA = b"\x80metadata" * 20
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
-
-
-@pytest.fixture
-def path(monkeypatch, store):
-    return installed(monkeypatch, store)
 
 
 def _next(store, *fates):

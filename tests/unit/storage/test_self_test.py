@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, MemoryStore, creates_once, installed
 from support.state.checkpoints import assert_same, load, save
 
 import dcp_datastates
@@ -23,7 +23,7 @@ from dcp_datastates.commit.place import Place
 from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours
-from dcp_datastates.storage.self_test import Operation, creates_once, examine, what_works
+from dcp_datastates.storage.self_test import Operation, examine, what_works
 from dcp_datastates.storage.store_calls import ExpiredError
 
 STATE = {"w": torch.arange(1000.0)}
