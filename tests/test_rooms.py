@@ -64,7 +64,7 @@ BUDGETS = {
     "saving": 2_990,
     "sharing": 930,
     "staging": 2_130,
-    "storage": 4_250,
+    "storage": 4_220,
     "tiers": 2_670,
     "torchtitan": 590,
 }

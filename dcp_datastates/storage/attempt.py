@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
-__all__ = ["Attempt", "Ticket", "next_attempt", "next_deletion"]
+__all__ = ["Attempt", "Ticket", "next_attempt"]
 
 _NAME = re.compile(r"([0-9a-e][0-9a-f]{15})-([0-9]{8,20})")
 """Of an attempt. No clock says a time that begins with ``f``, the year 2518: such a directory is no attempt, or it
@@ -70,12 +70,6 @@ def next_attempt(after: Attempt | None) -> Attempt:
         if after is not None and after >= Attempt(_incarnation, _sequence):
             _incarnation = max(after.incarnation, time.time_ns()) + 1 + secrets.randbits(30)
         return Attempt(_incarnation, _sequence)
-
-
-def next_deletion(after: Attempt | None) -> Attempt:
-    """An attempt newer than ``after``, for a deletion: this process's saves are not numbered after it."""
-    newest = time.time_ns() if after is None else after.incarnation
-    return Attempt(newest + 1 + secrets.randbits(30), 0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import os
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,6 @@ from dcp_datastates.text import size as show_size
 __all__ = [
     "CONVERTING",
     "METADATA_NAME",
-    "Signature",
     "about_space",
     "check_writable",
     "drop_cached",
@@ -35,8 +33,6 @@ __all__ = [
     "moved_away",
     "open_regular",
     "read_at",
-    "signature",
-    "signature_of",
     "sync_directories",
     "working_directory",
 ]
@@ -245,22 +241,6 @@ def sync_directories(directory: Path) -> list[Path]:
     return chain
 
 
-@dataclass(frozen=True)
-class Signature:
-    """The identity of a ``.metadata`` file: every publication makes a new file."""
-
-    device: int
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-
-def signature(directory: Path) -> Signature | None:
-    """The signature of the committed checkpoint in ``directory``; None if there is none."""
-    with explained("stat", directory / METADATA_NAME):
-        return signature_of(directory / METADATA_NAME)
-
-
 def is_directory(entry: os.DirEntry[str]) -> bool:
     """Whether the entry is a directory, or a link to one; also if that cannot be told: a look into it then raises."""
     try:
@@ -322,22 +302,3 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 def _not_a_file(kind: str, path: str | os.PathLike[str]) -> NotAFileError:
     return NotAFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
-
-
-def signature_of(path: Path) -> Signature | None:
-    """The signature of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
-    try:
-        # Open the file, so that a network file system asks its server.
-        descriptor = presence.asked(lambda: open_regular(path))
-    except NotAFileError:
-        status = os.lstat(path)  # no file, and yet something that a publication replaces
-    except OSError as error:
-        if not presence.is_missing(error, path):
-            raise
-        return None
-    else:
-        try:
-            status = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-    return Signature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

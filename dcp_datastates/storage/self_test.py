@@ -31,7 +31,6 @@ __all__ = [
     "Answer",
     "Findings",
     "Operation",
-    "creates_once",
     "examine",
     "what_it_says",
     "what_works",
@@ -191,14 +190,6 @@ def what_it_says(path: Location | None) -> str:
     except StorageError as error:
         return f"; the store: {error.strerror}"
     return ""
-
-
-def creates_once(root: ObjectPath) -> bool:
-    """Whether the store of ``root`` lets one of several creations of an object succeed, on which the commit relies.
-
-    Waits and raises as :func:`what_works`.
-    """
-    return what_works(root).works(Operation.CREATE_ONCE)
 
 
 def _said(answer: Answer) -> str:

@@ -20,8 +20,9 @@ from dcp_datastates.storage.object_store import (
     StoredObject,
     Version,
 )
+from dcp_datastates.storage.self_test import Operation, what_works
 
-__all__ = ["Fate", "MemoryStore", "Request", "installed"]
+__all__ = ["Fate", "MemoryStore", "Request", "creates_once", "installed"]
 
 ROOT = "mem://bucket"
 
@@ -211,3 +212,8 @@ def installed(monkeypatch: Any, store: MemoryStore, key: str = "run/step-1") -> 
     """Make ``store`` that of all object paths; returns one."""
     monkeypatch.setattr(stores, "store_of", lambda root, options=None: store)
     return ObjectPath(ROOT, key)
+
+
+def creates_once(root: ObjectPath) -> bool:
+    """Whether one of several creations of an object succeeds in the store of ``root``, by the package's self-test."""
+    return what_works(root).works(Operation.CREATE_ONCE)

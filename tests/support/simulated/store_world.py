@@ -28,9 +28,9 @@ from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_path import ObjectPath, stored
-from dcp_datastates.storage.self_test import creates_once, what_works
+from dcp_datastates.storage.self_test import what_works
 from support.crashes.interleaving import Schedule
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, MemoryStore, Request, creates_once, installed
 
 __all__ = ["World", "play"]
 
