@@ -36,7 +36,6 @@ def where(request, tmp_path):
         (tmp_path / str(seed)).mkdir()
         return {"directory": tmp_path / str(seed)}
 
-    arguments.is_directory = request.param == "directory"
     return arguments
 
 
@@ -179,12 +178,17 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__.strip("_"))
-def test_each_defect_is_found_when_it_is_put_back(defect, where, monkeypatch):
-    first = DEFECTS[defect][where.is_directory]
-    if first is None:
-        pytest.skip("it cannot be there")
-
+@pytest.mark.parametrize(
+    ("defect", "first", "where"),
+    [
+        pytest.param(defect, first, place, id=f"{defect.__name__.strip('_')}-{place}")
+        for defect, firsts in DEFECTS.items()
+        for place, first in zip(("store", "directory"), firsts, strict=True)
+        if first is not None
+    ],
+    indirect=["where"],
+)
+def test_each_defect_is_found_when_it_is_put_back(defect, first, where, monkeypatch):
     def look():
         for seed in range(first, first + 300):
             with monkeypatch.context() as patch:
