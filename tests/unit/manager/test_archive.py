@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, MemoryStore, Request, installed
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, ConfigurationError, Keep, verify
@@ -81,9 +81,17 @@ def test_a_run_goes_on_from_the_archive_if_the_fast_tier_is_lost(tmp_path, slow)
 def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
     _run(tmp_path, slow, range(3))
     _restart()
-    store.counts.clear()
+    read: list[str] = []
+
+    def note(request: Request) -> Fate:
+        if request.kind == "get_range":
+            read.append(request.key.rsplit("/", 1)[-1])
+        return Fate.DONE
+
+    store.on_request = note
     assert _run(tmp_path, slow, range(0))[0] == 2
-    assert store.counts["get_range"] == 0
+    assert [name for name in read if name.endswith(".safetensors")] == []
+    assert read  # whether a copy is committed is asked there
 
 
 def test_a_damaged_file_comes_from_the_archive(tmp_path, slow):
