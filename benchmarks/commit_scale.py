@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.round import Round, TracedDocument
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
 from dcp_datastates.ranks.collectives import Collectives
@@ -149,6 +149,10 @@ def _connections(port: int) -> int:
     return there[f"{port:04X}"]
 
 
+def _compose(reports: Sequence[bytes]) -> TracedDocument:
+    return lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {})
+
+
 def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
     path = root / str(number)
     path.mkdir()
@@ -164,9 +168,8 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             claim=claimed if rank == 0 else None,
             first=groups[0].first,
             timeout=300,
+            compose=_compose if rank == 0 else None,
         )
-        if rank == 0:
-            round_.provide(lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {}))
         groups[rank].submit(round_)
         round_.committed.result()
 

@@ -47,9 +47,9 @@ BUDGETS = {
     "": 1_590,
     "checkpoints": 3_010,
     "cli": 1_290,
-    "commit": 1_900,
+    "commit": 1_840,
     "conversion": 3_520,
-    "dcp": 3_570,
+    "dcp": 3_395,
     "deepspeed": 810,
     "format": 3_640,
     "huggingface": 1_210,
@@ -58,10 +58,10 @@ BUDGETS = {
     "manager": 4_170,
     "megatron": 310,
     "monitoring": 280,
-    "planning": 3_060,
+    "planning": 3_085,
     "process": 870,
     "ranks": 2_330,
-    "saving": 2_990,
+    "saving": 3_025,
     "sharing": 930,
     "staging": 2_130,
     "storage": 4_220,
@@ -71,7 +71,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_600, "tests": 55_400}
+BUDGETS_BESIDE = {"native": 21_600, "tests": 55_342}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

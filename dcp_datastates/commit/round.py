@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import InvalidStateError
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -90,12 +90,6 @@ Compose = Callable[[Sequence[bytes]], TracedDocument]
 """Makes the document of all ranks' reports, which came with their votes."""
 
 
-def _pending() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
 @dataclass(eq=False)
 class Round:
     """One save, from the moment that a rank has its part of the plan until its outcome is known."""
@@ -119,12 +113,10 @@ class Round:
     """Whether this save may replace a checkpoint."""
     first: int = 0
     """The number of the commit group's first round."""
-    unused_writers: int = 0
-    """For a save that DCP runs: how many writers this rank's program had made and not used."""
     report: bytes = b""
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
-    """Coordinator: makes the document of all ranks' reports. None: DCP gathers the results, see :meth:`provide`."""
+    """Coordinator: makes the document of all ranks' reports."""
     archives: bool = False
     """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -135,46 +127,12 @@ class Round:
     """Coordinator: the metadata that were committed, until the round is over."""
     committed: SharedFuture = field(init=False, default_factory=SharedFuture)
     """The commit thread resolves it with the round's outcome on this rank."""
-    _document: Future[TracedDocument] = field(init=False, default_factory=_pending)
-
-    def provide(self, document: TracedDocument) -> None:
-        """Coordinator: set the metadata, once DCP has gathered every rank's results. Any thread.
-
-        The first call of this or :meth:`abandon` counts.
-        """
-        with contextlib.suppress(InvalidStateError):
-            self._document.set_result(document)
-
-    def abandon(self, error: BaseException) -> None:
-        """Coordinator: note that DCP ended without gathering the results."""
-        with contextlib.suppress(InvalidStateError):
-            self._document.set_exception(error)
-
-    @property
-    def abandoned(self) -> BaseException | None:
-        """The error of :meth:`abandon`, if the document was to come from DCP, and this rank's files have not failed."""
-        if self.compose is not None or self.part.error is not None or not self._document.done():
-            return None
-        return self._document.exception()
-
-    def await_document(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for :meth:`provide` or :meth:`abandon`; return whether one was called."""
-        return bool(wait([self._document], seconds).done)
-
-    def document(self, reports: Sequence[bytes]) -> TracedDocument:
-        """The document of the ranks' ``reports``, or the one that :meth:`provide` set. Raises the error of ``compose``,
-        or the one that :meth:`abandon` set.
-        """
-        return self._document.result() if self.compose is None else self.compose(reports)
 
     def different(self) -> SaveFailedError:
         """The error if the ranks vote for different saves, and this rank for this one."""
         return SaveFailedError(
             f"the ranks vote for different saves: rank 0 for attempt {self.attempt and self.attempt.name} at "
-            f"{str(self.path)!r}, and its program had made and not used {self.unused_writers} writers. If that number "
-            f"differs from rank to rank, a call of dcp.async_save has failed on one of them before it reached the "
-            f"writer: then no save that DCP runs can be committed until the job restarts. dcp_datastates.async_save "
-            f"goes on after a failed call"
+            f"{str(self.path)!r}"
         )
 
     def resolve(self, error: BaseException | None) -> None:

@@ -34,10 +34,8 @@ _VOTE: Final = struct.Struct("<?20sB")
 class RankVote:
     """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``unused_writers``: for a save that DCP runs, how many writers this rank's program had made and not used. If a call
-    of ``dcp.async_save`` failed on one rank before it reached the writer, DCP pairs the rank's next call with the other
-    ranks' present one. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
-    ``trace``: what this rank's part has cost (``format/save_trace.py``); 255 bytes at most.
+    ``report``: what the coordinator needs to know of this rank's files, in any encoding. ``trace``: what this rank's
+    part has cost (``format/save_trace.py``); 255 bytes at most.
     """
 
     ok: bool
@@ -45,7 +43,6 @@ class RankVote:
     attempt: Attempt | None
     directory: Location | None
     world: int
-    unused_writers: int = 0
     report: bytes = b""
     trace: bytes = b""
 
@@ -57,7 +54,7 @@ class RankVote:
         # Only the last part of the path: other machines may mount the directory elsewhere.
         name = b"" if self.directory is None else os.fsencode(self.directory.name)
         attempt = None if self.attempt is None else astuple(self.attempt)
-        save = repr((self.number, attempt, name, self.world, self.unused_writers))
+        save = repr((self.number, attempt, name, self.world))
         return hashlib.sha1(save.encode()).digest()
 
 

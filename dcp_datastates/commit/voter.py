@@ -266,7 +266,6 @@ class Voter:
             round_.attempt,
             round_.path,
             self._rank_set.world,
-            round_.unused_writers,
             round_.report,
             round_.trace(),
         ).encode()
@@ -295,17 +294,13 @@ class Voter:
         return count
 
     def _publish(self, round_: Round) -> protocol.Event:
-        """Coordinator: wait for the metadata, then publish. All ranks' files are durable."""
-        if round_.compose is None:
-            self._say("waiting for DCP to gather the results", round_)
-            while not round_.await_document(_POLL_SECONDS):
-                if (event := self._notice(round_)) is not None:
-                    return event
+        """Coordinator: publish. All ranks' files are durable."""
         self._say("publishing", round_)
         directory, timeout = round_.directory, round_.timeout
         assert directory is not None
+        assert round_.compose is not None
         try:
-            document = round_.document(self._reports)
+            document = round_.compose(self._reports)
             place, trace = Place(directory), save_trace.join(self._traces, self._counted_at)
             bounded(  # 8 to 10
                 "publishing",
@@ -402,9 +397,6 @@ class Voter:
         detector = self._detector
         if detector is None:
             return None
-        abandoned = self._is_coordinator and not telling
-        if abandoned and (error := round_.abandoned) is not None:
-            return protocol.Lost(Reason.of(error))  # where DCP has failed, the rank may never vote
         losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return protocol.interruption(

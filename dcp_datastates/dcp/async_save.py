@@ -20,11 +20,11 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import WriterConfig, WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.object_planning import ObjectPlanning
-from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
+from dcp_datastates.dcp.planner import options_in_columns, plan_in_columns
 from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.planning.column_planning import ColumnPlanning, PlanOptions, RankPlanner
+from dcp_datastates.planning.column_planning import RankPlanner
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
@@ -145,7 +145,7 @@ def _call(
             prepare(rank_set, config)
         else:
             config, directory = writer.config, writer.path_of(path)
-        in_columns = planner is None or is_unchanged(planner)
+        in_columns = options_in_columns(planner) is not None
         origin, group = SaveOrigin.PACKAGE, context.group
         save = stage_save(group, config, origin, directory, state, in_columns, numbers, stats=stats)
         if writer is not None:
@@ -186,14 +186,13 @@ def _directory(
 def _planning(
     default: RankPlanner, planner: SavePlanner | None, save: SaveOperation
 ) -> SavePlanning:
-    """How the save is planned: in columns, unless the planner is another one than this package's, or has hooks now."""
-    if planner is None:
-        return ColumnPlanning(default, PlanOptions(), state_to_plan(save))
-    if isinstance(planner, DataStatesSavePlanner) and is_unchanged(planner):
-        return planner.planning(state_to_plan(save))
+    """How the save is planned: in columns, unless only the planner can plan it, which may have hooks now."""
+    if (planned := plan_in_columns(planner, default, state_to_plan(save))) is not None:
+        return planned
+    assert planner is not None
     assert save.reads is not None
     staged = save.reads.staged
-    return ObjectPlanning(planner, staged, save.reads.state(), str(save.directory()))
+    return ObjectPlanning.of_state(planner, staged, save.reads.state(), str(save.directory()))
 
 
 def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:

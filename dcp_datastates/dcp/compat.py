@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.object_planning import GivenPlan
-from dcp_datastates.dcp.packed import PackedItems, PackedResults
-from dcp_datastates.dcp.planner import NOTHING, DataStatesSavePlanner
-from dcp_datastates.dcp.published_metadata import PublishedMetadata
+from dcp_datastates.dcp.object_planning import ObjectPlanning
+from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
+from dcp_datastates.dcp.published_metadata import publish
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
 from dcp_datastates.errors import ConfigurationError, SaveAbandonedError
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
-from dcp_datastates.saving.agreement import OTHER_PLANNERS, NotAgreed
+from dcp_datastates.saving.agreement import NotAgreed
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import new_call, stage_in_place, state_to_plan
-from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.object_path import Location
 
 __all__ = [
@@ -48,10 +45,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-_tickets: dict[int, int] = {}
-"""By the first round of a commit group: the newest ticket that came in a plan. A group plans one save at a time."""
 
 
 class DcpSave:
@@ -68,35 +61,19 @@ class DcpSave:
         self.save = save
         self._turn = turn
         self._state = state
-        self._planner: DataStatesSavePlanner | None = None  # that plans in columns
-        self._own_state: Mapping[str, Any] = {}  # of a synchronous save
+        self._plan: SavePlan | None = None  # this rank's, of its planner
         self._rank = 0
         self._is_coordinator = False
-
-    def plan_in_columns(
-        self, planner: DataStatesSavePlanner, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Note that :meth:`write` is to plan ``state_dict`` with ``planner``'s caches."""
-        self._planner, self._own_state = planner, state_dict
 
     def set_rank(self, rank: int, is_coordinator: bool) -> None:
         """Note this process's rank for DCP."""
         self._rank, self._is_coordinator = rank, is_coordinator
 
-    def planned(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The ``plans`` that DCP's coordinator scatters. If DCP has planned the save, they carry the attempt."""
-        self.set_world(len(plans))
-        if self._planner is not None:
-            return plans
-        if any(plan.planner_data == NOTHING.planner_data for plan in plans):
-            raise ConfigurationError(OTHER_PLANNERS)
-        # A rank whose plan is not usable takes an older one, so the attempt must come in another way, to all ranks.
-        are_usable = all(getattr(plan, "usable", True) for plan in plans)
-        ticket = self.save.draw_ticket().encode() if are_usable else None
-        return [
-            dataclasses.replace(plan, items=PackedItems(plan.items), storage_data=ticket)
-            for plan in plans
-        ]
+    def keep(self, plan: SavePlan) -> SavePlan:
+        """Keep this rank's ``plan``; return the empty one that DCP is shown."""
+        self._plan = plan
+        forget_cached_plans()
+        return dataclasses.replace(plan, items=[], planner_data={})
 
     def set_world(self, world: int) -> None:
         """Note, on DCP's coordinator, with how many ranks DCP saves."""
@@ -110,18 +87,26 @@ class DcpSave:
                 f"given to dcp.save or dcp.async_save to DataStatesWriter too"
             )
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Plan the save with this package's pipeline, unless DCP has planned it; write this rank's part; return what
-        DCP gathers, when all data are read. If it raises, the save has failed.
+    def write(self, planner: SavePlanner) -> None:
+        """Plan the save with this package's pipeline; write this rank's part; return when all its data are read. If it
+        raises, the save has failed.
         """
-        save = self.save
-        given = GivenPlan(plan, planner)
+        save, turn = self.save, self._turn
+        forget_cached_plans()
+        if turn is not None:
+            turn.have_all_come = True
         try:
             self._check(planner)
         except Exception as error:
             save.record_error(error)  # the ranks agree first: others may wait for this one
         try:
-            self._begin_write(plan, given).finish()
+            planning = self._planning(planner)
+            try:
+                writing = context_of(save.group).plan(save, planning)
+            finally:
+                if turn is not None:
+                    turn.planned()
+            writing.finish()
         except BaseException as error:
             failure = error
             if isinstance(error, NotAgreed):
@@ -134,79 +119,42 @@ class DcpSave:
             raise failure from error.__cause__
         if not self._is_coordinator:
             self._end()
-        return PackedResults(given.results)
 
-    def _begin_write(self, plan: SavePlan, given: GivenPlan) -> Writing:
-        save, turn = self.save, self._turn
-        if turn is not None:
-            turn.have_all_come = True
-        try:
-            if self._planner is None and self._take_ticket(plan):
-                if save.error is not None:
-                    raise save.error
-                return begin_write(save, given)
-            return context_of(save.group).plan(save, self._planning(given))
-        finally:
-            if turn is not None:
-                turn.planned()
-
-    def _take_ticket(self, plan: SavePlan) -> bool:
-        """Take the ticket that came with the ``plan``; returns whether it is this save's.
-
-        Planners with ``enable_plan_caching`` keep the final plan, with the ticket, for as long as the process lives,
-        and return it for later saves, also of other groups.
-        """
-        ticket = Ticket.decode(plan.storage_data)
-        if ticket is None:
-            return False
-        newest = _tickets.get(ticket.first, -1)
-        _tickets[ticket.first] = max(newest, ticket.number)
-        if ticket.number <= newest:
-            return False
-        self.save.agree(ticket)
-        return True
-
-    def _planning(self, given: GivenPlan) -> SavePlanning | None:
+    def _planning(self, planner: SavePlanner) -> SavePlanning | None:
         """How the save is planned; None if it has failed on this rank."""
-        planner, state, self._own_state = self._planner, self._own_state, {}
-        if self.save.failed:
+        save, plan, self._plan = self.save, self._plan, None
+        if save.failed or plan is None:
             return None
-        if planner is None:
-            return given
         try:
-            if self._turn is None:
-                stage_in_place(self.save, state)
-            return planner.planning(state_to_plan(self.save, self._state))
+            if options_in_columns(planner) is None:
+                staged = None if save.reads is None else save.reads.staged
+                return ObjectPlanning(planner, lambda _: plan, staged)
+            paths = None
+            if save.reads is None:
+                assert isinstance(planner, DefaultSavePlanner)
+                state, paths = planned_state(planner)
+                stage_in_place(save, state)
+            state_of_call = state_to_plan(save, self._state, paths)
+            return plan_in_columns(planner, context_of(save.group).planner, state_of_call)
         except Exception as error:
-            self.save.record_error(error)  # the ranks agree first: others wait for this one
+            save.record_error(error)  # the ranks agree first: others wait for this one
             return None
 
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: return when the save is committed, or raise why it is not. Returns at once in the background."""
+    def finish(self, metadata: Metadata) -> None:
+        """Coordinator: return when the save is committed, or raise why not. The ``metadata`` become the save's."""
         save = self.save
         try:
-            if isinstance(metadata, PublishedMetadata):
-                metadata.directory = save.resolved_path()
-                metadata.attempt = save.ticket().attempt.name
-                mine: Metadata = metadata
-            else:
-                # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
-                mine = copy.copy(metadata)
-                save.consolidate(mine, results)
+            publish(metadata, save.resolved_path(), save.ticket().attempt.name)
             if not save.call.background:
                 save.await_decision()
-                if mine is not metadata:
-                    vars(metadata).update(vars(mine))
-        except BaseException as error:
-            save.abandon(error)
-            raise
         finally:
             self._end()
 
     def _check(self, planner: SavePlanner) -> None:
         if self._turn is not None and self.save.has_ended:
             raise SaveAbandonedError("DCP has come to this save too late: later saves have begun")
-        if self._planner is not None and planner is not self._planner:
+        plans_nothing = self._plan is not None and self._plan.planner_data == NO_PLAN.planner_data
+        if plans_nothing and options_in_columns(planner) is None:
             raise ConfigurationError(
                 f"a {type(planner).__name__} that uses a DataStatesSavePlanner cannot plan for a DataStatesWriter: "
                 f"pass the DataStatesSavePlanner itself, or derive from it"
@@ -229,6 +177,13 @@ class DcpSave:
         save = self.save
         if not save.call.asynchronous or save.call.group.rank_set.world == 1:
             end_here()
+
+
+def forget_cached_plans() -> None:
+    """Make DCP's planners plan their next save anew. With ``enable_plan_caching=True`` they keep plans, of which some
+    are the empty ones that they were shown, and would take these for a later save's, also by another writer.
+    """
+    getattr(SavePlanner, "_cached_save_plan", {}).clear()
 
 
 def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.dcp.object_planning import ObjectPlanning
-from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
+from dcp_datastates.dcp.planner import DataStatesSavePlanner, plan_in_columns
 from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.planning.column_planning import ColumnPlanning, PlanOptions, StateToPlan
+from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.agreement import SaveName
@@ -68,13 +68,11 @@ def _propose(
             f"None for that of dcp_datastates.async_save"
         )
     staged = look(state_dict)
-    planning: SavePlanning
-    if planner is not None and not is_unchanged(planner):
-        planning = ObjectPlanning(planner, staged, staged.materialize(), "")
-    else:
-        state = StateToPlan(staged, staged.fingerprint(), staged.materialize)
-        default = ColumnPlanning(context.planner, PlanOptions(), state)
-        planning = default if planner is None else planner.planning(state)
+    state = StateToPlan(staged, staged.fingerprint(), staged.materialize)
+    planning: SavePlanning | None = plan_in_columns(planner, context.planner, state)
+    if planning is None:
+        assert planner is not None
+        planning = ObjectPlanning.of_state(planner, staged, staged.materialize(), "")
     ranks = context.group.rank_set
     plan = planning.propose(context.group.name, ranks.rank)
     return SaveName(_WHAT, planning.kind), planning, plan

@@ -1,16 +1,17 @@
 """The save planner: it splits replicas by bytes, and caches plans.
 
-With this package's writer it plans nothing towards DCP: DCP's collectives carry an empty plan and empty metadata, and
-this package's own pipeline plans the save in columns (``planning/column_planning.py``) when DCP calls the writer's
-``write_data``. With any other writer, the planner plans the same chunks in DCP's objects.
+With this package's writer it makes no plan for DCP: this package's own pipeline plans the save in columns
+(``planning/column_planning.py``) when DCP calls the writer's ``write_data``. So it does for DCP's default planner
+(:func:`options_in_columns`). With any other writer, the planner plans the same chunks in DCP's objects.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -19,12 +20,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_datastates.dcp.published_metadata import PublishedMetadata
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.column_planning import (
     ColumnPlanning,
+    Paths,
     PlanOptions,
     RankPlanner,
     StateToPlan,
@@ -33,31 +33,27 @@ from dcp_datastates.planning.column_planning import (
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.local_chunks import LocalChunks
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.saving.agreement import OTHER_PLANNERS
 
-__all__ = ["NOTHING", "DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
+__all__ = [
+    "NO_PLAN",
+    "DataStatesSavePlanner",
+    "WriterMeta",
+    "options_in_columns",
+    "plan_in_columns",
+    "planned_state",
+]
 
 logger = logging.getLogger(__name__)
 
 
-NOTHING: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
-"""The plan towards DCP of a save that this package plans."""
+NO_PLAN: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
+"""What a :class:`DataStatesSavePlanner` returns in place of a plan for this package's writer."""
 
 
 class WriterMeta(StorageMeta):
-    """What ``storage_meta()`` of this package's writer returns: the planner's way to the save. It stays within the
-    process. For DCP and the metadata it is an ordinary ``StorageMeta``.
-
-    ``plan_in_columns(planner, state_dict)``: plan the state with the planner's caches, once DCP calls ``write_data``.
+    """What ``storage_meta()`` of this package's writer returns. A :class:`DataStatesSavePlanner` that gets it makes no
+    plan, because the writer does.
     """
-
-    def __init__(
-        self,
-        checkpoint_id: str,
-        plan_in_columns: Callable[[DataStatesSavePlanner, Mapping[str, Any]], None],
-    ) -> None:
-        super().__init__(checkpoint_id=checkpoint_id)
-        self.plan_in_columns = plan_in_columns
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
@@ -100,7 +96,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._rank_planner = RankPlanner()
-        self._plans_nothing = False  # the writer plans the present save
+        self._for_writer: Mapping[str, Any] | None = (
+            None  # the state, if the writer plans the present save
+        )
         self._chunks: LocalChunks | None = None
 
     @property
@@ -114,9 +112,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._split,
         )
 
-    def planning(self, state: StateToPlan) -> ColumnPlanning:
-        """Planning in columns of ``state``, with this planner's caches."""
-        return ColumnPlanning(self._rank_planner, self.options, state)
+    @property
+    def caches(self) -> RankPlanner:
+        """This planner's plan caches."""
+        return self._rank_planner
+
+    def take_state(self) -> Mapping[str, Any] | None:
+        """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""
+        state, self._for_writer = self._for_writer, None
+        return state
 
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
@@ -127,16 +131,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._chunks = None
-        self._plans_nothing = isinstance(storage_meta, WriterMeta) and is_unchanged(self)
-        self.is_coordinator = is_coordinator
-        if isinstance(storage_meta, WriterMeta) and self._plans_nothing:
-            storage_meta.plan_in_columns(self, state_dict)
+        self._for_writer = None
+        if isinstance(storage_meta, WriterMeta) and options_in_columns(self):
+            self.is_coordinator, self._for_writer = is_coordinator, state_dict
         else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        if self._plans_nothing:
-            self.plan = NOTHING
+        if self._for_writer is not None:
+            self.plan = NO_PLAN
             return self.plan
         plan: SavePlan = super().create_local_plan()
         items = declared(plan.items, self.state_dict, None)
@@ -144,10 +147,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self._plans_nothing:
-            if any(plan != NOTHING for plan in all_plans):
-                raise ConfigurationError(OTHER_PLANNERS)
-            self.global_plan, self.metadata = all_plans, PublishedMetadata()
+        if self._for_writer is not None:
+            self.global_plan, self.metadata = all_plans, Metadata({})
             return self.global_plan, self.metadata
         if new := plans_in_objects():
             _say_slower(new)
@@ -194,33 +195,68 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return object
 
 
-_OWN_HOOKS: Final = {
-    name: getattr(DataStatesSavePlanner, name)
-    for name in (
-        "set_up_planner",
-        "create_local_plan",
-        "create_global_plan",
-        "finish_plan",
-        "resolve_data",
-        "lookup_object",
-        "transform_object",
-    )
-}
+def _hooks(kind: type[DefaultSavePlanner]) -> Mapping[str, Any]:
+    """The methods by which a planner decides, by name, as they are in ``kind`` now."""
+    names = {
+        name
+        for each in (DefaultSavePlanner, SavePlanner)
+        for name, value in vars(each).items()
+        if inspect.isfunction(value) and not name.startswith("__")
+    }
+    return {name: getattr(kind, name) for name in names}
 
 
-def is_unchanged(planner: SavePlanner) -> bool:
-    """Whether this module alone determines the plan: ``planner`` is a :class:`DataStatesSavePlanner`, no subclass,
-    class attribute or instance attribute overrides a hook, and torch's plans have only fields that this package can put
-    in columns. (An overridden hook may read the state, and plan another.)
+_HOOKS: Final = {kind: _hooks(kind) for kind in (DataStatesSavePlanner, DefaultSavePlanner)}
+"""Those of the planners that can be replaced by planning in columns, as they were at the import."""
+
+
+def options_in_columns(planner: SavePlanner | None) -> PlanOptions | None:
+    """The options with which columns plan what ``planner`` would plan; None if only the planner itself can.
+
+    Columns replace this package's planner (as does None) and DCP's default planner, as long as no subclass, class
+    attribute or instance attribute overrides a hook, and torch's plans have only fields that this package can put in
+    columns. (An overridden hook may read the state, and plan another.)
     """
-    kind, own = type(planner), vars(planner)
-    return (
-        isinstance(planner, DataStatesSavePlanner)
-        and not plans_in_objects()
-        and all(
-            name not in own and getattr(kind, name) is hook for name, hook in _OWN_HOOKS.items()
-        )
+    if planner is None:
+        return PlanOptions()
+    own = isinstance(planner, DataStatesSavePlanner)
+    if plans_in_objects() or not isinstance(planner, DefaultSavePlanner):
+        return None
+    hooks = _HOOKS[DataStatesSavePlanner if own else DefaultSavePlanner]
+    kind, set_here = type(planner), vars(planner)
+    if any(name in set_here or getattr(kind, name) is not hook for name, hook in hooks.items()):
+        return None
+    if isinstance(planner, DataStatesSavePlanner):
+        return planner.options
+    return PlanOptions(
+        planner.flatten_state_dict,
+        planner.flatten_sharded_tensors,
+        planner.dedup_save_to_lowest_rank,
     )
+
+
+def plan_in_columns(
+    planner: SavePlanner | None, default: RankPlanner, state: StateToPlan
+) -> ColumnPlanning | None:
+    """Planning of ``state`` in columns, as ``planner`` would plan it; None if only the planner itself can.
+
+    ``default``: the caches to use, unless the planner has its own.
+    """
+    options = options_in_columns(planner)
+    if options is None:
+        return None
+    caches = planner.caches if isinstance(planner, DataStatesSavePlanner) else default
+    return ColumnPlanning(caches, options, state)
+
+
+def planned_state(planner: DefaultSavePlanner) -> tuple[Mapping[str, Any], Paths | None]:
+    """The state that DCP has passed to ``planner`` for the present save. If the planner has flattened it: with the path
+    of each of its names.
+    """
+    state = planner.take_state() if isinstance(planner, DataStatesSavePlanner) else None
+    if state is not None:
+        return state, None
+    return planner.state_dict, planner.mappings if planner.flatten_state_dict else None
 
 
 @cache

@@ -1,8 +1,7 @@
-"""A small stand-in for the metadata that DCP broadcasts: it names the file with the real ones.
+"""The metadata that DCP returns to callers of ``dcp.save``: read from ``.metadata`` at the first access.
 
-DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of ``dcp.save`` that
-read the result. Unpickling a large job's metadata takes every rank seconds, with the GIL held. The stand-in reads the
-``.metadata`` file at the first access.
+DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save. Unpickling a large job's metadata
+takes every rank seconds, with the GIL held.
 """
 
 from __future__ import annotations
@@ -11,26 +10,23 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.fields import known_fields, unknown_fields
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage.object_path import Location, locate
 
-__all__ = ["FIELDS", "PublishedMetadata"]
+__all__ = ["FIELDS", "PublishedMetadata", "publish"]
 
 FIELDS: Final = known_fields(Metadata) | set(unknown_fields(Metadata))
 
 
 class PublishedMetadata(Metadata):
-    """A ``Metadata`` that reads its fields from the file at the first access.
-
-    The planner returns it empty, and the writer's ``finish`` sets ``directory`` and ``attempt``; before that, a field
-    cannot be changed. Access raises :class:`DataStatesError` if the save is not committed, or another save has replaced
-    it.
+    """A ``Metadata`` that reads its fields from the file at the first access, which raises :class:`DataStatesError` if
+    the save is not committed, or another save has replaced it.
     """
 
-    def __init__(self, directory: str | Location = "", attempt: str = "") -> None:
+    def __init__(self, directory: str | Location, attempt: str) -> None:
         self.directory = directory
         self.attempt = attempt
 
@@ -40,17 +36,7 @@ class PublishedMetadata(Metadata):
             self._load()
         return object.__getattribute__(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIELDS and not self.directory:
-            raise ConfigurationError(
-                f"{name} cannot be assigned to: the metadata of this save are made of its plan when all ranks have "
-                f"written; change them in create_global_plan() of a class derived from DataStatesSavePlanner"
-            )
-        super().__setattr__(name, value)
-
     def _load(self) -> None:
-        if not self.directory:
-            raise DataStatesError("this save has not been written yet; its metadata cannot be read")
         try:
             table = open_committed(locate(self.directory)).table
         except FileNotFoundError:
@@ -74,6 +60,14 @@ class PublishedMetadata(Metadata):
 
     def __repr__(self) -> str:
         return f"PublishedMetadata({str(self.directory)!r}, {self.attempt!r})"
+
+
+def publish(metadata: Metadata, directory: Location, attempt: str) -> None:
+    """Turn ``metadata``, which a planner has made of empty plans, into those of the save: DCP returns this object."""
+    vars(metadata).clear()
+    metadata.__class__ = PublishedMetadata
+    assert isinstance(metadata, PublishedMetadata)
+    metadata.directory, metadata.attempt = directory, attempt
 
 
 def _plain(fields: dict[str, Any]) -> Metadata:

@@ -24,7 +24,7 @@ from torch.futures import Future as TorchFuture
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.dcp.fit import Answer, Fit
-from dcp_datastates.dcp.packed import PackedReads
+from dcp_datastates.dcp.packed_reads import PackedReads
 from dcp_datastates.dcp.wrapper_loading import load_wrappers
 from dcp_datastates.errors import (
     CheckpointCorruptError,

@@ -12,7 +12,6 @@ thread.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,7 +33,6 @@ from dcp_datastates.dcp.compat import (
     begin_synchronous,
     warn_if_shared,
 )
-from dcp_datastates.dcp.packed import PackedItems
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
@@ -306,7 +304,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Begin the save: DCP's first call, in the thread that runs the save."""
         running = self._begin()
-        return WriterMeta(str(running.save.directory()), running.plan_in_columns)
+        return WriterMeta(str(running.save.directory()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
@@ -319,39 +317,37 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that the checkpoint may be written."""
-        save = self._running().save
-        check_path(save)
-        items = plan.items if save.reads is None else save.reads.staged.as_captured(plan.items)
-        if type(plan) is not SavePlan and items is plan.items:
-            return plan
-        return dataclasses.replace(plan, items=PackedItems(items))
+        """Check that the checkpoint may be written. DCP gets an empty plan: :meth:`write_data` plans the save."""
+        running = self._running()
+        check_path(running.save)
+        return running.keep(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: check that DCP saves with the writer's ranks. If DCP has planned the save, claim an attempt; the
-        plans carry it to the ranks.
-        """
-        return self._running().planned(plans)
+        """Coordinator: check that DCP saves with the writer's ranks."""
+        self._running().set_world(len(plans))
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's part of the plan; returns when all of its data are read and unchanged.
+        """Plan the save with the other ranks, and write this rank's part; returns when all of its data are read and
+        unchanged. The ``plan`` is empty.
 
-        A :class:`DataStatesSavePlanner` has planned nothing so far: this package's pipeline does it now. The files
-        become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
-        :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner's ``resolve_data``; then this
-        save fails on all ranks.
+        DCP's default planner and :class:`DataStatesSavePlanner` are planned for in columns. Any other planner is asked
+        again for what it has made of empty plans: ``create_global_plan`` with the plans of all ranks, on the
+        coordinator, and ``finish_plan``. The files become durable later; the commit thread waits for that. Raises
+        :class:`SnapshotTornError`, :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner;
+        then this save fails on all ranks.
         """
-        results = self._running().write(plan, planner)
+        self._running().write(planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(results)
+        future.set_result([])
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: publish with all ranks' results. Returns when the save is committed, or raises its error.
+        """Coordinator: return when the save is committed, or raise its error. ``metadata`` become those of the save.
 
-        With ``commit="background"`` and an asynchronous save, returns at once.
+        With ``commit="background"`` and an asynchronous save, returns immediately.
         """
-        self._running().finish(metadata, results)
+        self._running().finish(metadata)
 
     # ---- for this package's async_save ---------------------------------------------------------------
 

@@ -46,7 +46,10 @@ from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["ColumnPlanning", "PlanOptions", "RankPlanner", "StateToPlan", "assign_shares"]
+__all__ = ["ColumnPlanning", "Paths", "PlanOptions", "RankPlanner", "StateToPlan", "assign_shares"]
+
+Paths = Mapping[str, tuple[Any, ...]]
+"""The path of each name of a flattened state: the keys on the way to its value."""
 
 _SHOWN_ERRORS: Final = 500
 
@@ -82,6 +85,16 @@ class StateToPlan:
     """Its fingerprint at the call; None if plans for it are not cached."""
     build: Callable[[], dict[Any, Any]]
     """Builds the state with all its tensors. Called once at most."""
+    paths: Paths | None = None
+    """The path of each key of the state, if DCP's planner has flattened it already."""
+
+    def paths_of(self, found: Paths | None) -> Paths | None:
+        """The paths in the program's state, where ``found`` are those in this one."""
+        if self.paths is None or found is None:
+            return found
+        return {
+            name: (*self.paths.get(path[0], path[:1]), *path[1:]) for name, path in found.items()
+        }
 
 
 class ColumnPlanning:
@@ -210,7 +223,9 @@ class ColumnPlanning:
     def _planned(self) -> LocalPlan:
         flat = self._flatten()
         items = self._staged.as_captured(flat.items())
-        return LocalPlan.of(declared(items, flat.values, self._staged), flat.mappings)
+        assert self._state is not None
+        paths = self._state.paths_of(flat.mappings)
+        return LocalPlan.of(declared(items, flat.values, self._staged), paths)
 
     def _learn(self, looks: Looks, known: KnownPlan) -> Leaves | None:
         state, mappings = self._state, self._flatten().mappings

@@ -46,9 +46,16 @@ class FlatState:
         except ValueError as error:
             raise _explained(error) from error
         self.values: dict[str, Any] = self._planner.state_dict
+        if paths is not None and (elsewhere := set(filter(self._is_elsewhere, paths))):
+            paths = {name: path for name, path in paths.items() if name not in elsewhere}
         self.mappings: Mapping[str, tuple[Any, ...]] | None = paths
         self._is_coordinator = is_coordinator
         self._chunks = LocalChunks(self.values, is_coordinator)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether the value is a DTensor of which this rank has nothing, because it is outside the mesh."""
+        value = self.values.get(name)
+        return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
 
     def items(self) -> list[WriteItem]:
         """DCP's default items. Raises :class:`UnsupportedTensorError`, with the tensor's name, where DCP names none.

@@ -17,11 +17,11 @@ from dcp_datastates.planning.packing import pack, unpack
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.storage.attempt import Ticket
 
-__all__ = ["OTHER_PLANNERS", "Assignment", "NotAgreed", "Proposal", "SaveName", "agree"]
+__all__ = ["Assignment", "NotAgreed", "Proposal", "SaveName", "agree"]
 
-OTHER_PLANNERS: Final = (
-    "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners and writers "
-    "of one class on all ranks, with the same hooks set on them"
+_OTHER_PLANNERS: Final = (
+    "some ranks plan with a planner that has hooks of its own, and some do not: pass planners of one class on all "
+    "ranks, with the same hooks set on them"
 )
 
 _PROPOSAL: Final = b"dspr\x01"
@@ -36,6 +36,11 @@ class SaveName:
     """The last part of the checkpoint's path: other machines may mount the directory elsewhere."""
     kind: str = ""
     """How the save is planned."""
+    unused_writers: int = 0
+    """For a save that DCP runs: how many writers this rank's program had made and not used. If a call of
+    ``dcp.async_save`` failed on one rank before it reached the writer, DCP pairs the rank's next call with the other
+    ranks' present one.
+    """
 
 
 @dataclass(frozen=True)
@@ -176,8 +181,15 @@ def _difference(saves: Sequence[SaveName]) -> Reason | None:
             f"rank 0 saves to {first.path!r} and rank {rank} to {other.path!r}: one of them has left out a call "
             f"of async_save (every rank must make the same calls, in the same order)"
         )
+    elif other.unused_writers != first.unused_writers:
+        text = (
+            f"the program of rank 0 had made and not used {first.unused_writers} writers, and that of rank {rank} "
+            f"{other.unused_writers}: a call of dcp.async_save has failed on one of them before it reached the writer. "
+            f"No save that DCP runs can be committed until the job restarts; dcp_datastates.async_save goes on after "
+            f"a failed call"
+        )
     else:
-        text = OTHER_PLANNERS
+        text = _OTHER_PLANNERS
     return Reason.of(SaveFailedError(text))
 
 

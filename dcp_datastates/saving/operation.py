@@ -14,12 +14,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Final, TypeVar
-
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.place import Place
@@ -39,7 +36,6 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall
-from dcp_datastates.saving.document import document
 from dcp_datastates.saving.outcome import conclude, record_of
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.staging import step_gate
@@ -315,23 +311,10 @@ class SaveOperation:
         self.doing = "committing"
         self.group.submit(round_)
 
-    def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: provide DCP's metadata and all ranks' results, if DCP has planned the save."""
-        assert self._round is not None, "the part comes first"
-        metrics = self.call.metrics
-        self._round.provide(
-            lambda meta, claim, trace: document(meta, claim, metadata, results, metrics, trace)
-        )
-
     def await_decision(self) -> None:
         """Coordinator: return when the save is committed, or raise why it is not."""
         assert self._round is not None, "the part comes first"
         self._round.committed.result()
-
-    def abandon(self, error: BaseException) -> None:
-        """Coordinator: give up waiting for the results. No effect after :meth:`consolidate`."""
-        if self._round is not None:
-            self._round.abandon(error)
 
     def end(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""
@@ -346,11 +329,7 @@ class SaveOperation:
         if self.reads is not None:
             self.reads.fail(error)
         self.submit_failure(error)
-        if self._phase is Phase.COMMITTING:
-            self.abandon(
-                SaveAbandonedError("DCP ended this save before it had gathered all ranks' results")
-            )
-        elif not self.call.own:
+        if self._phase is not Phase.COMMITTING and not self.call.own:
             self.fail(error)
         if listens and self.call.group.detector is not None:
             self.call.group.detector.save_ended()
@@ -375,7 +354,6 @@ class SaveOperation:
             claim=self._claim,
             overwrite=config.overwrite,
             first=ticket.first,
-            unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
             archives=self.archived is not None,

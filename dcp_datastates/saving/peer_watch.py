@@ -22,6 +22,16 @@ GATE_SECONDS: Final = 10.0
 GATE_SECONDS_AFTER_A_MISS: Final = 5.0
 """The same, if the save before has been given up so. Beats, which tell of calls, come every four seconds or sooner."""
 
+COME_SECONDS: Final = 30.0
+"""How long the ranks wait for one another in a save that DCP runs: when one has come, DCP's planning is over on all. A
+rank whose planner fails then, in ``finish_plan``, never comes, and DCP tells no other rank.
+"""
+
+_BEAT_SECONDS: Final = 8.0
+"""How long it takes until every rank knows that all have come."""
+
+_ALL_ARE_HERE: Final = "planning for all ranks"
+
 
 class PeerWatch:
     """Watches, for a thread that waits, whether the other ranks come to a save and make progress.
@@ -48,6 +58,7 @@ class PeerWatch:
         self._gate_seconds = gate_seconds
         self.let_training_go = False
         """Whether it has failed a wait for which the step gate held training."""
+        self._all_are_here = False
         self._group = group
         self._timeout = timeout
         self._number = number
@@ -59,6 +70,11 @@ class PeerWatch:
     def move_on(self) -> None:
         """The save belongs to the ranks' next call."""
         self._number += 1
+
+    def all_are_here(self) -> None:
+        """On the first rank: all ranks have come, and the others may wait for its answer."""
+        self._all_are_here = True
+        self._group.tell_planning(_ALL_ARE_HERE)
 
     def look(self) -> None:
         """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds; for a rank that has
@@ -79,12 +95,24 @@ class PeerWatch:
         if absent and self._own and self._gate_waits > self._gate_seconds:
             self.let_training_go = True
             raise RankLostError(f"{what} for {waited:.0f} s, and training waits no longer for it")
+        if not self._own and self._misses_ranks(waited, detector):
+            raise RankLostError(
+                f"some ranks have not come from DCP's planning within {waited:.0f} s: DCP's error tells if the "
+                f"finish_plan() of a planner has failed"
+            )
         if waited < self._timeout:
             return
         if absent:
             raise RankLostError(f"{what} for {waited:.0f} s")
         if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
+
+    def _misses_ranks(self, waited: float, detector: FailureDetector[Any]) -> bool:
+        if self._group.rank_set.rank == 0:
+            return waited > COME_SECONDS and not self._all_are_here
+        return (
+            waited > COME_SECONDS + _BEAT_SECONDS and detector.said_by_coordinator != _ALL_ARE_HERE
+        )
 
     @property
     def _gate_waits(self) -> float:
@@ -93,6 +121,8 @@ class PeerWatch:
 
     def _waited_for(self, detector: FailureDetector[Any]) -> str:
         absent = detector.absent(self._number, self._own)
+        if self._all_are_here:
+            return _ALL_ARE_HERE
         if absent:
             named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
             some = (

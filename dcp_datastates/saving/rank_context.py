@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -210,7 +210,8 @@ class RankContext:
         try:
             meet = self._meet if save.call.own else self._meet_in_dcp
             with meet(watch, save.directory().name, save.left_out) as on:
-                agreed, assignment = agree(on.gather, on.scatter, propose, save.draw_ticket)
+                gather = functools.partial(_gather, on, watch)
+                agreed, assignment = agree(gather, on.scatter, propose, save.draw_ticket)
                 assert assignment.ticket is not None
                 save.agree(assignment.ticket)
         finally:
@@ -373,6 +374,13 @@ class RankContext:
         return told
 
 
+def _gather(on: Exchange, watch: PeerWatch, mine: bytes) -> Sequence[bytes] | None:
+    gathered = on.gather(mine)
+    if gathered is not None:
+        watch.all_are_here()
+    return gathered
+
+
 # No closure: the traceback of an error would keep what it has.
 def _propose(
     save: SaveOperation, planning: SavePlanning | None
@@ -382,7 +390,8 @@ def _propose(
     assert planning is not None
     check_path(save)
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    return SaveName(save.directory().name, planning.kind), planning, plan
+    name = SaveName(save.directory().name, planning.kind, save.call.unused_writers)
+    return name, planning, plan
 
 
 def _last_part(path: object) -> str:

@@ -12,7 +12,7 @@ from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine, next_order
-from dcp_datastates.planning.column_planning import StateToPlan
+from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
@@ -171,14 +171,19 @@ def _stage(
     return reads
 
 
-def state_to_plan(save: SaveOperation, built: dict[Any, Any] | None = None) -> StateToPlan:
-    """The staged state of ``save``, for planning in columns; ``built``: the state with all its tensors, if it is built
-    already.
+def state_to_plan(
+    save: SaveOperation, built: dict[Any, Any] | None = None, paths: Paths | None = None
+) -> StateToPlan:
+    """The staged state of ``save``, for planning in columns.
+
+    Args:
+        built: the state with all its tensors, if it is built already.
+        paths: the path of each of its keys, if it is flattened already.
     """
     reads = save.reads
     assert reads is not None
     build = reads.state if built is None else lambda: built
-    return StateToPlan(reads.staged, save.fingerprint, build)
+    return StateToPlan(reads.staged, save.fingerprint, build, paths)
 
 
 def begin_planning(

@@ -1,10 +1,10 @@
-"""A stock planner with cached plans hands out tickets of earlier saves; each save goes by its own all the same."""
+"""DCP shows planners empty plans. One that caches plans takes none of these for the plan of a later save."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +12,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import async_save, load_everything, writer
+from support.state.checkpoints import assert_same, async_save, load_everything, writer
 from support.state.planners import forget_cached_plans
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.saving import rank_context
+from dcp_datastates.saving.write import begin_write
 
 
 class _Copying(DefaultSavePlanner):
-    """Copies what it has cached, and so unpickles old tickets before and after the new one comes."""
+    """Copies what it has cached, and has a hook."""
 
     def create_local_plan(self):
         if hasattr(self, "plan"):
@@ -46,12 +48,8 @@ def _assert_is(path, number):
 @ranks(2)
 @pytest.mark.parametrize("kind", [DefaultSavePlanner, _Copying])
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_saves_to_changing_paths_go_by_their_own_tickets(how, kind, shared_dir):
+def test_saves_to_changing_paths_hold_their_own_states(how, kind, shared_dir):
     forget_cached_plans()
-    # Left by a job whose clock was ahead: attempts there are newer than all that come later elsewhere.
-    ahead = Attempt(time.time_ns() + 3600 * 10**9, 7)
-    if dist.get_rank() == 0:
-        (shared_dir / "0" / ahead.name).mkdir(parents=True)
     group, planner = own_group(), kind(enable_plan_caching=True)
     for number in range(5):
         path = shared_dir / str(number % 3)
@@ -67,7 +65,40 @@ def test_saves_to_changing_paths_go_by_their_own_tickets(how, kind, shared_dir):
 
 
 @ranks(2)
-def test_saves_of_one_rank_alone_in_between_leave_no_ticket_behind(shared_dir):
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, _Copying])
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_writer_gets_whole_plans_after_a_save(fails, kind, shared_dir):
+    """Also if that save has failed after DCP's planning."""
+    forget_cached_plans()
+    group, planner = own_group(), kind(enable_plan_caching=True)
+
+    def stock(number):
+        path = shared_dir / str(number)
+        writing = dcp.FileSystemWriter(path)
+        dcp.save(_state(number), storage_writer=writing, planner=planner, process_group=group)
+        found = {name: torch.zeros_like(value) for name, value in _state(0).items()}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(path), process_group=group)
+        assert_same(found, _state(number))
+
+    stock(0)
+    for number in (1, 3):
+        instead = RuntimeError("not written") if fails else begin_write
+        with mock.patch.object(rank_context, "begin_write", side_effect=instead):
+            try:
+                dcp.save(
+                    _state(number),
+                    storage_writer=writer(shared_dir / "c"),
+                    planner=planner,
+                    process_group=group,
+                )
+            except CheckpointException:
+                assert fails
+        stock(number + 1)
+        dist.barrier()
+
+
+@ranks(2)
+def test_saves_of_one_rank_alone_in_between_change_nothing(shared_dir):
     forget_cached_plans()
     group, planner = own_group(), DefaultSavePlanner(enable_plan_caching=True)
     for number in range(6):

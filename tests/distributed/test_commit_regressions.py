@@ -148,7 +148,6 @@ def test_a_synchronous_save_that_ends_before_finish_does_not_block_the_next_writ
     response = dcp_datastates.async_save(_state(2), shared_dir / "b", host_cache_size=CACHE)
     response.upload_completion.result(30)
     assert committed(shared_dir / "b")
-    assert not committed(shared_dir / "a")
 
 
 def lose_the_stores_host(path):
@@ -189,7 +188,7 @@ def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):
 
 class _Slow(DefaultSavePlanner):
     def resolve_data(self, write_item):
-        time.sleep(0.5)
+        time.sleep(0.5 if dist.get_rank() == 1 else 0)
         return super().resolve_data(write_item)
 
 
@@ -197,11 +196,10 @@ class _Slow(DefaultSavePlanner):
 def test_a_rank_that_reads_slowly_but_steadily_is_not_given_up(shared_dir):
     rank = dist.get_rank()
     state = {f"w{rank}.{number}": torch.full((10,), float(number)) for number in range(12)}
-    planner = _Slow() if rank == 1 else DefaultSavePlanner()
     dcp_datastates.async_save(
         state,
         shared_dir / "c",
-        planner=planner,
+        planner=_Slow(),
         commit_timeout=2,
         host_cache_size=CACHE,
         read_deadline=0,

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from dcp_datastates import (
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.saving import peer_watch
 
 
 def _owned():
@@ -81,13 +83,13 @@ def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
         pytest.skip("only the coordinator makes the global plan")
     group = own_group()
     ours = writer(read_deadline=30)
-    planner = FailingPlanner(where) if dist.get_rank() == failing else DefaultSavePlanner()
+    planner = FailingPlanner(where if dist.get_rank() == failing else "nowhere")
     state, optimizer = _owned()
     future = async_save(
         state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad", planner=planner
     )
     optimizer.step()  # on the ranks that did not fail, too, no reads will ever come
-    with raises(PlannerRefusal, where):
+    with mock.patch.object(peer_watch, "COME_SECONDS", 1), raises(PlannerRefusal, where):
         future.result(20)
     assert not committed(shared_dir / "bad")
     _saves_well(ours, group, shared_dir / "good")

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import (
-    ConfigurationError,
     DataStatesError,
     DataStatesReader,
     DataStatesSavePlanner,
@@ -61,7 +60,8 @@ def test_a_subclass_that_rewrites_the_state_has_its_way(shared_dir):
 class _Noting(DataStatesSavePlanner):
     def create_global_plan(self, all_plans):
         plans, metadata = super().create_global_plan(all_plans)
-        assert {item.index.fqn for plan in plans for item in plan.items} == {"skip", "w"}
+        if any(plan.items for plan in plans):  # DCP shows it empty ones first
+            assert {item.index.fqn for plan in plans for item in plan.items} == {"skip", "w"}
         noted = {**metadata.planner_data, "note": ("mine",)}
         return plans, dataclasses.replace(metadata, planner_data=noted)
 
@@ -103,19 +103,6 @@ def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, sha
     dist.barrier()
     save_how(how, {"w": torch.ones(4)}, None, shared_dir / "c")
     assert_same(load({"w": torch.zeros(4)}, shared_dir / "c"), {"w": torch.ones(4)})
-
-
-class _Meddling(DataStatesWriter):
-    def finish(self, metadata, results):
-        metadata.planner_data = {"w": ("w",), "note": ("mine",)}
-        super().finish(metadata, results)
-
-
-@ranks(1)
-def test_metadata_that_are_changed_before_they_are_written_are_refused(shared_dir):
-    by = _Meddling(shared_dir / "c", host_cache_size=CACHE)
-    with raises(ConfigurationError, "planner_data", "derived from DataStatesSavePlanner"):
-        dcp.save({"w": torch.ones(4)}, storage_writer=by, planner=DataStatesSavePlanner())
 
 
 def _doubling(planner, write_item, value):
@@ -212,10 +199,27 @@ def test_options_that_are_changed_on_the_planner_are_not_passed_over(shared_dir)
 
 
 @ranks(2)
-@pytest.mark.parametrize("stock", [0, 1])
-def test_planners_of_two_classes_are_refused_and_told_why(stock, shared_dir):
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_planners_of_two_kinds_are_refused_and_told_why(hooked, shared_dir):
     by = saver(shared_dir / "c")
-    planner = DefaultSavePlanner() if dist.get_rank() == stock else DataStatesSavePlanner()
+    planner = Skipping() if dist.get_rank() == hooked else DefaultSavePlanner()
     with raises(DataStatesError, "one class on all ranks"):
         save_by(state_of(0), by, planner)
     assert_same(_saved(by, None, shared_dir), {"w": torch.ones(3, 4)})
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("stock", [0, 1])
+def test_the_default_planner_and_this_packages_go_together(stock, how, shared_dir):
+    planner = DefaultSavePlanner() if dist.get_rank() == stock else DataStatesSavePlanner()
+    for number in range(2):
+        state = {"all": torch.full((8,), float(number)), f"{dist.get_rank()}": torch.ones(3)}
+        save_how(how, state, planner, shared_dir / "c")
+        found = load(
+            {"all": torch.zeros(8), "0": torch.zeros(3), "1": torch.zeros(3)}, shared_dir / "c"
+        )
+        assert found["all"].eq(number).all()
+        assert found["0"].eq(1).all()
+        assert found["1"].eq(1).all()
+        dist.barrier()

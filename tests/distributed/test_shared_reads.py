@@ -135,7 +135,7 @@ def _finds_damage(root: Path) -> None:
     expected = state("ddp", tensors=2)
     save(expected, root / "c")
     dist.barrier()
-    file = data_files(root / "c")[1]
+    file = data_files(root / "c")[0]
     if dist.get_rank() == 0:
         flip_bit(file, file.stat().st_size // 2)
     dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,14 +28,13 @@ from dcp_datastates import DataStatesReader
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Part, Round
+from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.object_planning import GivenPlan
+from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
-from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
@@ -136,7 +135,7 @@ class _Group:
     """What a save needs of its commit group until it is read."""
 
     rank_set: RankSet
-    parts: list[Part] = field(default_factory=list)
+    round: Round | None = None
 
     def announce(self, number: int) -> None:
         pass
@@ -145,34 +144,41 @@ class _Group:
         pass
 
     def submit(self, round_: Round) -> None:
-        self.parts.append(round_.part)
+        self.round = round_
 
 
 def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     """What each rank writes and the coordinator publishes, for all ranks in turn, in this thread."""
-    planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
-    plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
+    plannings = [_planning(_SavePieces(pieces)) for pieces in pieces_of_ranks]
+    ranks = len(plannings)
+    proposals = [planning.propose("", rank) for rank, planning in enumerate(plannings)]
     local.make_directories(path)
     claimed = Place(path).claim(Neighbours(), True)
-    attempt = claimed.attempt
-    results, parts = [], []
-    for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
-        given = GivenPlan(planner.finish_plan(plan), planner)
+    rounds = []
+    for rank, (planning, answer) in enumerate(
+        zip(plannings, plannings[0].assign(proposals), strict=True)
+    ):
+        planning.take(answer)
         call = SaveCall(
             commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order(), 1
         )
         save = SaveOperation(call, SaveStats())
-        group = _Group(RankSet(rank, tuple(range(len(planners))), None))
+        group = _Group(RankSet(rank, tuple(range(ranks)), None))
         save.group = cast("CommitGroup", group)
-        save.agree(Ticket(attempt, 0, 0))
-        begin_write(save, given).finish()
-        results.append(given.results)
-        parts += group.parts
-    for part in parts:
-        assert part.wait(60)
-        assert part.error is None
-    round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
-    Place(path).publish(round_, lambda meta, claim: document(meta, claim, metadata, results, {}))
+        save.agree(Ticket(claimed.attempt, 0, 0), claimed)
+        begin_write(save, planning).finish()
+        assert group.round is not None
+        rounds.append(group.round)
+    for each in rounds:
+        assert each.part.wait(60)
+        assert each.part.error is None
+    assert rounds[0].compose is not None
+    document = rounds[0].compose([each.report for each in rounds])
+    Place(path).publish(rounds[0], lambda meta, claim: document(meta, claim, None))
+
+
+def _planning(planner: _SavePieces) -> ObjectPlanning:
+    return ObjectPlanning(planner, lambda _: planner.create_local_plan(), None)
 
 
 def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:

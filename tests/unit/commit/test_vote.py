@@ -61,7 +61,6 @@ def test_reports_come_in_the_order_of_the_ranks_whatever_bytes_they_have():
         {"attempt": None},
         {"directory": Path("/a/step-6")},
         {"world": 3},
-        {"unused_writers": 1},
     ],
 )
 def test_votes_for_different_saves_do_not_agree(change):

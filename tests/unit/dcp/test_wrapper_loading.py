@@ -133,10 +133,29 @@ def test_a_plain_checkpoint_is_copied_into_a_wrapper_as_the_class_does_it(tmp_pa
     assert torch.equal(found.dense(), values)
 
 
-def test_other_planners_are_refused_by_dcp_save_with_a_way_out(tmp_path):
+class _Hooked(DefaultSavePlanner):
+    def lookup_object(self, index):
+        return super().lookup_object(index)
+
+
+def test_planners_with_hooks_are_refused_by_dcp_save_with_a_way_out(tmp_path):
     with raises(UnsupportedTensorError, "'w'", "Blocks", "DataStatesSavePlanner()"):
-        save({"w": blocks(seed=1)}, tmp_path)
+        save({"w": blocks(seed=1)}, tmp_path, planner=_Hooked())
     assert not committed(tmp_path)
+
+
+@pytest.mark.parametrize("way", [save, async_save])
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, DataStatesSavePlanner])
+def test_the_parts_are_stored_with_the_default_planner_as_with_this_packages(kind, way, tmp_path):
+    state = {"m": {"w": blocks(seed=1)}, "n": [torch.ones(3), 4]}
+    future = way(state, tmp_path, planner=kind())
+    if future is not None:
+        future.result(60)
+    found = {"m": {"w": blocks()}, "n": [torch.zeros(3), 0]}
+    load(found, tmp_path)
+    assert _same(found["m"]["w"], state["m"]["w"])
+    assert found["n"][0].eq(1).all()
+    assert found["n"][1] == 4
 
 
 @pytest.mark.parametrize("way", [save, async_save])
