@@ -24,6 +24,7 @@ __all__ = [
     "DataStatesError",
     "DeviceError",
     "ForeignCheckpointError",
+    "ForkedProcessError",
     "IncompatibleStateError",
     "NoAnswerError",
     "RankLostError",
@@ -53,6 +54,10 @@ class ConfigurationError(DataStatesError, ValueError):
 
 class DeviceError(DataStatesError, RuntimeError):
     """An accelerator's driver refused an operation; the message contains the driver's."""
+
+
+class ForkedProcessError(DataStatesError, RuntimeError):
+    """The call came from a forked child of a process that uses this package; the message names the call."""
 
 
 class StorageError(DataStatesError, OSError):

@@ -44,34 +44,34 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_590,
+    "": 1_600,
     "checkpoints": 3_010,
     "cli": 1_290,
-    "commit": 1_840,
-    "conversion": 3_520,
-    "dcp": 3_395,
-    "deepspeed": 810,
+    "commit": 1_830,
+    "conversion": 3_530,
+    "dcp": 3_410,
+    "deepspeed": 800,
     "format": 3_640,
     "huggingface": 1_210,
-    "io": 2_280,
+    "io": 2_270,
     "lightning": 720,
     "manager": 4_170,
     "megatron": 310,
     "monitoring": 280,
-    "planning": 3_085,
-    "process": 870,
+    "planning": 3_090,
+    "process": 920,
     "ranks": 2_330,
-    "saving": 3_025,
+    "saving": 3_010,
     "sharing": 930,
-    "staging": 2_130,
-    "storage": 4_220,
-    "tiers": 2_670,
+    "staging": 2_120,
+    "storage": 4_180,
+    "tiers": 2_650,
     "torchtitan": 590,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_600, "tests": 55_342}
+BUDGETS_BESIDE = {"native": 21_542, "tests": 55_376}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

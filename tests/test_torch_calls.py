@@ -25,6 +25,7 @@ WEAK = {
     "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",
     "ranks/incarnation.py": "incarnations",
+    "ranks/gloo_group.py": "groups",
     "ranks/rank_set.py": "stores",
     "format/dcp_stub.py": "catalogs",
     "format/metadata_check.py": "catalogs",

@@ -21,6 +21,7 @@ from dcp_datastates.checkpoints.copy_target import (
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointExistsError, ConfigurationError
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed, replacement
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
@@ -59,6 +60,7 @@ def copy(
         StorageError: it cannot be read or written.
         ConfigurationError: an argument cannot work.
     """
+    enter("copy()")
     threads = thread_count(threads)
     here, there = locate(source, options=source_options), locate(target, options=target_options)
     if here == there:

@@ -12,7 +12,7 @@ from typing import Final
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Deletions"]
 
@@ -102,11 +102,6 @@ def _finish_at_end() -> None:
     for each in list(_all):
         if not each.wait(deadline - time.monotonic()):
             logger.error("the process ends, and a deletion of old checkpoints has not")
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _all.clear()
 
 
 at_end(_finish_at_end, Phase.GIVE_UP)

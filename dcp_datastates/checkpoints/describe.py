@@ -38,6 +38,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
@@ -274,6 +275,7 @@ def describe(
     (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
     metadata are damaged, or :class:`StorageError`.
     """
+    enter("inspect()")
     directory = locate(path, options=storage_options)
     try:
         return _checkpoint(directory, open_committed(directory))

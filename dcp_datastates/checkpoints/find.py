@@ -19,6 +19,7 @@ from dcp_datastates.checkpoints.tiers import (
 )
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
 from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
+from dcp_datastates.process.forks import enter
 from dcp_datastates.storage.object_path import Location, locate_all
 
 __all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
@@ -90,6 +91,7 @@ def latest(
         StorageError: ``root``, or a checkpoint that may be the newest, cannot be read.
         NoAnswerError: the first rank did not answer in time.
     """
+    enter("latest()")
     roots = locate_all(root, storage_options)
     check_verification(verify)
     is_one = isinstance(root, str | os.PathLike)

@@ -25,7 +25,7 @@ from dcp_datastates.errors import (
     RankLostError,
 )
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import after_fork
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.failure_detector import FailureDetector
@@ -83,6 +83,7 @@ def from_first_rank(
         NoAnswerError: the first rank did not answer in time, or the store was lost.
         ConfigurationError: this rank is not in ``process_group``.
     """
+    enter("from_first_rank()")
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
     check_group(process_group)
@@ -211,11 +212,6 @@ def _linger() -> None:
     deadline = time.monotonic() + _LINGER_SECONDS
     for incarnation in list(_answered):
         incarnation.await_all(max(0.0, deadline - time.monotonic()))
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _answered.clear()  # the child is no rank of the parent's job
 
 
 at_end(_linger, Phase.FINISH)

@@ -34,6 +34,7 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.process.forks import enter
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.presence import NotAFileError
@@ -92,6 +93,7 @@ def directories(root: Location) -> list[Location]:
     Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
     :class:`StorageError` if it cannot be read.
     """
+    enter("looking for checkpoints")
     return [root / name for name in sorted(folders_in(root), key=natural_order)]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from dcp_datastates.checkpoints.inventory import is_committed, names_at
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
+from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 
@@ -44,6 +45,7 @@ def pin(
         ConfigurationError: ``name`` is no plain name.
         StorageError: the directory cannot be written.
     """
+    enter("pin()")
     file = _file(path, name, storage_options)
     if not is_committed(file.parent):
         open_committed(file.parent)  # raises, and says what is there instead
@@ -87,6 +89,7 @@ def unpin(
 
     Raises :class:`ConfigurationError` if ``name`` is no plain name, :class:`StorageError` if the system refuses.
     """
+    enter("unpin()")
     file = _file(path, name, storage_options)
     with local.explained("unpinning the checkpoint", file):
         file.store.delete([file.key])

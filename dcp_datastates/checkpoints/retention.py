@@ -29,6 +29,7 @@ from dcp_datastates.checkpoints.inventory import (
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.process.forks import enter
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import date
@@ -76,6 +77,7 @@ def retain(
             deleted; or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
+    enter("retain()")
     directory = locate(root, options=storage_options)
     keep = Keep.of(keep)
     check_verification(verify)

@@ -13,6 +13,7 @@ from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
@@ -86,6 +87,7 @@ def verify(
         CheckpointReplacedError: another save committed there meanwhile.
         ConfigurationError: an argument cannot work.
     """
+    enter("verify()")
     directory = locate(path, options=storage_options)
     threads = thread_count(threads)
     began = time.monotonic()

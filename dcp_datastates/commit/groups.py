@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import threading
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.ending import at_exit
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import end_requests
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
 
@@ -47,14 +46,5 @@ def _close_all() -> None:
         group.close()
 
 
-@after_fork
-def _forget_in_child() -> None:
-    # The child must never destroy a gloo group or a store: the group's destructor joins threads of the parent, and a
-    # FileStore's removes this process from the count in the parent's file.
-    for group in _groups.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _groups.clear()
-
-
-atexit.register(end_requests)  # the last one runs first
-atexit.register(_close_all)
+at_exit(end_requests)  # the last one runs first
+at_exit(_close_all)

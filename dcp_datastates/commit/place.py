@@ -20,7 +20,7 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import (
     attempts,
     claims,
@@ -298,8 +298,3 @@ class Place:
             ours.name,
             found.name,
         )
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _committed.clear()

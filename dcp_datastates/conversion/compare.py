@@ -21,6 +21,7 @@ from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
@@ -142,6 +143,7 @@ def diff(
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeObjectError, StorageError: a checkpoint cannot be read.
         IncompatibleStateError: a key fits nothing in either.
     """
+    enter("diff()")
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)

@@ -38,6 +38,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -201,6 +202,7 @@ def convert(
         UnsupportedTensorError, UnsupportedStateError: a value cannot be converted.
         StorageError: the system refused to read or to write.
     """
+    enter("convert()")
     began = time.monotonic()
     given, there = locate(source), locate(target)
     checked = _checked(options)

@@ -26,6 +26,7 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import RankPlanner
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
@@ -81,6 +82,7 @@ def async_save(
         SaveStalledError: the call waited for an older save that made no progress for ``commit_timeout`` seconds.
         Exception: an object's ``state_dict()`` raised it. The other ranks' saves fail, too.
     """
+    enter("async_save()")
     return SaveHandle(_call(state_dict, path, writer, planner, process_group, metrics, options))
 
 
@@ -105,6 +107,7 @@ def save(
     Raises:
         DataStatesError: the error that failed the save, of the same type on every rank; else as :func:`async_save`.
     """
+    enter("save()")
     if writer is None:
         options = {"read_window": "immediate", "defer": "all", **options}
     made = _call(state_dict, path, writer, planner, process_group, metrics, options)

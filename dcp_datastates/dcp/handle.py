@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.object_path import Location
@@ -93,6 +94,7 @@ class SaveHandle(AsyncSaveResponse):
         """Wait no longer for the save: it fails on this rank, as :class:`SaveAbandonedError`, or, where the ranks may
         have decided already, as :class:`CommitOutcomeUnknown`. No effect once the outcome is known.
         """
+        refuse_in_child("SaveHandle.give_up()")
         self._save.give_up(why)
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import empty_in, nested, path_of
 from dcp_datastates.format.validate import check_covered
+from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import check_group
 from dcp_datastates.storage.object_path import AnyPath
 
@@ -79,6 +80,7 @@ def load(
             as for :class:`~dcp_datastates.DataStatesReader`. If ranks fail differently, all raise the same error.
         DataStatesError: anything else that failed on a rank, which the message names.
     """
+    enter("load()")
     check_options("load", options, FitOptions)
     check_group(process_group)
     if path is None:

@@ -16,6 +16,7 @@ from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.rank_context import RankContext, context_of
@@ -52,6 +53,7 @@ def prime(
         ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
         DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
     """
+    enter("prime()")
     step_gate.open_windows()
     end_here()
     context = context_of(commit_group(rank_set_of(process_group)))

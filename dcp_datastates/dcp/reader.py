@@ -43,6 +43,7 @@ from dcp_datastates.io.committed import open_nearest, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.sharing.assignment import Share, assign
 from dcp_datastates.sharing.shared_reads import OwnOffer, SharedReads, offer
@@ -115,6 +116,7 @@ class DataStatesReader(StorageReader):
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        enter("DataStatesReader()")
         super().__init__()
         if not isinstance(allow_objects, bool):
             raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
@@ -152,6 +154,7 @@ class DataStatesReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
+        enter("DataStatesReader.reset()")
         self._metadata = self._note = self._failure = None
         self._withdraw_offer()
         if checkpoint_id is not None:
@@ -163,6 +166,7 @@ class DataStatesReader(StorageReader):
         If this raises, DCP calls it again with ``rank=``, for metadata of that rank alone, which do not exist here. So
         the first error is kept, and :meth:`set_up_storage_reader` raises it, where DCP does not replace it.
         """
+        enter("DataStatesReader.read_metadata()")
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
         try:
@@ -180,6 +184,7 @@ class DataStatesReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take over the metadata that DCP's planner uses."""
+        enter("DataStatesReader.set_up_storage_reader()")
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -239,6 +244,7 @@ class DataStatesReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
+        enter("DataStatesReader.read_data()")
         try:
             self._read_data(plan, planner)
         finally:

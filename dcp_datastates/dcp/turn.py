@@ -10,7 +10,6 @@ DCP's threads are still there.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import queue
@@ -22,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.ending import at_exit
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.peer_watch import GATE_SECONDS
@@ -249,12 +249,4 @@ def end_here(*, asynchronous: bool = True) -> None:
         save.end()
 
 
-@after_fork
-def _forget_in_child() -> None:
-    global _watch
-    _watch = None
-    _turns.clear()
-    _here.save = None
-
-
-atexit.register(end_here)  # else the process would wait for an interrupted synchronous save
+at_exit(end_here)  # else the process would wait for an interrupted synchronous save

@@ -36,6 +36,7 @@ from dcp_datastates.dcp.compat import (
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
@@ -149,6 +150,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        enter("DataStatesWriter()")
         super().__init__()
         self._config = WriterConfig.checked(
             host_cache_size=host_cache_size,
@@ -219,12 +221,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         With ``commit="background"``, raises the error of a failed save whose outcome was not asked for.
         """
+        enter("DataStatesWriter.wait()")
         step_gate.open_windows()
         end_here(asynchronous=False)
         self._saves.wait()
 
     def close(self) -> None:
         """Call :meth:`wait`, then refuse further saves. Idempotent. The process's engine stays."""
+        enter("DataStatesWriter.close()")
         try:
             self.wait()
         finally:
@@ -240,6 +244,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         alone may have (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`, :class:`StorageError`) are
         raised here only with one rank; with several, the future raises them on all ranks.
         """
+        enter("DataStatesWriter.stage()")
         if not self._no_dist:
             warn_if_shared()
         self.enter()
@@ -274,6 +279,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises its error."""
+        enter("DataStatesWriter.synchronize_staging()")
         step_gate.open_windows()
         self.captured.result()
 
@@ -299,15 +305,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         DCP calls this in the thread that runs the save. A relative path is below the working directory at the call of
         ``async_save``.
         """
+        enter("DataStatesWriter.reset()")
         self._here.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
         """Begin the save: DCP's first call, in the thread that runs the save."""
+        enter("DataStatesWriter.storage_meta()")
         running = self._begin()
         return WriterMeta(str(running.save.directory()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
+        enter("DataStatesWriter.set_up_storage_writer()")
         running = self._here.running or self._begin()
         running.set_rank(int(kwargs.get("rank") or 0), is_coordinator)
         if not kwargs.get("use_collectives", True):

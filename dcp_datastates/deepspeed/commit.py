@@ -18,7 +18,6 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, names_in
 from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeholders
 from dcp_datastates.manager.save_tracker import SaveTracker
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.storage.object_path import Location
 
 __all__ = ["saves", "write_when_committed"]
@@ -55,9 +54,3 @@ def write_when_committed(handle: SaveHandle, save_dir: Path, tag: str, save_late
             _saves.failed(save_dir / tag, error)
 
     _saves.when_committed(write)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _saves
-    _saves = SaveTracker(on_failure=_log)

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dcp_datastates.process.forks import in_child
+
 __all__ = ["DestroyHook"]
 
 
@@ -32,7 +34,8 @@ class DestroyHook(dist.ProcessGroup):
             _books()[self] = name
 
     def shutdown(self) -> None:
-        self._on_destroy()
+        if not in_child():
+            self._on_destroy()
 
     def close(self) -> None:
         """Unregister the group from torch. Idempotent."""

@@ -1,12 +1,11 @@
 """The process's native engine: construction, host cache and shutdown.
 
 Writers and readers share it. The first use constructs it; its cache grows when a writer asks for more; it ends at
-interpreter exit. A forked child starts without an engine, and constructs one at first use.
+interpreter exit.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import itertools
@@ -24,8 +23,8 @@ from dcp_datastates._native import (
 )
 from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.ending import Phase, at_end, at_exit
+from dcp_datastates.process.forks import ProcessLock, refuse_in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
@@ -76,6 +75,7 @@ def configure_engine(
     Raises:
         ConfigurationError: an option has a value that cannot work, or the engine exists already with other options.
     """
+    refuse_in_child("configure_engine()")
     global _config
     chosen = EngineConfig.checked(
         copy_threads=copy_threads,
@@ -208,13 +208,6 @@ def _at_exit() -> None:
     _shut_down()
 
 
-@after_fork
-def _forget_in_child() -> None:
-    # The parent's threads do not exist here: start anew, without touching the parent's engine.
-    global _engine
-    _engine = None
-
-
-atexit.register(_at_exit)
+at_exit(_at_exit)
 at_end(functools.partial(_tell, Engine.limit_patience))
 at_end(functools.partial(_tell, Engine.limit_file_patience), Phase.GIVE_UP)

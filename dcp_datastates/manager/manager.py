@@ -22,10 +22,7 @@ from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fit import Answer, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
-from dcp_datastates.errors import (
-    ConfigurationError,
-    SaveStalledError,
-)
+from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.interval import AutoInterval, parse_every
@@ -36,6 +33,7 @@ from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories, by_step
 from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.process.forks import enter, in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.saving.paths import archive_root
@@ -132,6 +130,7 @@ class CheckpointManager:
         archive_rate: int | str | None = None,
         **options: Unpack[TierOptions],
     ) -> None:
+        enter("CheckpointManager()")
         check_options("CheckpointManager", options, TierOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
@@ -220,9 +219,11 @@ class CheckpointManager:
 
         Raises as :meth:`save`, if the ranks cannot tell each other.
         """
+        enter("CheckpointManager.poll()")
         return bool(self._signals.watched) and self._schedule.poll(self._signals.came)
 
     def _checked(self, step: SupportsIndex) -> int:
+        enter("CheckpointManager.save()")
         if self._closed:
             raise ConfigurationError("the manager is closed; save within its with block")
         return self._schedule.checked(step)
@@ -283,10 +284,7 @@ class CheckpointManager:
         return handle
 
     def _begin(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float] | None,
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> SaveHandle | None:
         began = time.monotonic()
         try:
@@ -401,6 +399,7 @@ class CheckpointManager:
 
         With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
+        enter("CheckpointManager.wait()")
         try:
             self._saves.finish(self._signals.until)
         finally:
@@ -417,7 +416,7 @@ class CheckpointManager:
         self._end(self._save_last)
 
     def _end(self, save_last: bool) -> None:
-        if self._closed:
+        if self._closed or in_child():  # a child leaves the with block of its parent
             return
         self._ending = True  # a step that was not due may have no metrics
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import in_child
 
 __all__ = ["Signals"]
 
@@ -30,7 +31,6 @@ class Signals:
         """When the deadline of the job's end passes, by ``time.monotonic()``; None before :meth:`stop`."""
         self._deadline = None if deadline is None else parse_duration(deadline, name="deadline")
         self._came_at: float | None = None
-        self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
             chosen = list(dict.fromkeys(signal.Signals(number) for number in numbers))
@@ -72,7 +72,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked child, for which the signal means what it meant
+        if in_child():  # for which the signal means what it meant
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -16,6 +16,7 @@ from typing import Final
 
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.errors import NoAnswerError, RankLostError
+from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
@@ -57,7 +58,7 @@ class StepConsensus:
         self._worker = Worker("dcp_datastates-steps")
         self._pending: Future[list[int]] | None = None
         self._closing = False
-        atexit.register(self.close)
+        self._at_exit = at_exit(self.close)
         # Of the worker's thread:
         self._number = 0
         self._last: list[int] = []
@@ -92,7 +93,7 @@ class StepConsensus:
     def close(self) -> None:
         """End the exchanges; wait a little for the last one, without which other ranks may still need this one."""
         self._closing = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         if self._pending is not None:
             wait([self._pending], _CLOSE_SECONDS)
         self._tree.close()

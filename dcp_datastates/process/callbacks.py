@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.worker import Worker
 
 __all__ = ["call_back", "finish_callbacks", "resolving"]
@@ -65,10 +64,3 @@ def _call(function: Callable[[], object]) -> None:
         function()
     except Exception:
         logger.exception("a callback of a save raised")
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _worker
-    _worker = Worker(_NAME)
-    _resolving.clear()

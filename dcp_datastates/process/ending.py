@@ -1,5 +1,5 @@
-"""The end of the process: the functions that run, in order, before the interpreter waits for threads, and how long
-threads wait for a hanging device from then on.
+"""The end of the process: the functions that run, in order, before the interpreter waits for threads, and after that;
+and how long threads wait for a hanging device from then on. At the end of a forked child (``forks.py``) none runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Phase", "at_end", "patience_is_over"]
+from dcp_datastates.process.forks import in_child
+
+__all__ = ["Phase", "at_end", "at_exit", "patience_is_over"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,16 @@ def at_end(function: Callable[[], None], phase: Phase = Phase.BEGIN) -> None:
     _functions[phase].append(function)
 
 
+def at_exit(function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` when the interpreter has joined threads. Returns what ``atexit.unregister`` takes."""
+
+    def call() -> None:
+        if not in_child():
+            function()
+
+    return atexit.register(call)
+
+
 def patience_is_over(since: float) -> bool:
     """Whether a wait for a device that began at ``since`` (of ``time.monotonic``) must give up: never before the
     process ends.
@@ -56,6 +68,8 @@ def patience_is_over(since: float) -> bool:
 
 def _end() -> None:
     global _began
+    if in_child():
+        return
     _began = time.monotonic()
     for phase in Phase:
         for function in reversed(_functions[phase]):

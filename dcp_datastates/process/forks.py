@@ -1,6 +1,8 @@
-"""Forks: the parent's threads do not exist in a forked child, and may have held any lock.
+"""Forks. A child of a process that uses this package does not save, load or ask: the threads that would do the work do
+not exist in it, and may have held any lock when it was forked.
 
-Every module takes its locks from here, and resets its other state in a child by :func:`after_fork`.
+Each call of the API begins with :func:`enter`, which refuses in such a child. What the child runs without a call (hooks
+of optimizers, handlers of signals, destructors, the end of the process) asks :func:`in_child` before it takes a lock.
 """
 
 from __future__ import annotations
@@ -8,12 +10,45 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
 
-__all__ = ["ProcessLock", "after_fork", "handled"]
+from dcp_datastates.errors import ForkedProcessError
+
+__all__ = ["ProcessLock", "enter", "in_child", "refuse_in_child"]
+
+_used_by = 0  # the process that uses this package: this one, or one that this one descends from
+_in_child = False
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
-_handled: set[str] = set()
+
+
+def in_child() -> bool:
+    """Whether this process was forked from one that uses this package."""
+    return _in_child
+
+
+def refuse_in_child(call: str) -> None:
+    """Raise :class:`ForkedProcessError` in such a process. ``call`` is the call that is refused, for the message."""
+    if _in_child:
+        raise ForkedProcessError(
+            f"{call} is not possible in process {os.getpid()}: it was forked from process {_used_by} after that had "
+            f"used dcp_datastates, whose threads and connections do not exist here. Make the call in process "
+            f"{_used_by}, or start this process by 'spawn' or 'forkserver' (multiprocessing.get_context('spawn'))"
+        )
+
+
+def enter(call: str) -> None:
+    """Begin a call of the API: :func:`refuse_in_child`, and refuse later calls in children that this process forks."""
+    global _used_by
+    refuse_in_child(call)
+    _used_by = _used_by or os.getpid()
+
+
+def _note_child() -> None:
+    global _in_child
+    _in_child = _used_by != 0
+
+
+os.register_at_fork(after_in_child=_note_child)
 
 
 class ProcessLock:
@@ -35,24 +70,9 @@ class ProcessLock:
         self._lock.release()
 
 
-def after_fork(reset: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: calls ``reset`` in a forked child, after every :class:`ProcessLock` has been freed.
-
-    ``reset`` must not wait, nor use or destroy objects that belong to the parent's threads.
-    """
-    _handled.add(reset.__module__)
-    os.register_at_fork(after_in_child=reset)
-    return reset
-
-
-def handled() -> frozenset[str]:
-    """The names of the modules that have used :func:`after_fork`."""
-    return frozenset(_handled)
-
-
 def _free_locks() -> None:
     for lock in list(_locks):
         lock._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free_locks)  # registered first: resets may take locks
+os.register_at_fork(after_in_child=_free_locks)

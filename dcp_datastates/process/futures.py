@@ -6,12 +6,16 @@ import copy
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Final
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.callbacks import call_back, resolving
+from dcp_datastates.process.forks import refuse_in_child
 
 __all__ = ["AskedFuture", "SharedFuture", "resolved", "when_done", "without_traceback"]
+
+
+_ASKING: Final = "asking for the outcome of a save"
 
 
 class SharedFuture(Future[None]):
@@ -23,6 +27,18 @@ class SharedFuture(Future[None]):
         super().__init__()
         self.set_running_or_notify_cancel()
 
+    def result(self, timeout: float | None = None) -> None:
+        refuse_in_child(_ASKING)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        refuse_in_child(_ASKING)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        refuse_in_child(_ASKING)
+        return super().done()
+
     def set_result(self, result: None) -> None:
         with resolving(self):
             super().set_result(result)
@@ -33,6 +49,7 @@ class SharedFuture(Future[None]):
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""
+        refuse_in_child(_ASKING)
         super().add_done_callback(lambda done: call_back(functools.partial(fn, done)))
 
     def _invoke_callbacks(self) -> None:  # type: ignore[misc, unused-ignore]

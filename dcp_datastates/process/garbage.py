@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock, in_child
 
 __all__ = ["collection_paused"]
 
@@ -31,15 +32,16 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
-            _pausing -= 1
-            if _pausing == 0 and _resume:
-                gc.enable()
+        if not in_child():
+            with _lock:
+                _pausing -= 1
+                if _pausing == 0 and _resume:
+                    gc.enable()
 
 
-@after_fork
 def _resume_in_child() -> None:
-    global _pausing
     if _pausing and _resume:
-        gc.enable()
-    _pausing = 0
+        gc.enable()  # the child's own program runs with it, and no thread of the parent ends the pause here
+
+
+os.register_at_fork(after_in_child=_resume_in_child)

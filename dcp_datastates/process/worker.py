@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock, enter
 
 __all__ = ["Worker"]
 
@@ -41,6 +41,7 @@ class Worker:
         """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start:
         :attr:`refusal` then says which. Any thread may call it.
         """
+        enter(f"work for {self._name}")
         if self._closed or not (self._thread is not None or self._start()):
             return False
         # Without the lock: a signal handler that comes now may wait for what another thread posts here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["ANSWER_SECONDS", "Client", "Connection", "end_requests"]
 
@@ -37,14 +36,13 @@ class Client:
     A separate thread makes the requests, because the server may never answer one. The thread starts with the first
     request and ends when the client is dropped. After a request has timed out, its thread ends as soon as it can, and
     the next request starts a new connection and a new thread. The thread is a daemon, so it does not keep the process
-    alive. In a forked child the client starts anew.
+    alive.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._lock = ProcessLock()  # guards what follows
         self._line: queue.SimpleQueue[_Asked | None] | None = None
-        self._process = os.getpid()
 
     def ask(self, request: Callable[[Any], Any]) -> Any:
         """Call ``request`` with the store and return its result. Repeats it once if the connection breaks; then raises
@@ -63,8 +61,8 @@ class Client:
         if _is_ending:
             raise RuntimeError("the process is ending: it asks the ranks' store nothing more")
         with self._lock:
-            if self._line is None or self._process != os.getpid():
-                self._line, self._process = self._start(), os.getpid()
+            if self._line is None:
+                self._line = self._start()
             line = self._line
             line.put((request, asked))
         if not wait([asked], ANSWER_SECONDS).done:
@@ -115,13 +113,6 @@ def end_requests() -> None:
     deadline = time.monotonic() + _END_SECONDS
     for thread, _ in lines:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _is_ending
-    _is_ending = False
-    _lines.clear()
 
 
 def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -> None:

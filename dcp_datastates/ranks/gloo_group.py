@@ -16,13 +16,13 @@ accepted yet.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -30,7 +30,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.ending import at_exit
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import Connection
 
 __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]
@@ -57,6 +58,9 @@ _abandoned_lock = ProcessLock()  # guards _abandoned
 _abandoned: list[tuple[Any, Any]] = []
 
 Check = Callable[[], None]
+
+
+_alive: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
 
 class GroupBroken(Exception):
@@ -208,6 +212,7 @@ class GlooGroup:
         self._rank, self._world = meeting.rank, meeting.world
         self._address = address
         self._pending: Any = None
+        _alive.add(self)
         # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
         # The caller holds the meeting until it returns: C++ does not keep the Python object alive.
         try:
@@ -380,13 +385,14 @@ def _keep_abandoned() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
 
 
-@after_fork
-def _forget_in_child() -> None:
-    _keep_abandoned()  # their destructors would wait for the parent's threads
-    _abandoned.clear()
+def _keep_all() -> None:
+    for group in _alive:  # in a child, their destructors would wait for the parent's threads
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _keep_abandoned()
 
 
-atexit.register(_keep_abandoned)  # the end of the interpreter must not wait for them
+os.register_at_fork(after_in_child=_keep_all)
+at_exit(_keep_abandoned)  # the end of the interpreter must not wait for them
 
 
 def _unblock(backend: Any, rank: int, world: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock, enter
 from dcp_datastates.ranks.connection import Client, Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 
@@ -223,6 +223,7 @@ def rank_set_of(process_group: Any) -> RankSet:
 
     Raises :class:`ConfigurationError` if it is no group, or does not contain this process.
     """
+    enter("work with the ranks of a group")
     check_group(process_group)
     if not dist.is_available() or not dist.is_initialized():
         return ALONE

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from typing import Final
 
 from dcp_datastates.config import WhenBehind
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.call import DROPPED, SKIPPED
 from dcp_datastates.saving.operation import SaveOperation
@@ -79,8 +79,3 @@ def make_room(limit: int, mode: WhenBehind) -> int:
         if save.leave_out(DROPPED):
             break
     return 0
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _saves.clear()

@@ -10,7 +10,6 @@ from typing import Any, Final
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
 from dcp_datastates.process.callbacks import call_back
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
@@ -28,7 +27,7 @@ def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
     """Call ``listener`` with the :class:`SaveRecord` of each save of this process, after its outcome is known.
 
     Listeners and callbacks of futures run in one thread, one after another; no save waits for them, so they may save,
-    and wait for saves. What a listener raises is logged. In a forked child it is gone.
+    and wait for saves. What a listener raises is logged.
 
     Returns:
         A function that ends this.
@@ -152,8 +151,3 @@ def _committed(record: SaveRecord) -> str:
         f"committed {record.path!r}{of} in {record.seconds:.2f} s; this rank wrote "
         f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){linked}{waited}"
     )
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _listeners.clear()

@@ -44,7 +44,6 @@ from dcp_datastates.planning.reuse import (
     worth_linking,
 )
 from dcp_datastates.planning.write_job import WriteJob
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.operation import SaveOperation
@@ -61,7 +60,6 @@ _STREAM: Final = "the tensors of a save"
 """In the engine's messages, in place of a path."""
 
 _committed: Final = CommittedChunks()
-after_fork(_committed.clear)
 
 
 def remember(save: SaveOperation, chunks: Mapping[ChunkKey, StoredChunk]) -> None:

@@ -16,7 +16,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.upload import MOST_FILES_AT_ONCE, Upload
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
@@ -121,11 +120,6 @@ def _abort_all() -> None:
     until = time.monotonic() + _LAST_SECONDS
     for upload in list(_uploads):
         upload.abort(until)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _uploads.clear()
 
 
 at_end(_abort_all, Phase.GIVE_UP)

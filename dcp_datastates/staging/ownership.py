@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.wrappers import inner_tensors, layers
-from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
     "STABLE",
@@ -43,8 +42,8 @@ UNOWNED: Final = 1
 _FIRST_OWNED: Final = 2
 _PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
 
-_lock = ProcessLock()  # guards what follows
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# No lock: the hook before a step runs in children, too, and single operations of dicts and sets are atomic.
+_known: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _torn: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -60,17 +59,15 @@ and so ``Module.to`` under FSDP2). Optimizers neither pickle nor copy attributes
 
 def never_defer(optimizer: Optimizer) -> None:
     """Note that a step of ``optimizer`` is captured into a graph: no hook is called before its replays."""
-    with _lock:
-        _known.add(optimizer)
-        _captured.add(optimizer)
+    _known[optimizer] = None
+    _captured.add(optimizer)
 
 
 def stepped(optimizer: Optimizer) -> None:
     """Note that ``optimizer`` steps outside a graph capture. Keeps a weak reference."""
     if optimizer not in _stepped:
-        with _lock:
-            _known.add(optimizer)
-            _stepped.add(optimizer)
+        _known[optimizer] = None
+        _stepped.add(optimizer)
 
 
 def _is_announced(optimizer: Optimizer) -> bool:
@@ -115,16 +112,14 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
             raise ConfigurationError(
                 f"track(also=…) takes tensors, not a {type(each).__name__}; of a module, pass module.parameters()"
             )
-    with _lock:
-        _known.add(optimizer)
-        _torn.discard(optimizer)
-        vars(optimizer)[_ALSO] = further
+    vars(optimizer)[_ALSO] = further
+    _known[optimizer] = None
+    _torn.discard(optimizer)
 
 
 def known_optimizers() -> list[Optimizer]:
     """The live optimizers that have stepped or were passed to :func:`track`."""
-    with _lock:
-        return list(_known)
+    return [each for known in _known.keyrefs() if (each := known()) is not None]
 
 
 def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -245,8 +240,7 @@ class Ownership:
         for optimizer in self._optimizers:
             if id(optimizer) not in owners or optimizer in _torn:
                 continue
-            with _lock:
-                _torn.add(optimizer)
+            _torn.add(optimizer)
             logger.warning(
                 "from now on, saves copy the tensors of %s at the call: a save of them was torn. track(optimizer) "
                 "defers them again",

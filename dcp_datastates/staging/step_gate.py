@@ -12,6 +12,7 @@ The hooks stay installed. While no save is in flight, they only check an empty d
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,6 @@ from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.gradient_hooks import hooked, on_gradient
 from dcp_datastates.io.untraced import compiles_backward, untraced
 from dcp_datastates.process.ending import at_end
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
 
 if TYPE_CHECKING:
@@ -206,11 +206,8 @@ def _offloaded(parameter: torch.Tensor) -> bool:
     )
 
 
-@after_fork
-def _forget_in_child() -> None:
-    _gated.clear()
-
-
+# The hooks run in children, too (a DataLoader's worker moves its batches to shared memory), and must not wait there.
+os.register_at_fork(after_in_child=_gated.clear)
 register_optimizer_step_pre_hook(_before_step)
 for _name in _MOVES_MEMORY:
     if hasattr(torch.UntypedStorage, _name):

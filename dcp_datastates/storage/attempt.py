@@ -12,7 +12,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Attempt", "Ticket", "next_attempt"]
 
@@ -26,8 +26,8 @@ would be the newest for ever.
 class Attempt:
     """One attempt. Newer ones compare greater, also across restarts of the job.
 
-    ``incarnation`` is the time of the coordinator's start, in nanoseconds since the epoch, or a greater number if the
-    coordinator has seen an attempt as new; ``sequence`` counts the coordinator's saves.
+    ``incarnation`` is the time of the coordinator's first save, in nanoseconds since the epoch, or a greater number if
+    it has seen an attempt as new; ``sequence`` counts the coordinator's saves.
     """
 
     incarnation: int
@@ -51,15 +51,8 @@ class Attempt:
 
 
 _counter_lock = ProcessLock()  # guards what follows
-_incarnation = time.time_ns() + secrets.randbits(30)
+_incarnation = 0  # until the first attempt: children that were forked before it would have the same
 _sequence = 0
-
-
-@after_fork
-def _draw_again_in_child() -> None:
-    # In an object store nothing but the number keeps two processes' attempts apart.
-    global _incarnation
-    _incarnation += 1 + secrets.randbits(30)
 
 
 def next_attempt(after: Attempt | None) -> Attempt:
@@ -67,6 +60,8 @@ def next_attempt(after: Attempt | None) -> Attempt:
     global _incarnation, _sequence
     with _counter_lock:
         _sequence += 1
+        if not _incarnation:
+            _incarnation = time.time_ns() + secrets.randbits(30)
         if after is not None and after >= Attempt(_incarnation, _sequence):
             _incarnation = max(after.incarnation, time.time_ns()) + 1 + secrets.randbits(30)
         return Attempt(_incarnation, _sequence)

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.worker import Worker
 
 __all__ = [
@@ -191,10 +191,3 @@ def _rest(worker: Worker) -> None:
         worker.finish()
     else:
         _idle.append(worker)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _hung.clear()
-    _idle.clear()
-    _current.work = None

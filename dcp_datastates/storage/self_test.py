@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import operations, presence, trials
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.local import explained
@@ -223,8 +223,3 @@ def examine(root: Location) -> Findings:
         for operation, cause in causes.items()
     )
     return Findings(root, answers, time.monotonic() - began)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _known.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.object_store import ObjectStore
 
 __all__ = ["name_root", "register", "store_of"]
@@ -16,8 +16,6 @@ _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abf
 _lock = ProcessLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
 _openers: dict[str, Callable[[str], ObjectStore]] = {}
-_lost = False
-"""Whether this process was forked from one that had opened a store."""
 
 
 def register(scheme: str, opener: Callable[[str], ObjectStore]) -> None:
@@ -41,31 +39,16 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
     """The store at ``root``, such as ``s3://bucket``: through obstore, as :func:`register` says, or through fsspec for
     other schemes and if there are ``options`` (fsspec's ``storage_options``). Any thread.
 
-    Raises :class:`ConfigurationError` if the library is not installed or refuses the options; :class:`StorageError` in
-    a process that was forked from one that had opened a store, as the libraries' threads do not live on in it.
+    Raises :class:`ConfigurationError` if the library is not installed or refuses the options.
     """
     by_options = repr(sorted(options.items())) if options else ""
     with _lock:
-        if _lost:
-            raise StorageError(
-                None,
-                "this process was forked from one that had used an object store: use start method 'spawn' or "
-                "'forkserver' for processes that read or write checkpoints there",
-                root,
-            )
         scheme = root.partition("://")[0]
         if scheme in _openers and not options:
             _opened[root, by_options] = _openers[scheme](root)
         elif (root, by_options) not in _opened:
             _opened[root, by_options] = _open(root, options)
         return _opened[root, by_options]
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _lost
-    _lost = _lost or bool(_opened)
-    _opened.clear()
 
 
 def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:

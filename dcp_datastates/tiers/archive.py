@@ -29,7 +29,7 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
 )
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import SharedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
@@ -312,11 +312,6 @@ def _finish_at_end() -> None:
         if not archive.wait(max(0.0, archive.exit_timeout - (time.monotonic() - began))):
             logger.warning("the process ends before all is archived below %s", archive.slow)
         archive.close()
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _archives.clear()
 
 
 at_end(_finish_at_end, Phase.GIVE_UP)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dcp_datastates.config import RamConfig
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock, refuse_in_child
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
@@ -261,6 +261,7 @@ def configure_ram(
     Raises:
         ConfigurationError: an option has a value that cannot work, or the job has named a ``ram://`` store already.
     """
+    refuse_in_child("configure_ram()")
     global _config
     chosen = RamConfig.checked(peers=peers, size=size, rate=rate, directory=directory, node=node)
     with _lock:
@@ -297,12 +298,6 @@ def _current() -> _Job:
 def _leave() -> None:
     if _job is not None:
         _job.leave(_LINGER_SECONDS)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _job
-    _job = None
 
 
 at_end(_leave, Phase.LEAVE)

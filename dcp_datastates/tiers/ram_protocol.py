@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import select
 import socket
 import struct
@@ -27,7 +28,6 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates._native import crc32c
-from dcp_datastates.process.forks import after_fork
 
 __all__ = [
     "TOKEN_BYTES",
@@ -225,9 +225,9 @@ def listen(host: str) -> socket.socket:
     return listening
 
 
-@after_fork
 def _close_in_child() -> None:
-    # Else the other end would not notice when this process has ended.
-    for each in list(_sockets):
+    for each in list(_sockets):  # else the other end would not notice when the parent has ended
         each.close()
-    _sockets.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
@@ -294,8 +294,3 @@ def open_ram(root: str) -> RamStore:
         if root not in _opened:
             _opened[root] = RamStore(root, ram_nodes.nodes)
         return _opened[root]
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _opened.clear()

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 from dcp_datastates.checkpoints.listing import checkpoints
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError
@@ -156,8 +155,3 @@ def _put_if_absent(unfinished: Path, target: Path) -> None:
         operations.rename(unfinished, target, _PHASE)
         return
     operations.unlink(unfinished, _PHASE)
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _loaded_from.clear()

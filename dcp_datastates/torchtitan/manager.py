@@ -44,6 +44,7 @@ from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.library_state import is_ours
+from dcp_datastates.process.forks import in_child
 from dcp_datastates.storage.object_path import is_url, locate
 from dcp_datastates.torchtitan.hugging_face import (
     hugging_face_assets,
@@ -172,7 +173,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._closed = False
 
     def __del__(self) -> None:
-        self.close()
+        if not in_child():
+            self.close()
 
     # ---- saving --------------------------------------------------------------------------------
 

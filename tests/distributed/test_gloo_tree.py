@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -420,6 +422,23 @@ def test_a_rank_that_would_leave_when_the_others_connect_already_connects_first(
     meetings = _met(store, [leaves, _nothing], monkeypatch, late)
     groups = together(meetings, lambda meeting, _: GlooGroup(meeting, lambda: None))
     assert all(isinstance(group, GlooGroup) for group in groups), groups
+    for group in groups:
+        group.leave()
+
+
+def test_a_forked_child_that_drops_its_parents_groups_ends_as_any_other():
+    store = MemoryStore()
+    meetings = [
+        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in rank_set(2, store)
+    ]
+    groups = together(meetings, lambda meeting, _: GlooGroup(meeting, lambda: None))
+    assert all(isinstance(group, GlooGroup) for group in groups), groups
+    child = os.fork()
+    if child == 0:
+        del groups  # gloo's destructor crashes where its threads are missing
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for group in groups:
         group.leave()
 

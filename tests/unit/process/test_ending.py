@@ -37,40 +37,6 @@ def test_an_interpreter_that_only_imports_or_makes_a_writer_ends_cleanly(tmp_pat
     assert not (tmp_path / "c").exists()
 
 
-def test_a_child_forked_with_a_save_in_flight_saves_and_loads_on_its_own(tmp_path):
-    path = tmp_path / "c"
-    ended = run_script(
-        """
-        state, optimizer = owned(1)
-        ours = writer(read_deadline=3600)
-        future = dcp.async_save(state, storage_writer=ours)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(25)  # kills this child if it hangs
-            code = 1
-            try:
-                mine = {"w": torch.full((1_000_000,), 2.0)}
-                dcp.save(mine, storage_writer=writer(path + "-child"), no_dist=True)
-                code = 0 if number_at(path + "-child") == 2.0 else 2
-                later = dcp.async_save(mine, storage_writer=writer(path + "-child-async"), no_dist=True)
-                later.result(20)
-                code = code or (0 if number_at(path + "-child-async") == 2.0 else 3)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        optimizer.step()
-        future.result(30)
-        assert number_at() == 1.0
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0, os.waitstatus_to_exitcode(status)
-        """,
-        path,
-    )
-    ended.assert_clean()
-
-
 def test_children_that_come_and_go_while_saves_are_written_harm_neither(tmp_path):
     path = tmp_path / "c"
     run_script(

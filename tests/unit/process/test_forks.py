@@ -1,131 +1,96 @@
-"""Forked children: no lock of the parent's is held there, and no module has state that nothing forgets."""
+"""Forked children: one error refuses every call, and what runs without a call does nothing."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import importlib
-import inspect
-import pkgutil
-import queue
-import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from support.jobs.scripts import run_script
 
 import dcp_datastates
-from dcp_datastates.process import forks
 
-LOCKS = (
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.Condition,
-    threading.Event,
-    threading.Semaphore,
-    queue.Queue,
-    queue.SimpleQueue,
-)
+ROOT = Path(dcp_datastates.__file__).parent
 
-VALID_IN_A_CHILD = {
-    "dcp_datastates.storage.attempt": "names of attempts stay unique: they are claimed on storage",
-    "dcp_datastates.checkpoints.first_rank": "counted by process group, which a child does not have",
-    "dcp_datastates.ranks.rank_set": "looked up by the default group's store",
-    "dcp_datastates.commit.publish": "what was published still is",
-    "dcp_datastates.dcp.compat": "a warning that was given",
-    "dcp_datastates.process.ending": "a child that is forked at the end ends, too",
-    "dcp_datastates.storage.failpoints": "what the environment said",
-    "dcp_datastates.storage.presence": "when storage last failed",
-    "dcp_datastates.process.forks": "the registry itself",
-    "dcp_datastates.io.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
-    "dcp_datastates.staging.ownership": "the optimizers exist in the child, too",
-    "dcp_datastates.manager.naming": "names of models, which exist in the child, too",
-    "dcp_datastates.manager.live_optimizer": "names of parameters, which exist in the child, too",
-    "dcp_datastates.manager.optimizers": "what is kept for optimizers, which exist in the child, too",
-    "dcp_datastates.format.metadata_check": "caches of constants",
-    "dcp_datastates.format.dcp_stub": "caches of constants",
-    "dcp_datastates.format.metadata_document": "caches of constants",
-    "dcp_datastates.storage.operations": "numbers of a trace",
-    "dcp_datastates.saving.output": "a line that was logged",
-    "dcp_datastates.checkpoints.listing": "lines that were logged",
+AT_FORKS_AND_ENDS = {
+    "process/forks.py": "the flag that every call asks",
+    "process/ending.py": "the one registration for the end of the process, which asks the flag",
+    "process/garbage.py": "the child's own program runs with the garbage collector",
+    "ranks/gloo_group.py": "destructors of gloo wait for threads, which a child does not have",
+    "staging/step_gate.py": "an optimizer's step in a child must not wait for the parent's reads",
+    "tiers/ram_protocol.py": "a connection that a child holds open, too, does not end with the parent",
 }
-"""Modules whose state a child may go on with, and why."""
+"""The files that register with ``atexit`` or ``os.register_at_fork``, and why."""
 
-_CONTAINERS = {
-    *("dict", "list", "set", "OrderedDict", "defaultdict", "deque", "count"),
-    *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+CALLS = """
+import inspect, threading
+import dcp_datastates as ds
+
+HARMLESS = {
+    *("on_save", "parse_size", "track"),  # they note, or compute
+    *("Keep", "AutoInterval", "PerRank", "RngState", "Trainable", "Report", "Damage", "Comparison", "Conversion"),
+    *("Difference", "SaveRecord", "SaveStats", "SaveHandle", "DataStatesSavePlanner"),  # values, made by other calls
+    *("validate_checkpoint_id", "checkpoint_id", "rank_set", "config", "path", "path_of", "root", "interval"),
+    *("close", "failures", "stats", "record", "last_save", "enter", "add", "should_synchronize_after_execute"),
+    *("captured", "committed", "archived", "staging_completion", "upload_completion"),  # futures, which are asked below
+    *("prepare_local_plan", "prepare_global_plan", "write_data", "finish"),  # DCP has made other calls before
 }
 
+def calls(*objects):
+    "Every function of the API, and every method of these objects, as calls with an argument for each parameter."
+    for name in ds.__all__:
+        thing = getattr(ds, name)
+        if name not in HARMLESS and not (isinstance(thing, type) and issubclass(thing, Exception)):
+            yield name, thing
+    for thing in objects:
+        for name in dir(type(thing)):
+            if not name.startswith("_") and name not in HARMLESS and hasattr(ds, type(thing).__name__):
+                yield f"{type(thing).__name__}.{name}", lambda name=name, thing=thing: getattr(thing, name)
+    yield "future.result", lambda: handle.committed.result
+    yield "future.done", lambda: handle.captured.done
+    yield "future.exception", lambda: handle.captured.exception
+    yield "future.add_done_callback", lambda: handle.committed.add_done_callback
 
-def _modules() -> list[ModuleType]:
-    found = pkgutil.walk_packages(dcp_datastates.__path__, "dcp_datastates.")
-    names = [info.name for info in found if not info.name.endswith(("__main__", "_native"))]
-    modules = []
-    for name in names:
-        # What integrates a library needs the library itself:
-        optional = name.split(".")[1] in (
-            *("torchtitan", "deepspeed", "lightning", "huggingface", "megatron"),
-        )
-        with contextlib.suppress(*[ImportError] * optional):
-            modules.append(importlib.import_module(name))
-    return modules
+def make(call):
+    if inspect.isfunction(call) and call.__name__ == "<lambda>":
+        call = call()
+    needed = [
+        None
+        for each in inspect.signature(call).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    named = {
+        each.name: None
+        for each in inspect.signature(call).parameters.values()
+        if each.default is each.empty and each.kind is each.KEYWORD_ONLY
+    }
+    call(*needed, **named)
 
-
-def _mutable_names(module: ModuleType) -> set[str]:
-    """Names of a module that functions rebind, or that are bound to a container and are no constants."""
-    tree = ast.parse(inspect.getsource(module))
-    names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
+def check_refused(*objects, least):
+    count = 0
+    for name, call in calls(*objects):
+        try:
+            make(call)
+        except ds.ForkedProcessError as error:
+            assert f"was forked from process {parent}" in str(error) and "spawn" in str(error), error
+            count += 1
         else:
-            continue
-        made = value.func if isinstance(value, ast.Call) else None
-        called = getattr(made, "attr", getattr(made, "id", ""))
-        if called in _CONTAINERS or isinstance(value, (ast.Dict, ast.List, ast.Set)):
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name for name in names if not name.isupper() and not name.startswith("__")}
+            raise AssertionError(f"{name} is not refused")
+    assert count >= least, count
 
+parent = os.getpid()
+"""
+"""Calls of the whole API, for programs."""
 
-MODULES = _modules()
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_lock_of_a_module_is_free_in_a_child(module: ModuleType) -> None:
-    bare = [name for name, value in vars(module).items() if isinstance(value, LOCKS)]
-    assert bare == [], "use forks.ProcessLock"
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_module_with_state_says_what_a_child_forgets(module: ModuleType) -> None:
-    names = _mutable_names(module)
-    if module.__name__ in VALID_IN_A_CHILD:
-        assert names, f"{module.__name__} has no state any more: take it off the list"
-        return
-    assert not names or module.__name__ in forks.handled(), (
-        f"{names}: use forks.after_fork, or say in this file why a child may keep them"
-    )
-
-
-def test_a_child_forked_while_every_lock_is_held_saves_and_loads(tmp_path: Path) -> None:
-    ended = run_script(
-        """
-import threading
-import dcp_datastates
-state, optimizer = owned(1)
-dcp.async_save(state, storage_writer=writer()).result(30)  # makes what is made at first use
+HOLD = """
 locks = [
     value
     for name, module in sorted(sys.modules.items())
     if name.startswith("dcp_datastates")
-    for value in vars(module).values()
-    if hasattr(type(value), "__enter__") and "Lock" in type(value).__name__ or
-    type(value).__name__ == "lock"
+    for thing in [module, handle, handle.committed, manager, *vars(manager).values(), ours, ours._saves]
+    for value in getattr(thing, "__dict__", {}).values()
+    if "lock" in type(value).__name__.lower() or isinstance(value, threading.Condition)
 ]
-assert len(locks) > 5, locks
+assert len(locks) > 15, locks
 held, done = threading.Event(), threading.Event()
 
 def hold():
@@ -136,29 +101,125 @@ def hold():
         held.set()
         done.wait()
 
-holder = threading.Thread(target=hold)
+holder = threading.Thread(target=hold, daemon=True)
 holder.start()
 held.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(25)  # kills this child if it hangs
-    code = 1
-    try:
-        mine, optimizer = owned(2)
-        future = dcp.async_save(mine, storage_writer=writer(path + "-child"), no_dist=True)
+"""
+"""A thread that holds every lock of the package's modules, and those of some objects."""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "os._exit(0)"])
+def test_a_child_that_was_forked_while_every_lock_was_held_is_refused_and_ends(
+    ending: str, tmp_path: Path
+) -> None:
+    ended = run_script(
+        """
+        state, optimizer = owned(1)
+        keep = ds.Keep(best=("loss", "min"))
+        manager = ds.CheckpointManager(path + "-manager", every=1, keep=keep, on_signal=[signal.SIGUSR2])
+        reader, ours = DataStatesReader(path), writer(read_deadline=3600)
+        handle = ds.async_save(state, path, writer=ours)
+        """
+        + _indented(HOLD)
+        + f"""
+        with manager:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(25)  # kills this child if it hangs
+                check_refused(manager, reader, ours, handle, least=40)
+                optimizer.step()  # hooks
+                state["w"].sum().backward()
+                torch.zeros(3).share_memory_()
+                track(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]))
+                import gc
+                del manager, reader, ours, handle, state, optimizer
+                gc.collect()
+                assert os.fork() or os._exit(0) is None
+                {ending}
+            _, status = os.waitpid(child, 0)
+            done.set()
+            holder.join()
+            assert os.waitstatus_to_exitcode(status) == 0, os.waitstatus_to_exitcode(status)
+        assert not handle.committed.done()
         optimizer.step()
-        future.result(20)
-        code = 0 if number_at(path + "-child") == 2.0 else 2
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-_, status = os.waitpid(child, 0)
-done.set()
-holder.join()
-assert os.waitstatus_to_exitcode(status) == 0, os.waitstatus_to_exitcode(status)
-""",
+        handle.result(30)
+        assert number_at() == 1.0
+        """,
+        tmp_path / "c",
+        preface=CALLS,
+    )
+    ended.assert_clean()
+
+
+def test_processes_of_multiprocessing_are_refused_and_their_children_too(tmp_path: Path) -> None:
+    ended = run_script(
+        """
+        import multiprocessing
+        state, optimizer = owned(1)
+        handle = ds.async_save(state, path, read_deadline=3600)
+        context = multiprocessing.get_context("fork")
+
+        def run(depth):
+            signal.alarm(25)
+            check_refused(least=20)
+            if depth:
+                process = context.Process(target=run, args=(depth - 1,))
+                process.start()
+                process.join()
+                assert process.exitcode == 0
+
+        run_in = context.Process(target=run, args=(1,))
+        run_in.start()
+        run_in.join()
+        assert run_in.exitcode == 0
+        optimizer.step()
+        handle.result(30)
+        assert number_at() == 1.0
+        """,
+        tmp_path / "c",
+        preface=CALLS,
+    )
+    ended.assert_clean()
+
+
+def test_children_of_a_process_that_has_only_imported_the_package_save_and_load(
+    tmp_path: Path,
+) -> None:
+    ended = run_script(
+        """
+        import dcp_datastates as ds
+        ds.configure_engine(copy_threads=1)
+        state, optimizer = owned(0)
+        optimizer.step()
+        children = []
+        for number in (1, 2):
+            child = os.fork()
+            if child == 0:
+                mine, optimizer = owned(number)
+                ds.save(mine, f"{path}-{number}")
+                assert number_at(f"{path}-{number}") == number
+                sys.exit(0)
+            children.append(child)
+        for child in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ds.save(state, path)
+        names = {ds.inspect(where).attempt for where in (path, path + "-1", path + "-2")}
+        assert len(names) == 3, names
+        """,
         tmp_path / "c",
     )
     ended.assert_clean()
+
+
+def test_every_function_for_forks_and_ends_of_the_process_has_a_reason() -> None:
+    found = {
+        str(file.relative_to(ROOT))
+        for file in ROOT.rglob("*.py")
+        for call in ("register_at_fork(", "atexit.register(", "_register_atexit")
+        if call in file.read_text()
+    }
+    assert found == set(AT_FORKS_AND_ENDS), "use process/ending.py, or say in this file why"
+
+
+def _indented(text: str) -> str:
+    return "".join(f"        {line}" for line in text.splitlines(keepends=True))

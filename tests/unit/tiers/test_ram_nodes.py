@@ -51,14 +51,6 @@ def test_a_process_alone_uses_its_node(tmp_path: Path):
             assert "comes too late" in str(error)
         else:
             raise AssertionError
-        child = os.fork()
-        if child == 0:
-            try:
-                dcp_datastates.load(place)
-            except dcp_datastates.StorageError as error:
-                os._exit(7 if "forked" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         dcp_datastates.delete("ram://run/step-1")
         """,
         tmp_path / "memory",
