@@ -5,6 +5,7 @@ If a state has the structure of an earlier one, it is not flattened, and the ran
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,6 @@ from dcp_datastates.planning.serializer import Serializer
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
@@ -118,7 +118,7 @@ class ColumnPlanning:
         self._reported = b""  # digest
         self.is_cached = False
 
-    @lazily
+    @functools.cached_property
     def items(self) -> Sequence[WriteItem]:
         assert self._share is not None, "take() comes first"
         return self._share.items

@@ -8,6 +8,7 @@ save. So a save whose structure is unchanged sends a few bytes each way.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Final
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
-from dcp_datastates.process.lazily import lazily
 
 __all__ = ["Answer", "Offer", "RankReport", "Report"]
 
@@ -99,7 +99,7 @@ class Report:
         names = tuple((name, nbytes, table) for name, nbytes, table in json.loads(bytes(files)))
         return Report(names, first, *others)
 
-    @lazily
+    @functools.cached_property
     def digest(self) -> bytes:
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 

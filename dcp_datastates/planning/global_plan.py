@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import OrderedDict
@@ -20,7 +21,6 @@ from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.planning.save_planning import Compose, Document
-from dcp_datastates.process.lazily import lazily
 from dcp_datastates.storage.claims import Claim
 
 __all__ = ["GlobalPlan"]
@@ -43,7 +43,7 @@ class GlobalPlan:
         self._locals = locals_
         self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
 
-    @lazily
+    @functools.cached_property
     def _samples(self) -> Samples:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
@@ -93,7 +93,7 @@ class GlobalPlan:
             known.popitem(last=False)
         return report
 
-    @lazily
+    @functools.cached_property
     def _slots(self) -> list[Ints]:
         """For each rank, its items' places in the chunk table: the number of a chunk, or ``-1 - n`` for
         object ``n``.

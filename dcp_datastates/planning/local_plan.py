@@ -7,6 +7,7 @@ share it.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from dcp_datastates.format.fields import pack_value, packed_unknown_values, set_
 from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of, volumes
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
-from dcp_datastates.process.lazily import lazily
 
 __all__ = [
     "OBJECT",
@@ -153,12 +153,12 @@ class LocalPlan:
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
-    @lazily
+    @functools.cached_property
     def digest(self) -> bytes:
         """The digest of the encoding, 16 bytes."""
         return digest_of(self._encoded)
 
-    @lazily
+    @functools.cached_property
     def _encoded(self) -> bytes:
         return pack(_PLAN, [_encode_head(self), pack_ints(self.offsets), pack_ints(self.sizes)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
-from dcp_datastates.process.lazily import lazily
 
 __all__ = ["RankPlan"]
 
@@ -54,12 +54,12 @@ class RankPlan:
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
-    @lazily
+    @functools.cached_property
     def digest(self) -> bytes:
         """The digest of the encoding, 16 bytes."""
         return digest_of(self._encoded)
 
-    @lazily
+    @functools.cached_property
     def _encoded(self) -> bytes:
         columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
         return pack(_PLAN, [pack_ints(column) for column in columns])

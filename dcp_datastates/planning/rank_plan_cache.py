@@ -11,6 +11,7 @@ It has two parts:
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Held
-from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
@@ -52,7 +52,7 @@ class Share:
     sent: bytes = b""
     """Digest of the latest report."""
 
-    @lazily
+    @functools.cached_property
     def items(self) -> list[WriteItem]:
         """The share's items. A share that is written as it was prepared does not need them."""
         return self.final.write_items(self.plan)

@@ -6,6 +6,7 @@ no Python loop over tensors.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.format.fields import pack_value
-from dcp_datastates.process.lazily import lazily
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -41,7 +41,7 @@ class Fingerprint:
     def __hash__(self) -> int:
         return self._hash
 
-    @lazily
+    @functools.cached_property
     def _hash(self) -> int:
         return hash((self.structure, self.forms, len(self.specs)))
 
