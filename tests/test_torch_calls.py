@@ -34,7 +34,6 @@ WEAK = {
     "manager/live_optimizer.py": "optimizers",
     "manager/naming.py": "models",
     "manager/optimizers.py": "optimizers",
-    "process/forks.py": "locks",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
     "tiers/ram_protocol.py": "sockets",

@@ -12,7 +12,6 @@ from typing import Final
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Deletions"]
 
@@ -34,7 +33,7 @@ class Deletions:
     """
 
     def __init__(self) -> None:
-        self._lock = ProcessLock()  # guards _due, _thread
+        self._lock = threading.RLock()  # guards _due, _thread
         self._due: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         _all.add(self)

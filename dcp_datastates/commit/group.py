@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.beats import Beat, Loss
@@ -67,7 +67,7 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = ProcessLock()  # guards the next three, and _drawn
+        self._lock = threading.RLock()  # guards the next three, and _drawn
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self._calls = 0
@@ -80,7 +80,7 @@ class CommitGroup:
         self._expected: int | None = None  # the next round; commit thread only; None at first
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
-        self._order_lock = ProcessLock()  # guards the next three
+        self._order_lock = threading.RLock()  # guards the next three
         self._announced: set[int] = set()  # numbers of rounds that are to come
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
@@ -94,7 +94,7 @@ class CommitGroup:
                 rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
-        self._attached_lock = ProcessLock()  # guards _attached
+        self._attached_lock = threading.RLock()  # guards _attached
         self._attached: AttachedContext | None = None
 
     # ---- any thread --------------------------------------------------------------------------

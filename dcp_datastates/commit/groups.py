@@ -6,13 +6,12 @@ import threading
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.process.ending import at_exit
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import end_requests
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
 
 __all__ = ["commit_group"]
 
-_groups_lock = ProcessLock()  # guards _groups
+_groups_lock = threading.RLock()  # guards _groups
 _groups: dict[tuple[int, ...], CommitGroup] = {}
 
 

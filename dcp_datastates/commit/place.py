@@ -7,6 +7,7 @@ path is the newest attempt that is committed there (``storage/attempts.py``). No
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import (
     attempts,
     claims,
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED: Final = 64
 
-_lock = ProcessLock()  # guards _committed
+_lock = threading.RLock()  # guards _committed
 _committed: OrderedDict[ObjectPath, Attempt] = OrderedDict()
 """By path: what this process has committed there last."""
 

@@ -22,7 +22,6 @@ from typing import Final
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.ending import at_exit
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.peer_watch import GATE_SECONDS
@@ -40,7 +39,7 @@ _BEGIN_SECONDS: Final = 60.0
 _LEAVE_SECONDS: Final = 60.0
 """How long DCP's thread may live on after the outcome of its save, before the next save begins."""
 
-_lock = ProcessLock()  # guards _turns and _watch
+_lock = threading.RLock()  # guards _turns and _watch
 _turns: list[Turn] = []  # in order
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Hashable
 from typing import Final
 
@@ -24,7 +25,7 @@ from dcp_datastates._native import (
 from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end, at_exit
-from dcp_datastates.process.forks import ProcessLock, refuse_in_child
+from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
@@ -39,7 +40,7 @@ DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 _SPARE_BYTES: Final = MIN_HOST_CACHE_BYTES
 """What a cache has beside a state that fits it: for the loads' share, and for copies at the call."""
 
-_lock = ProcessLock()  # guards _engine
+_lock = threading.RLock()  # guards _engine
 _engine: Engine | None = None
 _config = EngineConfig()
 _too_small = False  # the log says so

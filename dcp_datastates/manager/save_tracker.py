@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Final, Literal
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
@@ -119,7 +119,7 @@ class SaveTracker:
         self._begun = 0
         self._newest: _Save | None = None
         self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
-        self._lock = ProcessLock()  # guards what follows, and the failures
+        self._lock = threading.RLock()  # guards what follows, and the failures
         self._committed = 0  # the number of the newest committed save
         self._waiting: list[_Waiting] = []
 

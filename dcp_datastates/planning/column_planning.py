@@ -5,8 +5,10 @@ If a state has the structure of an earlier one, it is not flattened, and the ran
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,7 +42,6 @@ from dcp_datastates.planning.replicas import Held, sample
 from dcp_datastates.planning.save_planning import Compose
 from dcp_datastates.planning.serializer import Serializer
 from dcp_datastates.planning.write_job import WriteJob
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
@@ -69,7 +70,7 @@ class PlanOptions:
 class RankPlanner:
     """One rank's plan caches, for any number of saves. Any thread may use it."""
 
-    lock: ProcessLock = field(default_factory=ProcessLock)
+    lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
     """Guards the caches. No thread waits for another rank while it holds the lock."""
     of_rank: RankPlanCache = field(default_factory=RankPlanCache)
     of_coordinator: PlanCache = field(default_factory=PlanCache)

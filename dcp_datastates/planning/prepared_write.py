@@ -6,6 +6,7 @@ Each save then only looks up the tensors' present addresses, in a few operations
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out_items
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.reuse import LinkedFile
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.object_path import Location
 
@@ -60,7 +60,7 @@ class Prepared:
         ]
         self._columns = [_columns(layout, leaves, begins) for layout in self.layouts]
         self._count = len(items)
-        self._lock = ProcessLock()  # guards _sealed
+        self._lock = threading.RLock()  # guards _sealed
         self._sealed: OrderedDict[tuple[tuple[int, ...], ...], _Sealed] = OrderedDict()
 
     def files(

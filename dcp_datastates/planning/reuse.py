@@ -10,6 +10,7 @@ bounds these, and the number of files.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-
-from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
     "ChunkKey",
@@ -76,7 +75,7 @@ class CommittedChunks:
     """This rank's chunks of the newest committed saves. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._saves: deque[Mapping[ChunkKey, StoredChunk]] = deque(maxlen=_KEPT_SAVES)
 
     def add(self, chunks: Mapping[ChunkKey, StoredChunk]) -> None:

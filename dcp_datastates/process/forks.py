@@ -8,17 +8,13 @@ of optimizers, handlers of signals, destructors, the end of the process) asks :f
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 
 from dcp_datastates.errors import ForkedProcessError
 
-__all__ = ["ProcessLock", "enter", "in_child", "refuse_in_child"]
+__all__ = ["enter", "in_child", "refuse_in_child"]
 
 _used_by = 0  # the process that uses this package: this one, or one that this one descends from
 _in_child = False
-
-_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 
 def in_child() -> bool:
@@ -49,30 +45,3 @@ def _note_child() -> None:
 
 
 os.register_at_fork(after_in_child=_note_child)
-
-
-class ProcessLock:
-    """A lock that is free in a forked child, whichever thread of the parent held it.
-
-    It is re-entrant, because a signal handler or a garbage collection may run in the thread that holds it, and may use
-    this package. For the same reason hold it for a few statements only, and never wait while holding it: a signal
-    handler may wait for threads that need the lock.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-
-def _free_locks() -> None:
-    for lock in list(_locks):
-        lock._lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_free_locks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterator
 
-from dcp_datastates.process.forks import ProcessLock, in_child
+from dcp_datastates.process.forks import in_child
 
 __all__ = ["collection_paused"]
 
-_lock = ProcessLock()  # guards what follows
+_lock = threading.RLock()  # guards what follows
 _pausing = 0  # how many threads are within
 _resume = False  # the collector was on before the first came
 

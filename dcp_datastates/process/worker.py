@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from dcp_datastates.process.forks import ProcessLock, enter
+from dcp_datastates.process.forks import enter
 
 __all__ = ["Worker"]
 
@@ -29,7 +29,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = ProcessLock()  # guards _thread, and that no thread starts after _closed
+        self._lock = threading.RLock()  # guards _thread, and that no thread starts after _closed
         self._thread: threading.Thread | None = None
         self._closed = False
         self._ended = False

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
-from dcp_datastates.process.forks import ProcessLock
-
 __all__ = ["ANSWER_SECONDS", "Client", "Connection", "end_requests"]
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ class Client:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._line: queue.SimpleQueue[_Asked | None] | None = None
 
     def ask(self, request: Callable[[Any], Any]) -> Any:

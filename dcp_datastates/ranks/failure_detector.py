@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, Generic, TypeVar
 
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.beats import Beat, Loss, Watched
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.processes import is_gone, is_near
@@ -87,7 +86,7 @@ class FailureDetector(Generic[D]):
             for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
             if rank != rank_set.rank
         }
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._round: int | None = None
         self._decision: D | None = None  # the coordinator's, in that round
         self._store_error: str | None = None

@@ -21,6 +21,7 @@ import ctypes
 import json
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_datastates.process.ending import at_exit
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import Connection
 
 __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]
@@ -54,7 +54,7 @@ _LETTING_GO_SECONDS: Final = 5.0
 _UNUSED_TAG: Final = 0x7FFF
 """A message tag that no collective uses."""
 
-_abandoned_lock = ProcessLock()  # guards _abandoned
+_abandoned_lock = threading.RLock()  # guards _abandoned
 _abandoned: list[tuple[Any, Any]] = []
 
 Check = Callable[[], None]

@@ -33,7 +33,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
 from dcp_datastates.ranks.processes import identity
 
@@ -72,7 +71,7 @@ class Incarnation:
         self._prefix = prefix
         self._rank, self._world = rank, world
         self._is_gone = is_gone
-        self._lock = ProcessLock()  # guards _thread and _counts
+        self._lock = threading.RLock()  # guards _thread and _counts
         self._thread: threading.Thread | None = None
         self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
         self._known = threading.Event()  # the incarnation's name is known

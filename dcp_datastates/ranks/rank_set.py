@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import ProcessLock, enter
+from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.connection import Client, Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 
@@ -183,7 +184,7 @@ class _Base:
         self.address: Final = _Address(store)
         self.shared: Final = Client(self.address.connect)  # must not hold this: see connection.py
         self._kept = kept
-        self._lock = ProcessLock()  # guards _incarnations
+        self._lock = threading.RLock()  # guards _incarnations
         self._incarnations: dict[tuple[int, str], Incarnation] = {}
 
     def incarnation(self, rank_set: RankSet) -> Incarnation:
@@ -202,7 +203,7 @@ def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> RankSet:
     return RankSet(rank, ranks, _Base(store, store))
 
 
-_lock = ProcessLock()  # guards _base
+_lock = threading.RLock()  # guards _base
 _base: _Base | None = None
 
 

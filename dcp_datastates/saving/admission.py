@@ -8,11 +8,11 @@ the other ranks: if any rank leaves a save out, all do.
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import wait
 from typing import Final
 
 from dcp_datastates.config import WhenBehind
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.call import DROPPED, SKIPPED
 from dcp_datastates.saving.operation import SaveOperation
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 
-_lock = ProcessLock()  # guards _saves
+_lock = threading.RLock()  # guards _saves
 _saves: list[SaveOperation] = []
 
 

@@ -29,7 +29,6 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
 )
 from dcp_datastates.format import save_trace
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
@@ -90,7 +89,7 @@ class SaveOperation:
         self._resolved_path: Location | None = None
         # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = call.group.rank_set.store
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._phase = Phase.STAGED
         self._error = error
         self._left_out = left_out

@@ -37,7 +37,6 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.planning.column_planning import RankPlanner
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange, OtherEntryGivenUp
@@ -89,7 +88,7 @@ class RankContext:
         self._entries = 0  # number of the latest meeting
         self._gate_seconds = GATE_SECONDS
         self._moved_on = 0  # how many entries more than calls this rank has come to
-        self._dcp_lock = ProcessLock()  # held while the ranks agree on a save that DCP runs
+        self._dcp_lock = threading.RLock()  # held while the ranks agree on a save that DCP runs
         self._dcp_thread: threading.Thread | None = None  # that holds it
         self._dcp_collectives: Collectives | None = None  # made when first needed
         self._stray: set[str] = set()  # other ranks' paths in a meeting with different calls

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dcp_datastates.process.forks import ProcessLock
+import threading
+
 from dcp_datastates.saving.operation import SaveOperation
 
 __all__ = ["Saves"]
@@ -12,7 +13,7 @@ class Saves:
     """The saves of one writer. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._kept: list[SaveOperation] = []
         self._newest: SaveOperation | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Final
@@ -10,7 +11,6 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.sharing.assignment import Unit
 
 __all__ = ["KeptUnits"]
@@ -35,7 +35,7 @@ class KeptUnits:
 
     def __init__(self, read: Callable[[Unit], Buffer], most_bytes: int) -> None:
         self._read = read
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._most = most_bytes
         self._nbytes = 0
         self._kept: dict[int, _Kept] = {}  # by their first blocks, the oldest first

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from dcp_datastates._native import SEGMENT_BYTES
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.sharing.assignment import Address, Unit
 from dcp_datastates.tiers.ram_protocol import DamagedError, Kind, Line
 
@@ -72,7 +71,7 @@ class Peers:
     def __init__(self, addresses: Mapping[int, Address]) -> None:
         lines = max(1, _MOST_LINES // max(1, len(addresses)))
         self._peers = {rank: _Peer(address, lines) for rank, address in addresses.items()}
-        self._lock = ProcessLock()  # guards the state of all peers, and what follows
+        self._lock = threading.RLock()  # guards the state of all peers, and what follows
         self._lost = 0.0
         self._is_closed = False
 

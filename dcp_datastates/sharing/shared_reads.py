@@ -32,7 +32,6 @@ from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.stored_files import range_reader
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.sharing.assignment import Address, Offer, Share, Unit
@@ -128,7 +127,7 @@ class SharedReads:
         self._units: Final = KeptUnits(self._read_unit, most)
         self._peers: Final = Peers(share.addresses)
         self._left: set[str] = set()
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._reads, self._seconds = 0, 0.0
         self._last_asked = time.monotonic()
         self._server: Final = _Server(own, self._for_others)

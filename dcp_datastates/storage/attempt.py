@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
 from dataclasses import dataclass
-
-from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Attempt", "Ticket", "next_attempt"]
 
@@ -50,7 +49,7 @@ class Attempt:
         return Attempt(int(match[1], 16), int(match[2])) if match else None
 
 
-_counter_lock = ProcessLock()  # guards what follows
+_counter_lock = threading.RLock()  # guards what follows
 _incarnation = 0  # until the first attempt: children that were forked before it would have the same
 _sequence = 0
 

@@ -17,7 +17,6 @@ from concurrent.futures import Future, wait
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.worker import Worker
 
 __all__ = [
@@ -73,7 +72,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_lock = ProcessLock()  # guards what follows, and ended and abandoned of each work
+_lock = threading.RLock()  # guards what follows, and ended and abandoned of each work
 _hung: dict[Hashable, _Work] = {}
 _idle: list[Worker] = []
 """The storage thread that waits for work. A call that starts one yields the processor and the GIL two more times than

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,6 @@ from obstore.store import from_url
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
@@ -86,7 +86,7 @@ class ObstoreStore:
 
     def __init__(self, url: str) -> None:
         self.url: Final = url
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._clients = _open(url)
         self._most_deleted: Final = 1000 if url.startswith("s3") else 256
         """The most objects that one request deletes."""

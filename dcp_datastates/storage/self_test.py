@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import operations, presence, trials
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.local import explained
@@ -134,7 +134,7 @@ class Findings:
         return next((each for each in self.answers if each.needed and not each.works), None)
 
 
-_lock = ProcessLock()  # guards _known
+_lock = threading.RLock()  # guards _known
 _known: OrderedDict[tuple[Location, object], Findings] = OrderedDict()
 """By root and its store, or its device: something else may be mounted there later."""
 

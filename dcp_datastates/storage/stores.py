@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.object_store import ObjectStore
 
 __all__ = ["name_root", "register", "store_of"]
 
 _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
-_lock = ProcessLock()  # guards what follows
+_lock = threading.RLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
 _openers: dict[str, Callable[[str], ObjectStore]] = {}
 

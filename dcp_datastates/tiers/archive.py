@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -29,7 +30,6 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
 )
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import SharedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
@@ -73,7 +73,7 @@ class Archive:
         self._key = f"archive{number}"
         self._carrier = Carrier(group, number)
         self._worker = Worker("dcp_datastates-archive")
-        self._lock = ProcessLock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._items: list[_Item] = []
         self._opened: dict[Location, Future[None]] = {}
 
@@ -259,7 +259,7 @@ class _logged(contextlib.AbstractContextManager[None]):
         return True
 
 
-_lock = ProcessLock()  # guards _archives
+_lock = threading.RLock()  # guards _archives
 _archives: dict[tuple[str, Location], Archive] = {}
 
 

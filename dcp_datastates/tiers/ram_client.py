@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Final, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.tiers import ram_messages as messages
 from dcp_datastates.tiers import ram_protocol as protocol
 from dcp_datastates.tiers.ram_files import Entry, Publish, RamFiles, Unpublished
@@ -67,7 +67,7 @@ class Pace:
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self._lock = ProcessLock()  # guards _next
+        self._lock = threading.RLock()  # guards _next
         self._next = 0.0
 
     def take(self, nbytes: int) -> None:
@@ -139,7 +139,7 @@ class OtherNode:
         self.name: Final = name
         self._servers = servers
         self._pace = pace
-        self._lock = ProcessLock()  # guards _idle
+        self._lock = threading.RLock()  # guards _idle
         self._idle: list[Line] = []
 
     def find(self, key: str) -> Answer[Entry | None]:

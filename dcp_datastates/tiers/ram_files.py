@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Final
 
 from typing_extensions import Buffer
-
-from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Entry", "Publish", "RamFiles", "Unpublished", "default_directory", "half_of"]
 
@@ -80,7 +79,7 @@ class RamFiles:
                 errno.EACCES, "the directory is another user's", os.fspath(directory)
             )
         self._most = half_of(directory) if most_bytes is None else most_bytes
-        self._lock = ProcessLock()  # guards _granted
+        self._lock = threading.RLock()  # guards _granted
         self._granted = 0
         self._remove_unfinished()
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dcp_datastates.config import RamConfig
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.forks import ProcessLock, refuse_in_child
+from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
@@ -233,7 +233,7 @@ class _Job:
                 node.close()
 
 
-_lock = ProcessLock()  # guards what follows
+_lock = threading.RLock()  # guards what follows
 _config = RamConfig()
 _job: _Job | None = None
 

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.tiers import ram_messages as messages
 from dcp_datastates.tiers import ram_protocol as protocol
 from dcp_datastates.tiers.ram_files import RamFiles, Unpublished
@@ -41,7 +40,7 @@ class LineServer(ABC):
         self.port: Final = int(listening.getsockname()[1])
         self._listening = listening
         self._thread_name = thread_name
-        self._lock = ProcessLock()  # guards _lines
+        self._lock = threading.RLock()  # guards _lines
         self._lines: set[Line] = set()
         self._start(self._accept)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,6 @@ from typing import Final, TypeVar
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
@@ -59,7 +59,7 @@ class RamStore:
         self.url: Final = url
         self._bucket = url.partition("://")[2]
         self._nodes = nodes
-        self._lock = ProcessLock()  # guards _found
+        self._lock = threading.RLock()  # guards _found
         self._found: OrderedDict[str, str] = OrderedDict()
 
     # ---- changing ----------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _object(entry: Entry) -> StoredObject:
     return StoredObject(entry.key, entry.nbytes, entry.modified_ns / 1e9)
 
 
-_lock = ProcessLock()  # guards _opened
+_lock = threading.RLock()  # guards _opened
 _opened: dict[str, RamStore] = {}
 
 

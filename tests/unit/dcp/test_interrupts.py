@@ -20,7 +20,7 @@ from dcp_datastates.dcp.reader import DataStatesReader
 class _Interrupts:
     """Raises KeyboardInterrupt in this thread, as a signal would: at one call of a function of this package or torch.
 
-    Not within locks and generators: what an interrupt leaves there stays for the tests after this one.
+    Not within generators: what an interrupt leaves there stays for the tests after this one.
     """
 
     def __init__(self, at):
@@ -30,7 +30,7 @@ class _Interrupts:
     def __call__(self, frame, event, arg):
         code = frame.f_code
         ours = any(part in code.co_filename for part in ("dcp_datastates/", "/torch/"))
-        held = code.co_filename.endswith("forks.py") or code.co_flags & inspect.CO_GENERATOR
+        held = code.co_flags & inspect.CO_GENERATOR
         if event != "call" or not ours or held:
             return
         self.count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,18 @@ def test_every_function_for_forks_and_ends_of_the_process_has_a_reason() -> None
         if call in file.read_text()
     }
     assert found == set(AT_FORKS_AND_ENDS), "use process/ending.py, or say in this file why"
+
+
+def test_the_locks_of_modules_are_reentrant() -> None:
+    """A signal handler, or a destructor, may come to the thread that holds one."""
+    found = {
+        f"{file.name}: {line}"
+        for file in ROOT.rglob("*.py")
+        for line in re.findall(
+            r"^\w+ = threading\.(?:Lock|Condition|Event|Semaphore)\(.*", file.read_text(), re.M
+        )
+    }
+    assert found == set(), "use threading.RLock"
 
 
 def _indented(text: str) -> str:
