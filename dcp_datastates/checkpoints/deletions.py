@@ -12,6 +12,7 @@ from typing import Final
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.forks import enter
 
 __all__ = ["Deletions"]
 
@@ -49,6 +50,7 @@ class Deletions:
         """Return True when all that was requested is done, or False after ``seconds``. Does it in this thread if no
         other can start.
         """
+        enter("waiting for deletions")
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self._lock:

@@ -16,6 +16,7 @@ from typing import Final, Literal
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
+from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
@@ -131,6 +132,7 @@ class SaveTracker:
         """Make ``call``, which begins a save to ``path``: a deletion of ``path`` that waits is cancelled. Raises what
         ``call`` raises.
         """
+        enter("a save")
         self._begun += 1
         self._newest = save = _Save(path, self._begun)
         with self._lock:
