@@ -64,14 +64,14 @@ BUDGETS = {
     "saving": 3_010,
     "sharing": 930,
     "staging": 2_120,
-    "storage": 4_180,
-    "tiers": 2_650,
+    "storage": 4_140,
+    "tiers": 2_620,
     "torchtitan": 590,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_600, "tests": 55_324}
+BUDGETS_BESIDE = {"native": 21_600, "tests": 55_300}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

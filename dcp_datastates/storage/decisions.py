@@ -28,7 +28,6 @@ from dcp_datastates.storage.object_store import (
     NotDurableError,
     NotStoredError,
     ObjectMissingError,
-    Version,
 )
 
 __all__ = [
@@ -77,7 +76,6 @@ class StoredDecision:
     state: State
     data: bytes
     """The bytes of a ``.metadata`` file, if the attempt is committed."""
-    version: Version
     decided_at: float
     """By the store's clock, in seconds since the epoch."""
 
@@ -91,10 +89,10 @@ def read(directory: ObjectPath, attempt: Attempt) -> StoredDecision | None:
     """The decision about an attempt; None if there is none yet. Raises :class:`StorageError`."""
     path = decision_path(directory, attempt)
     try:
-        data, version, decided_at = path.store.get(path.key)
+        data, decided_at = path.store.get(path.key)
     except ObjectMissingError:
         return None
-    return StoredDecision(_state(data), data, version, decided_at)
+    return StoredDecision(_state(data), data, decided_at)
 
 
 def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
@@ -247,7 +245,7 @@ def _state(data: bytes) -> State:
 
 
 def _check_same(path: ObjectPath, data: bytes) -> None:
-    there, _, _ = path.store.get(path.key)
+    there, _ = path.store.get(path.key)
     if there != data and _state(there) is State.COMMITTED:
         raise CheckpointSupersededError(
             f"another process has committed other metadata as {path}: two jobs have drawn the same attempt"

@@ -22,7 +22,6 @@ from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     StoredObject,
-    Version,
     url_of,
     without_secrets,
 )
@@ -82,13 +81,6 @@ class FsspecStore:
 
         return self._ask("storing", key, put)
 
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        if version is None:
-            return self.put_if_absent(key, data)
-        raise StorageError(
-            errno.EOPNOTSUPP, "fsspec cannot replace one version of an object", self._url(key)
-        )
-
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
@@ -117,12 +109,12 @@ class FsspecStore:
         with contextlib.suppress(StorageError):  # the upload's own error counts
             self.delete([key])
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
+    def get(self, key: str) -> tuple[bytes, float]:
         def get() -> tuple[bytes, Any]:
             return bytes(self._files.cat_file(self._path(key))), self._files.info(self._path(key))
 
         data, about = self._ask("reading", key, get)
-        return data, Version(about.get("ETag", about.get("etag")), None), _modified_at(about)
+        return data, _modified_at(about)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:

@@ -34,7 +34,6 @@ from dcp_datastates.storage.object_store import (
     NotStoredError,
     ObjectMissingError,
     StoredObject,
-    Version,
 )
 from dcp_datastates.storage.operations import current_phase
 
@@ -101,19 +100,14 @@ class LocalStore:
         _sync_name(path)
         return created
 
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        raise StorageError(
-            errno.EOPNOTSUPP, "a file system replaces no file on a condition", f"/{key}"
-        )
-
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         self._replace(key, pieces)
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
+    def get(self, key: str) -> tuple[bytes, float]:
         if (mark := _mark_at(_path(key))) is not None:
-            return mark, Version(None, None), 0.0
+            return mark, 0.0
         with _opened(key) as descriptor:
             status = os.fstat(descriptor)
             if status.st_size > _MOST_BYTES:
@@ -124,8 +118,7 @@ class LocalStore:
                 )
             data = bytearray(status.st_size)
             del data[local.read_at(descriptor, 0, memoryview(data)) :]
-        version = Version(f"{status.st_ino}-{status.st_mtime_ns}", None)
-        return bytes(data), version, status.st_mtime
+        return bytes(data), status.st_mtime
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if (mark := _mark_at(_path(key))) is not None:

@@ -26,7 +26,6 @@ __all__ = [
     "ObjectMissingError",
     "ObjectStore",
     "StoredObject",
-    "Version",
     "part_bytes",
     "put_pieces",
     "url_of",
@@ -53,14 +52,6 @@ class Listing:
     objects: tuple[StoredObject, ...]
     links: tuple[str, ...] = ()
     """The names of symbolic links to folders, in order. Only a file system has them."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """Tells one state of an object from another, if the store does (``e_tag``, ``version``)."""
-
-    e_tag: str | None
-    number: str | None
 
 
 class ObjectMissingError(StorageError, FileNotFoundError):
@@ -102,9 +93,6 @@ class ObjectStore(Protocol):
         first try may have stored it. The caller reads it back (:mod:`decisions`).
         """
 
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        """Store an object in place of ``version`` (None: of none); returns whether this call did."""
-
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
@@ -114,8 +102,8 @@ class ObjectStore(Protocol):
         appears when all are sent. If ``pieces`` or a part raises, no object appears, and the parts are removed.
         """
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
-        """The object's bytes, its version and the time of its last change, in seconds since the epoch."""
+    def get(self, key: str) -> tuple[bytes, float]:
+        """The object's bytes, and the time of its last change, in seconds since the epoch."""
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         """The bytes ``[begin, end)``; fewer if the object ends before. Never more, whatever the server sends."""

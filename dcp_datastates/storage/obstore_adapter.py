@@ -27,7 +27,6 @@ from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     StoredObject,
-    Version,
     without_secrets,
 )
 from dcp_datastates.storage.store_calls import (
@@ -99,29 +98,15 @@ class ObstoreStore:
         )
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        return self._put_if(key, data, "create")
-
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        if version is None:
-            return self.put_if_absent(key, data)
-        known = {"e_tag": version.e_tag, "version": version.number}
-        mode = {name: value for name, value in known.items() if value is not None}
-        return self._put_if(key, data, mode)
-
-    def _put_if(self, key: str, data: Buffer, mode: Any) -> bool:
         content = bytes_like(data)
 
         def put(own: _Clients) -> bool:
             try:
-                obstore.put(own.calls, key, content, mode=mode)
+                obstore.put(own.calls, key, content, mode="create")
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 if says_conflict(str(error)):
                     raise
                 return False
-            except FileNotFoundError:
-                if mode == "create":
-                    raise
-                return False  # what was to be replaced is gone
             return True
 
         return self._write("storing", key, put)
@@ -144,12 +129,10 @@ class ObstoreStore:
             self._renew(clients)  # for the next upload
             raise
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
-        def get(own: _Clients) -> tuple[bytes, Version, float]:
+    def get(self, key: str) -> tuple[bytes, float]:
+        def get(own: _Clients) -> tuple[bytes, float]:
             result = obstore.get(own.calls, key)
-            meta = result.meta
-            version = Version(meta["e_tag"], meta["version"])
-            return bytes(result.bytes()), version, meta["last_modified"].timestamp()
+            return bytes(result.bytes()), result.meta["last_modified"].timestamp()
 
         return self._read("reading", key, get)
 

@@ -41,7 +41,7 @@ class Writing(Protocol):
     def complete(self) -> Answer[object]:
         """Return when all pieces have come as they were sent."""
 
-    def publish(self, how: Publish, modified_ns: int, before: Entry | None) -> Answer[bool]:
+    def publish(self, how: Publish, modified_ns: int) -> Answer[bool]:
         """As :meth:`ram_files.Unpublished.publish`."""
 
     def close(self) -> None:
@@ -119,8 +119,8 @@ class _OwnWriting:
     def complete(self) -> Answer[object]:
         return lambda: None
 
-    def publish(self, how: Publish, modified_ns: int, before: Entry | None) -> Answer[bool]:
-        return lambda: self._new.publish(how, modified_ns, before)
+    def publish(self, how: Publish, modified_ns: int) -> Answer[bool]:
+        return lambda: self._new.publish(how, modified_ns)
 
 
 @dataclass(frozen=True)
@@ -272,8 +272,8 @@ class _OtherWriting:
     def complete(self) -> Answer[object]:
         return self._ask(Kind.COMPLETE)
 
-    def publish(self, how: Publish, modified_ns: int, before: Entry | None) -> Answer[bool]:
-        asked = self._ask(Kind.PUBLISH, messages.packed_publish(how, modified_ns, before))
+    def publish(self, how: Publish, modified_ns: int) -> Answer[bool]:
+        asked = self._ask(Kind.PUBLISH, messages.packed_publish(how, modified_ns))
 
         def answer() -> bool:
             done = bool(asked()[0])

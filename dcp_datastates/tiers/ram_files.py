@@ -47,8 +47,6 @@ class Publish(Enum):
 
     ALWAYS = 0
     IF_ABSENT = 1
-    IF_UNCHANGED = 2
-    """If the object there has a given size and time."""
 
 
 def default_directory() -> Path:
@@ -225,11 +223,8 @@ class Unpublished:
         while view.nbytes:
             view = view[os.write(self._file, view) :]
 
-    def publish(self, how: Publish, modified_ns: int, before: Entry | None = None) -> bool:
-        """Let the object appear under its key, with this time; returns whether it has.
-
-        ``before``: the object that it may replace, with :attr:`Publish.IF_UNCHANGED`.
-        """
+    def publish(self, how: Publish, modified_ns: int) -> bool:
+        """Let the object appear under its key, with this time; returns whether it has."""
         os.utime(self._file, ns=(modified_ns, modified_ns))
         with self._files.locked():
             os.makedirs(os.path.dirname(self._target), mode=0o700, exist_ok=True)
@@ -240,8 +235,6 @@ class Unpublished:
                     return False
                 os.unlink(self._path)
                 return True
-            if how is Publish.IF_UNCHANGED and not self._is_there(before):
-                return False
             os.replace(self._path, self._target)
             return True
 
@@ -252,15 +245,6 @@ class Unpublished:
                 os.unlink(self._path)
             os.close(self._file)
             self._file = -1
-
-    def _is_there(self, before: Entry | None) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            found = os.stat(self._target)
-            return before is not None and (found.st_size, found.st_mtime_ns) == (
-                before.nbytes,
-                before.modified_ns,
-            )
-        return before is None
 
     def _create(self) -> int:
         """The file, locked: a file without a lock is one that a killed process has left."""

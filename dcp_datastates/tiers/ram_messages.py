@@ -29,7 +29,7 @@ __all__ = [
 
 _RANGE: Final = struct.Struct("!QQ")
 _ENTRY: Final = struct.Struct("!QQH")
-_PUBLISH: Final = struct.Struct("!BQQQ")
+_PUBLISH: Final = struct.Struct("!BQ")
 _ERRNO: Final = struct.Struct("!I")
 
 
@@ -84,16 +84,15 @@ def unpacked_entries(data: memoryview, most: int = 1 << 62) -> tuple[list[Entry]
     return entries, data
 
 
-def packed_publish(how: Publish, modified_ns: int, before: Entry | None) -> bytes:
+def packed_publish(how: Publish, modified_ns: int) -> bytes:
     """What ``PUBLISH`` contains."""
-    known = (0, 0) if before is None else (before.nbytes, before.modified_ns)
-    return _PUBLISH.pack(how.value, modified_ns, *known)
+    return _PUBLISH.pack(how.value, modified_ns)
 
 
-def unpacked_publish(data: memoryview) -> tuple[Publish, int, Entry | None]:
-    """The arguments of :func:`packed_publish`; of ``before`` without the key."""
-    how, modified_ns, nbytes, before_ns = _PUBLISH.unpack(data)
-    return Publish(how), modified_ns, Entry("", nbytes, before_ns) if before_ns else None
+def unpacked_publish(data: memoryview) -> tuple[Publish, int]:
+    """The arguments of :func:`packed_publish`."""
+    how, modified_ns = _PUBLISH.unpack(data)
+    return Publish(how), modified_ns
 
 
 def packed_error(error: OSError) -> bytes:

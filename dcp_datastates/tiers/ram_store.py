@@ -27,7 +27,6 @@ from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     StoredObject,
-    Version,
     url_of,
 )
 from dcp_datastates.tiers import ram_nodes
@@ -79,15 +78,6 @@ class RamStore:
                 return False
         return self._put(key, [data], self._nodes().ring, Publish.IF_ABSENT)
 
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        if version is None:
-            return self.put_if_absent(key, data)
-        with self._explained("replacing", key):
-            before = self._spread(key)
-        if before is None or _version(before) != version:
-            return False
-        return self._put(key, [data], self._nodes().ring, Publish.IF_UNCHANGED, before)
-
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
         if names:
@@ -96,9 +86,9 @@ class RamStore:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
+    def get(self, key: str) -> tuple[bytes, float]:
         entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
-        return bytes(data), _version(entry), entry.modified_ns / 1e9
+        return bytes(data), entry.modified_ns / 1e9
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         end = max(begin, end)
@@ -134,7 +124,6 @@ class RamStore:
         pieces: Iterable[Buffer],
         places: Sequence[Node],
         how: Publish = Publish.ALWAYS,
-        before: Entry | None = None,
     ) -> bool:
         """Store an object on ``places``; with a condition, if it holds on the first of them."""
         modified_ns = time.time_ns()
@@ -156,10 +145,10 @@ class RamStore:
                 hit("ram.publish.before")
                 if how is not Publish.ALWAYS:
                     first = copies.pop(0)
-                    if not first.publish(how, modified_ns, before)():
+                    if not first.publish(how, modified_ns)():
                         return False
                     hit("ram.publish.between")
-                _all(copy.publish(how, modified_ns, before) for copy in copies)
+                _all(copy.publish(how, modified_ns) for copy in copies)
                 hit("ram.publish.after")
         return True
 
@@ -180,7 +169,7 @@ class RamStore:
                 with contextlib.closing(node.writing(self._name(key))()) as copy:
                     copy.write(data)
                     copy.complete()()
-                    copy.publish(Publish.IF_ABSENT, entry.modified_ns, None)()
+                    copy.publish(Publish.IF_ABSENT, entry.modified_ns)()
         return entry
 
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], Answer[T | None]]) -> T:
@@ -271,10 +260,6 @@ def _sound(found: Iterable[T | OSError]) -> list[T]:
             raise each
         answers.append(each)
     return answers
-
-
-def _version(entry: Entry) -> Version:
-    return Version(f"{entry.modified_ns:x}-{entry.nbytes:x}", None)
 
 
 def _object(entry: Entry) -> StoredObject:

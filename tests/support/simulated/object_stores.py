@@ -18,7 +18,6 @@ from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     StoredObject,
-    Version,
 )
 from dcp_datastates.storage.self_test import Operation, what_works
 
@@ -105,26 +104,16 @@ class MemoryStore:
 
         return bool(self._change(Request("put_if_absent", key), effect))
 
-    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
-        def effect() -> bool:
-            found = self.objects.get(key)
-            now = None if found is None else str(found.number)
-            if now != (None if version is None else version.e_tag):
-                return False
-            return self._store(key, data)
-
-        return bool(self._change(Request("put_if_unchanged", key), effect))
-
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         data = b"".join(bytes(piece) for piece in pieces)
         self._change(Request("put_stream", key), lambda: self._store(key, data))
 
-    def get(self, key: str) -> tuple[bytes, Version, float]:
+    def get(self, key: str) -> tuple[bytes, float]:
         self._read(Request("get", key))
         found = self._find(key)
-        return found.data, Version(str(found.number), None), float(found.number)
+        return found.data, float(found.number)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         self._read(Request("get_range", key))

@@ -140,11 +140,6 @@ def test_a_conflict_decides_nothing(store, bucket, proxy, code):
     injected = proxy.inject(answered(409, code), "PUT", "a$", times=2)
     assert store.put_if_absent("a", b"first")
     assert injected.seen == 2
-    _, seen, _ = store.get("a")
-    injected = proxy.inject(answered(409, code), "PUT", "a$", times=5)  # more than the library asks
-    assert store.put_if_unchanged("a", b"second", seen)
-    assert injected.seen == 5
-    assert bucket.get("a") == b"second"
     proxy.inject(answered(409, code), "PUT", "a$")
     assert not store.put_if_absent("a", b"third")
 
@@ -266,7 +261,6 @@ def from_file(monkeypatch, tmp_path, key):
 CALLS = {
     "put": lambda store: store.put("a", b"new"),
     "create": lambda store: store.put_if_absent("b", b"new"),
-    "replace": lambda store: store.put_if_unchanged("a", b"new", store.get("a")[1]),
     "get": lambda store: store.get("a"),
     "range": lambda store: store.get_range("a", 0, 2),
     "list": lambda store: store.list(""),
