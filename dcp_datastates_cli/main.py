@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -19,10 +18,6 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, or exits with it on wrong usage."""
     parser = _parser()
-    with contextlib.suppress(ImportError):  # completion in shells is there where argcomplete is
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
     options = parser.parse_args(arguments)
     try:
         # Imports torch, which takes seconds: not before it is known that a command is to run.
@@ -125,18 +120,13 @@ def _add_watch(commands: _Commands) -> None:
 def _add_trace(commands: _Commands) -> None:
     trace = commands.add_parser(
         "trace",
-        help="draw what each rank's part of a save cost",
-        description="Draw the timeline of a checkpoint's save over its ranks, up to the publication, and say which "
-        "phase took how long, and on which rank the longest. Only the metadata are read. --json prints the trace in "
-        "Chrome's format instead, for https://ui.perfetto.dev. "
-        "Exit status: 0 drawn, 1 the metadata are damaged, 2 no checkpoint, it has no trace, or it cannot be drawn.",
+        help="say what each rank's part of a save cost",
+        description="Say which phase of a checkpoint's save took how long, up to the publication, and on which rank "
+        "the longest. Only the metadata are read. --json prints the trace in Chrome's format instead, a timeline over "
+        "all ranks for https://ui.perfetto.dev. "
+        "Exit status: 0 done, 1 the metadata are damaged, 2 no checkpoint, or it has no trace.",
     )
     trace.add_argument("path", metavar="PATH", help="a checkpoint")
-    trace.add_argument(
-        "--png",
-        metavar="FILE",
-        help="where the picture goes (default: NAME-trace.png in the working directory; with --json, none is drawn)",
-    )
 
 
 def _add_convert(commands: _Commands) -> None:

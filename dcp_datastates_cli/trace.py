@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Sequence
 from statistics import median
 
-from dcp_datastates.errors import StorageError
-from dcp_datastates.monitoring.trace import chrome_trace, draw_trace, trace_of
+from dcp_datastates.monitoring.trace import chrome_trace, trace_of
 from dcp_datastates.stats import SaveRecord
-from dcp_datastates.storage.object_path import locate
 from dcp_datastates.text import columns, count, duration, size
 from dcp_datastates_cli.output import OK, print_json, say
 
@@ -17,20 +15,12 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the save of the checkpoint at ``options.path``; returns the exit status."""
+    """Say what the save of the checkpoint at ``options.path`` cost; returns the exit status."""
     records = trace_of(options.path)
-    file = options.png
     if options.json:
         print_json(chrome_trace(records))
     else:
-        file = file or f"{locate(options.path).name}-trace.png"
-    if file is not None:
-        try:
-            draw_trace(records, file)
-        except OSError as error:
-            raise StorageError(error.errno, error.strerror or str(error), str(file)) from error
-    if not options.json:
-        say("\n".join([*_summary(records), f"drawn to {file}"]))
+        say("\n".join(_summary(records)))
     return OK
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a checkpoint's save over its ranks: as records, as a trace for Perfetto, and as a picture."""
+"""The timeline of a checkpoint's save over its ranks: as records, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dcp_datastates.errors import ConfigurationError, DataStatesError, UnreadableMetadataError
+from dcp_datastates.errors import DataStatesError, UnreadableMetadataError
 from dcp_datastates.format import save_trace
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
-__all__ = ["chrome_trace", "draw_trace", "trace_of"]
+__all__ = ["chrome_trace", "trace_of"]
 
 
 def trace_of(
@@ -97,71 +97,3 @@ def _arguments(record: SaveRecord, span: str) -> dict[str, float]:
         case "flushing":
             return {"bytes": record.written_bytes, "bytes_per_second": record.write_rate}
     return {}
-
-
-_COLORS: Final = {
-    "call": "#4c72b0",
-    "queue": "#c7c7c7",
-    "planning": "#8172b3",
-    "window": "#e3e3e3",
-    "reading": "#55a868",
-    "flushing": "#ccb974",
-    "voting": "#dd8452",
-    "publishing": "#937860",
-    "ending": "#8c8c8c",
-    _CALL: "#c44e52",
-    _GATE: "#7f1d1d",
-}
-_LABELLED: Final = 64
-"""Up to so many ranks, each has its number beside it."""
-_LEGEND: Final = {
-    **PHASES,
-    _CALL: "training waits until the call returns",
-    _GATE: "optimizer.step() waits for the reads",
-}
-
-
-def draw_trace(records: Sequence[SaveRecord], file: str | os.PathLike[str]) -> None:
-    """Draw the records' timeline, a row for each rank, to a PNG. Raises OSError.
-
-    Raises :class:`ConfigurationError` if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.collections import PolyCollection
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigurationError(
-            f"a picture needs the package matplotlib ({error}): pip install 'dcp_datastates[trace]'; "
-            f"--json needs none"
-        ) from error
-    first = min(record.began_at for record in records)
-    boxes: dict[str, list[list[tuple[float, float]]]] = {}
-    for row, record in enumerate(records):
-        offset = record.began_at - first
-        for lane, name, begin, end in _spans(record):
-            low, high = (row - 0.4, row - 0.2) if lane == _TRAINING else (row - 0.2, row + 0.4)
-            left, right = offset + begin, offset + end
-            if right > left:
-                corners = [(left, low), (left, high), (right, high), (right, low)]
-                boxes.setdefault(name, []).append(corners)
-    figure = Figure(figsize=(12, min(24.0, 2.5 + 0.35 * len(records))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, drawn in boxes.items():
-        axes.add_collection(PolyCollection(drawn, facecolors=_COLORS[name]))
-    axes.autoscale_view()
-    axes.set_ylim(len(records) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    if len(records) <= _LABELLED:
-        axes.set_yticks(range(len(records)), [str(record.rank) for record in records])
-    axes.set(xlabel="seconds since the first call", ylabel="rank")
-    axes.set_title(f"{records[0].path}, attempt {records[0].attempt}", fontsize=9)
-    patches = [
-        Patch(color=color, label=f"{name}: {_LEGEND[name]}")
-        for name, color in _COLORS.items()
-        if name in boxes
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=8)
-    figure.savefig(file, format="png", dpi=120)

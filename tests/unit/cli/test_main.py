@@ -131,14 +131,11 @@ def test_runtime_dependencies_are_those_that_are_imported():
             if not EXTRAS.intersection(path.parts):
                 imported |= _imports(ast.parse(path.read_text()))
     third_party = imported - set(sys.stdlib_module_names) - {"dcp_datastates", "dcp_datastates_cli"}
-    # Completion is there where argcomplete is, and a folder is opened where transformers is; the others are in the
-    # extras cloud, metrics and trace.
+    # A folder is opened where transformers is; the others are in the extras cloud and metrics.
     optional = {
-        "argcomplete",
         "fsspec",
         "obstore",
         "prometheus_client",
-        "matplotlib",
         "transformers",
     }
     assert third_party - optional == declared

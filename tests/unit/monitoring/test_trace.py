@@ -1,9 +1,8 @@
-"""The timeline of a checkpoint's save: read from its metadata, as a trace for Perfetto, as a picture."""
+"""The timeline of a checkpoint's save: read from its metadata, as a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from support.state.metadata import rewritten
 import dcp_datastates
 from dcp_datastates import (
     CheckpointNotFoundError,
-    ConfigurationError,
     DataStatesError,
     UnreadableMetadataError,
 )
-from dcp_datastates.monitoring import chrome_trace, draw_trace, trace_of
+from dcp_datastates.monitoring import chrome_trace, trace_of
 from dcp_datastates.stats import PHASES, SaveRecord
 
 STATE = {"w": torch.arange(100_000.0)}
@@ -131,20 +129,3 @@ def test_every_number_is_whole_so_that_no_span_overlaps_by_a_rounding():
     spans = _spans(chrome_trace([record]), 0, lane=1)
     assert all(isinstance(time, int) for _, *times in spans for time in times)
     assert [end for _, _, end in spans[:-1]] == [begin for _, begin, _ in spans[1:]]
-
-
-@pytest.mark.parametrize("count", [1, 4, 3000])
-def test_a_picture_is_drawn_for_any_number_of_ranks(count, tmp_path):
-    records = [
-        _record(rank, rank / count, gated_after=1.0, gate_seconds=0.5) for rank in range(count)
-    ]
-    draw_trace(records, tmp_path / "t.png")
-    data = (tmp_path / "t.png").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert len(data) > 10_000
-
-
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'dcp_datastates\[trace\]'"):
-        draw_trace([_record(0)], tmp_path / "t.png")
