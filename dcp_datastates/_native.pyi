@@ -17,8 +17,6 @@ SEGMENT_BYTES: int
 BLOCK_BYTES: int
 """Bytes that one stored CRC32C covers (1 MiB). Divides ``SEGMENT_BYTES``."""
 
-DIGEST_BLOCK_BYTES: int
-"""``Engine.digest``'s chunks begin at multiples of this (4096)."""
 
 MIN_HOST_CACHE_BYTES: int
 """Smallest host cache an engine accepts (4 segments)."""
@@ -252,8 +250,6 @@ class SaveJob:
         When all files are stored, the job is done. Does nothing if it has failed. Raises ValueError for a file
         whose stream was not taken to its end, or that was stored before.
         """
-    def digests(self) -> list[bytes]:
-        """Of ``Engine.digest``, once done: 16 bytes for each chunk, in order. Empty before, or after a failure."""
     def fail(self, message: str, errno: int, path: str) -> None:
         """Fail the job with an ``io`` fault if it is not finished: the caller could not send a file.
 
@@ -485,24 +481,6 @@ class Engine:
         segment, and drop it, without waiting for more than the next one of its stream, or for anything of a newer
         save: then the smallest cache is enough. It is not read before all of the older saves is; a closed window of
         an older save holds it up. Dropping the job before it is done cancels it.
-        """
-    def digest(
-        self,
-        stream: SaveFile,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        order: int,
-        window: Window,
-        keepalive: Any,
-        fences: Sequence[DeviceEvent] = (),
-        expected: ExpectedBytes | None = None,
-    ) -> SaveJob:
-        """Read ``stream`` as ``save`` does, and write nothing: ``SaveJob.digests`` has the digests of its chunks.
-
-        Chunk i has ``sizes[i]`` bytes at ``offsets[i]``, a multiple of ``DIGEST_BLOCK_BYTES``; the chunks are in order.
-        Different chunks of one size (up to 1 TiB) have the same digest with a probability below 2**-96, by a random
-        key of this engine's: see ``native/src/memory/stream_digest.h``. The stream's path is only a name. Digests
-        are computed ahead of all writes that wait. ValueError: the chunks overlap, or are not aligned.
         """
     def restore(
         self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()

@@ -26,7 +26,6 @@ __all__ = [
     "OnNan",
     "RamConfig",
     "ReadWindow",
-    "Reuse",
     "TierOptions",
     "WhenBehind",
     "WriterConfig",
@@ -45,7 +44,6 @@ Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
 OnNan = Literal["warn", "refuse"]
-Reuse = Literal["none", "unchanged"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
 EAGER_BELOW_BYTES = 64 * 1024
@@ -290,7 +288,6 @@ class BackgroundOptions(TypedDict, total=False):
     when_behind: WhenBehind
     audit: bool
     on_nan: OnNan
-    reuse: Reuse
 
 
 class TierOptions(BackgroundOptions, total=False):
@@ -327,7 +324,6 @@ class WriterConfig:
     when_behind: WhenBehind = "wait"
     audit: bool = False
     on_nan: OnNan = "warn"
-    reuse: Reuse = "none"
     archive: Location | None = None
     archive_rate: int = 0
 
@@ -367,7 +363,6 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
     "on_nan": partial(_one_of, kind=OnNan),
-    "reuse": partial(_one_of, kind=Reuse),
     "archive": lambda name, value: value,
     "archive_rate": lambda name, value: parse_rate(value, name=name),
 }

@@ -98,8 +98,6 @@ class SaveStats:
         eager_bytes: Bytes copied at the call.
         deferred_bytes: Bytes read after the call.
         bytes_written: The size of this rank's files.
-        bytes_linked: With ``reuse="unchanged"``: bytes of tensors that a former checkpoint's files hold, and which were
-            not written.
         read_seconds: Time from the opening of the read window to the last read.
         total_seconds: Time from the opening of the read window to durable files.
         direct: Whether all files were written past the page cache (O_DIRECT).
@@ -113,7 +111,6 @@ class SaveStats:
     eager_bytes: int = 0
     deferred_bytes: int = 0
     bytes_written: int | None = None
-    bytes_linked: int = 0
     read_seconds: float | None = None
     total_seconds: float | None = None
     direct: bool | None = None
@@ -152,7 +149,6 @@ class SaveRecord:
         eager_bytes: Bytes copied at the call.
         deferred_bytes: Bytes read after the call.
         written_bytes: The size of this rank's files; 0 if they are not durable.
-        linked_bytes: Bytes of tensors that were linked, not written (``reuse="unchanged"``).
         read_rate: Bytes per second from the opening of the read window to the last read; 0 if nothing was read.
         write_rate: Bytes per second from the opening of the read window to durable files; 0 if they are not durable.
     """
@@ -176,7 +172,6 @@ class SaveRecord:
     eager_bytes: int = 0
     deferred_bytes: int = 0
     written_bytes: int = 0
-    linked_bytes: int = 0
     read_rate: float = 0.0
     write_rate: float = 0.0
 

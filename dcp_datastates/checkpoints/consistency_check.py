@@ -15,7 +15,6 @@ from dcp_datastates.format.layout import (
     MAX_HEADER_BYTES,
     entry_key,
     is_bookkeeping,
-    is_linked,
     is_table,
     stored_form,
 )
@@ -56,13 +55,8 @@ class ConsistencyCheck:
 
     # --- a file's header with the metadata ------------------------------------------------------
 
-    def header_bytes(self, record: FileRecord, first: bytes) -> int:
-        """The end of a file's header: the offset of its data, according to the metadata. Of a linked file, which may
-        begin with data that the metadata lack: according to the ``first`` 8 bytes of the file.
-        """
-        if is_linked(record.relative_path):
-            end = 8 + int.from_bytes(first, "little")
-            return max(8, min(end, MAX_HEADER_BYTES, record.table_offset))
+    def header_bytes(self, record: FileRecord) -> int:
+        """The end of a file's header: the offset of its data, according to the metadata."""
         begin = self._contents.begin(record.relative_path)
         end = record.table_offset if begin is None else min(begin, record.table_offset)
         return max(8, min(end, MAX_HEADER_BYTES))
@@ -100,8 +94,6 @@ class ConsistencyCheck:
             elif found != expected:
                 said, meant = (_text(each, start) for each in (found, expected))
                 yield f"{key!r} is {said} in the header, {meant} in the metadata", name
-        if is_linked(record.relative_path):  # former values, of no use any more
-            unexpected.clear()
         for key in sorted(unexpected):
             yield f"the header has {key!r}, which the metadata lack", None
 

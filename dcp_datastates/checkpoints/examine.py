@@ -176,9 +176,7 @@ class Examination:
 
     def _damages_of(self, file: _File, parts: list[_Bad]) -> list[Damage]:
         path = file.record.relative_path
-        first = bytearray(8)
-        file.source.read_at(0, memoryview(first))
-        header_end = self._consistency_check.header_bytes(file.record, bytes(first))
+        header_end = self._consistency_check.header_bytes(file.record)
         damages = []
         for part in parts:
             # A load does not read the header, but other readers need it for every entry.

@@ -103,11 +103,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
             log names them, once per process for the same names; ``"refuse"``: the save fails.
-        reuse: ``"none"``: write all tensors. ``"unchanged"``: write no tensors whose bytes are those of a checkpoint
-            that this process has committed (the newest, or one of the three before): the new checkpoint has hard links
-            to the files that hold them. All bytes are compared, by digests of 127 bits. Objects are always written. The
-            next ``optimizer.step()`` waits longer: until all tensors are read, and those that have changed are read
-            again. With any planner; not in an object store. See docs/incremental.md.
         archive: A slower tier: the directory, or the URL (``"s3://bucket/run"``), below which each committed checkpoint
             is copied under its own name, behind training. Each rank carries its own files. :attr:`archived` tells when
             it is there. A pin keeps the checkpoint until then, also across restarts: the first save of
@@ -144,7 +139,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         when_behind: str = "wait",
         audit: bool = False,
         on_nan: str = "warn",
-        reuse: str = "none",
         archive: str | os.PathLike[str] | ObjectPath | None = None,
         archive_rate: int | str | None = None,
         no_dist: bool = False,
@@ -165,7 +159,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             when_behind=when_behind,
             audit=audit,
             on_nan=on_nan,
-            reuse=reuse,
             archive=archive_root(archive, storage_options),
             archive_rate=archive_rate,
         )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -35,11 +35,9 @@ __all__ = [
     "TensorEntry",
     "entry_key",
     "is_bookkeeping",
-    "is_linked",
     "is_table",
     "lay_out",
     "lay_out_items",
-    "linked_name",
     "stored_form",
 ]
 
@@ -50,11 +48,6 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors refuses longer headers."""
 
 _SUFFIX: Final = ".safetensors"
-
-_LINKED: Final = ".linked"
-"""The suffix of a file of an earlier checkpoint. It may have former values of tensors, so it must not look like a
-safetensors file of this checkpoint to a reader that lists the directory.
-"""
 
 _RESERVED: Final = "__dcp_datastates__"
 """Prefix of the names of entries that the layout adds (padding, checksums)."""
@@ -267,30 +260,23 @@ def _object(*members: str) -> str:
 
 
 @collection_paused()
-def lay_out(
-    items: Sequence[WriteItem], rank: int, left_out: Collection[int] = ()
-) -> tuple[FileLayout, ...]:
-    """Lay out the write items of one rank's final plan, but for those at the positions ``left_out``. Without items
-    there are no files.
+def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
+    """Lay out the write items of one rank's final plan. Without items there are no files.
 
     The same items give the same layout on any machine. The ``n``-th chunk of an FQN goes to the
     rank's file ``n``; objects go to file 0. Raises ``ValueError`` for a name that no safetensors
     file can hold, or for more names than one header can.
     """
-    return lay_out_items(list(map(LayoutItem.of, items)), rank, left_out)
+    return lay_out_items(list(map(LayoutItem.of, items)), rank)
 
 
 @collection_paused()
-def lay_out_items(
-    items: Sequence[LayoutItem], rank: int, left_out: Collection[int] = ()
-) -> tuple[FileLayout, ...]:
+def lay_out_items(items: Sequence[LayoutItem], rank: int) -> tuple[FileLayout, ...]:
     """:func:`lay_out`, of what it needs of the write items."""
     tensors: list[list[int]] = []
     objects: list[int] = []
     seen: dict[str, int] = {}
     for position, item in enumerate(items):
-        if position in left_out:
-            continue
         if item.dtype is None:
             objects.append(position)
             continue
@@ -378,16 +364,6 @@ def entry_key(fqn: str) -> str:
             f"FQN {fqn!r} is not valid Unicode text and cannot name a tensor"
         ) from error
     return fqn
-
-
-def linked_name(rank: int, number: int, attempt: str) -> str:
-    """The name of a linked file: file ``number`` of those that ``rank`` wrote in an earlier ``attempt``."""
-    return f"r{rank:05d}-{number}.{attempt}{_LINKED}"
-
-
-def is_linked(name: str) -> bool:
-    """Whether a file of this name is one of an earlier checkpoint (``reuse="unchanged"``)."""
-    return name.endswith(_LINKED)
 
 
 def is_bookkeeping(key: str) -> bool:

@@ -15,7 +15,7 @@ bytes
 16     4 float  seconds in the call, at the gate, waiting for room, waiting for the cache
 4      float    seconds from the call to the first wait at the gate; NaN if there was none
 8      2 float  bytes per second that were read and written
-32     4 int64  bytes copied at the call, read later, written, linked
+24     3 int64  bytes copied at the call, read later, written
 ====== ======== =========================================================================
 """
 
@@ -33,8 +33,8 @@ from dcp_datastates.text import step_of
 
 __all__ = ["ENTRY_BYTES", "join", "pack", "records"]
 
-_VERSION: Final = 1
-_ENTRY: Final = struct.Struct("<d14f4q")
+_VERSION: Final = 2
+_ENTRY: Final = struct.Struct("<d14f3q")
 _PACKED: Final = tuple(PHASES)[:7]
 ENTRY_BYTES: Final = _ENTRY.size
 
@@ -48,8 +48,7 @@ def pack(record: SaveRecord) -> bytes:
         *(record.call_seconds, record.gate_seconds, record.room_seconds, record.cache_seconds),
         gated_after,
         *(record.read_rate, record.write_rate),
-        *(record.eager_bytes, record.deferred_bytes),
-        *(record.written_bytes, record.linked_bytes),
+        *(record.eager_bytes, record.deferred_bytes, record.written_bytes),
     )
 
 
@@ -74,7 +73,7 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
     except (binascii.Error, struct.error) as error:
         raise ValueError(str(error)) from None
     found = []
-    for rank, (began_at, *numbers, eager, deferred, written, linked) in enumerate(entries):
+    for rank, (began_at, *numbers, eager, deferred, written) in enumerate(entries):
         phases = dict(zip(_PACKED, numbers, strict=False))
         call, gate, room, cache, gated_after, read_rate, write_rate = numbers[len(_PACKED) :]
         # Clocks of several machines differ: no phase is negative for that.
@@ -103,7 +102,6 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
                 eager_bytes=eager,
                 deferred_bytes=deferred,
                 written_bytes=written,
-                linked_bytes=linked,
                 read_rate=read_rate,
                 write_rate=write_rate,
             )

@@ -195,9 +195,7 @@ class ColumnPlanning:
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
         share = self._share
         assert share is not None
-        report = job.report or report_of(
-            job.layouts, job.sealed, len(share.final.items), job.linked
-        )
+        report = job.report or report_of(job.layouts, job.sealed, len(share.final.items))
         is_known = share.reported.get(self._plan_name) == report.digest
         self._reported = share.sent = report.digest
         if not is_known:

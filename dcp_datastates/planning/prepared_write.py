@@ -18,7 +18,6 @@ from dcp_datastates._native import SaveFile, Transfer
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out_items
 from dcp_datastates.planning.exchange import Report
-from dcp_datastates.planning.reuse import LinkedFile
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.object_path import Location
 
@@ -142,7 +141,6 @@ def report_of(
     layouts: Sequence[FileLayout],
     sealed: Sequence[SealedFile],
     count: int,
-    linked: Sequence[LinkedFile] = (),
 ) -> Report:
     """The report of the places of ``count`` items, once all sizes are known."""
     numbers, offsets, lengths = (np.zeros(count, np.int64) for _ in range(3))
@@ -160,8 +158,4 @@ def report_of(
                 offset,
                 size,
             )
-    for number, other in enumerate(linked, start=len(files)):
-        files.append((other.name, other.nbytes, other.table_offset))
-        for item, chunk in other.chunks.items():
-            numbers[item], offsets[item], lengths[item] = number, chunk.offset, chunk.nbytes
     return Report(tuple(files), numbers, offsets, lengths)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_datastates._native import DeviceEvent, SaveFile
 from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.planning.exchange import Report
-from dcp_datastates.planning.reuse import ChunkKey, LinkedFile, StoredChunk
 
 __all__ = ["WriteJob"]
 
@@ -29,10 +28,6 @@ class WriteJob:
     """Known if the files were prepared."""
     readers: list[DeviceEvent] = field(default_factory=list)
     """Events of the kernels that this thread has launched to resolve tensors."""
-    linked: Sequence[LinkedFile] = ()
-    """Files of this rank's part that are there already, with ``reuse="unchanged"``."""
-    chunks: Mapping[ChunkKey, StoredChunk] = field(default_factory=dict)
-    """This rank's part, for later saves to refer to; with ``reuse="unchanged"``."""
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,6 @@ from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
-from dcp_datastates.planning.reuse import LinkedFile
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -30,7 +29,6 @@ def write_results(
     layouts: Sequence[FileLayout],
     sealed: Sequence[SealedFile],
     attempt: Attempt,
-    linked: Sequence[LinkedFile] = (),
 ) -> list[WriteResult]:
     """A rank's results: one for each item, with its place, and one for each file (:class:`FileRecord`)."""
     results = []
@@ -47,13 +45,6 @@ def write_results(
         ):
             info = _StorageInfo(path, offset, size, TRANSFORM_DESCRIPTORS)
             results.append(WriteResult(items[element.item].index, size, info))
-    for other in linked:
-        path = f"{attempt.name}/{other.name}"
-        record = FileRecord(path, other.nbytes, other.table_offset)
-        results.append(WriteResult(items[min(other.chunks)].index, other.nbytes, record))
-        for item, chunk in other.chunks.items():
-            info = _StorageInfo(path, chunk.offset, chunk.nbytes, TRANSFORM_DESCRIPTORS)
-            results.append(WriteResult(items[item].index, chunk.nbytes, info))
     return results
 
 

@@ -77,7 +77,6 @@ def record_of(
         eager_bytes=stats.eager_bytes,
         deferred_bytes=stats.deferred_bytes,
         written_bytes=written,
-        linked_bytes=stats.bytes_linked,
         read_rate=written / stats.read_seconds if stats.read_seconds else 0.0,
         write_rate=written / stats.total_seconds if stats.total_seconds else 0.0,
     )
@@ -145,9 +144,8 @@ def _tell(record: SaveRecord) -> None:
 def _committed(record: SaveRecord) -> str:
     of = f" of {record.world} ranks" if record.world > 1 else ""
     is_call = record.api == SaveOrigin.DCP.value
-    linked = f", linked {record.linked_bytes / 2**20:.1f} MiB" if record.linked_bytes else ""
     waited = "" if is_call else f", training waited {1e3 * record.stall_seconds:.1f} ms"
     return (
         f"committed {record.path!r}{of} in {record.seconds:.2f} s; this rank wrote "
-        f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){linked}{waited}"
+        f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){waited}"
     )

@@ -152,7 +152,7 @@ class _Directory:
         window: Window,
         expected: ExpectedBytes | None,
     ) -> SaveJob:
-        synced = self._synced if content.files or content.linked else []
+        synced = self._synced if content.files else []
         self._files = {
             self._folder / layout.name: sealed.nbytes
             for layout, sealed in zip(content.layouts, content.sealed, strict=True)

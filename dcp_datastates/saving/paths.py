@@ -55,11 +55,6 @@ def writable(
     location = locate(path, below, options)
     if isinstance(location, ObjectPath):
         check_prefix(location)
-        if config.reuse != "none":
-            raise ConfigurationError(
-                f"reuse={config.reuse!r} links the files of one checkpoint in another, and a store has no links: "
-                f"leave it out for {str(location)!r}, or save to a directory, with archive= for the store"
-            )
     elif alone:
         directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: local.check_writable(directory))

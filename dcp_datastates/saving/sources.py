@@ -45,21 +45,9 @@ class Sources:
     progress: Progress
     devices: set[int] = field(default_factory=set)
     """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
-    resolved: dict[int, _Source] = field(default_factory=dict)
-    """By item, what is read twice: a planner resolves each item once."""
-
-    def resolve_for_two_reads(
-        self, items: Sequence[WriteItem], entries: Sequence[TensorEntry]
-    ) -> None:
-        """Resolve the ``entries`` now, and keep the tensors for :func:`files_to_write`. Raises what that raises."""
-        with collection_paused():
-            for entry in entries:
-                self.resolved[entry.item] = self.resolve(items[entry.item], entry)
 
     def resolve(self, item: WriteItem, entry: TensorEntry) -> _Source:
         """The tensor of an item, which ``entry`` describes."""
-        if entry.item in self.resolved:
-            return self.resolved[entry.item]
         self.progress.step()
         tensor, device = _resolve_tensor(self, item, entry)
         reads = self.reads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import Output, cancel, output_to
-from dcp_datastates.saving.reuse import changed_content, remember
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
@@ -81,8 +79,6 @@ class Writing:
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
         when_done(save.committed, lambda _: planning.ended(save.committed.peek() is None))
-        if content.chunks:
-            remember(save, content.chunks)
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -146,9 +142,6 @@ def _content(
     reads = save.reads
     keep: list[Any] = []
     sources = Sources(native, planning, reads, keep, save.progress)
-    if save.call.config.reuse == "unchanged":
-        assert isinstance(folder, Path), "check_reuse() has refused a store"
-        return changed_content(save, planning.items, sources, folder)
     prepared = planning.prepared()
     if prepared is not None and reads is not None:
         paths = [folder / layout.name for layout in prepared.layouts]

@@ -41,7 +41,7 @@ from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
 
-__all__ = ["DeferredReads", "await_end", "await_reads"]
+__all__ = ["DeferredReads", "await_reads"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,6 @@ class DeferredReads:
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
         self._thread: threading.Thread | None = None
-        self._ahead: SaveJob | None = None  # of read_ahead()
         self._job: SaveJob | None = None
         self._idle: Places = {}  # where other threads were at the call
         self._end: dict[None, BaseException | None] = {}
@@ -141,9 +140,8 @@ class DeferredReads:
         if failure is None:
             return
         # A thread that starts a job checks for a failure afterwards, so either this thread or that one stops the job.
-        for job in (self._ahead, self._job):
-            if job is not None:
-                _stop(job)
+        if self._job is not None:
+            _stop(self._job)
         self._handed_over.set()
         if (staged := self._staged) is not None:
             with contextlib.suppress(DeviceError):  # one failure is enough
@@ -234,7 +232,7 @@ class DeferredReads:
             thread = self._thread
             if thread is threading.current_thread() or (thread and not thread.is_alive()):
                 raise SaveAbandonedError("DCP ended this save before its data were written")
-            stall.look(moved(self._ahead), "its plan, which all ranks take part in")
+            stall.look(moved(None), "its plan, which all ranks take part in")
         self._gate_since = None
 
     def _settle(self, portion: Portion, stall: Stall) -> None:
@@ -312,26 +310,6 @@ class DeferredReads:
         """The group whose gate covers these bytes; ``STABLE`` for copies, which do not change."""
         return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
 
-    def read_ahead(self, start: Callable[[Window], SaveJob], patience: float) -> SaveJob:
-        """Have a native job read the state, with this save's window, before the job of :meth:`hand_over`. Returns when
-        it is done, with tensors in the memory of the call. The reads may begin only after ``patience`` seconds. Gates
-        wait for it, and for :meth:`hand_over` after it.
-
-        Raises the error of :meth:`fail`, :class:`SaveStalledError`, or :class:`SnapshotTornError`. For other faults of
-        the job the caller reads ``job.fault``.
-        """
-        self._prepare()
-        self._ahead = job = start(self._window)
-        if self._end:
-            _stop(job)
-        await_end(job, Stall(logger, f"save {self.order}", self._timeout, patience=patience))
-        self.raise_failure()
-        for portion in self._portions:
-            if job.fault is not None:
-                raise_change(job, portion, self.staged)
-            portion.check_memory()
-        return job
-
     def _prepare(self) -> None:
         for portion in self._portions:
             portion.pin()
@@ -408,10 +386,3 @@ def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False)
     while not wait(group, _POLL_SECONDS):
         done = f"{job.bytes_read >> 20} MiB are done; the rest may wait for room in the host cache"
         stall.look(moved(job), f"its reads ({done}, and so for storage)")
-
-
-def await_end(job: SaveJob, stall: Stall) -> None:
-    """Wait until a ``job`` that writes no files is done, or has failed. Raises as :func:`await_reads`."""
-    await_reads(job, -1, stall)
-    while not job.wait(_POLL_SECONDS):
-        stall.look(moved(job), "what was read to be digested")

@@ -448,30 +448,3 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     future.result()
     assert differing(tmp_path / "after", expected) == []
     assert devices.capturing() is False
-
-
-# ---- reuse="unchanged" -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", sampled(range(6), keep=[0]))
-def test_frozen_tensors_of_a_device_are_linked(cuda: FakeCuda, tmp_path: Path, seed: int) -> None:
-    """Steps are right behind every save, which reads what has changed twice."""
-    cuda.configure(seed=seed)
-    stepper, frozen = Stepper(cuda, model(1)), Stepper(cuda, {"frozen": model(1)["layer.0"]})
-    larger = Stepper(cuda, {"larger": torch.nn.Parameter(torch.randn(900, 1024))})
-    state = {**stepper.named, **frozen.named, **larger.named}
-    handles = []
-    for index in range(6):
-        expected = {**stepper.now(), **frozen.now(), **larger.now()}
-        options = {"host_cache_size": CACHE, "read_window": "immediate", "reuse": "unchanged"}
-        handle = dcp_datastates.async_save(state, tmp_path / f"{index}", **options)
-        stepper.step()
-        stepper.step()
-        handles.append((expected, handle))
-        if index % 2 == 0:
-            handle.result()
-    for index, (expected, handle) in enumerate(handles):
-        handle.result()
-        assert differing(tmp_path / f"{index}", expected) == []
-        assert bool(handle.stats.bytes_linked) == bool(index)
-    assert cuda.count("violations") == 0

@@ -129,17 +129,6 @@ std::shared_ptr<SaveHandle> Engine::save_streamed(const std::vector<SaveFile>& f
                                             Output::kStreams));
 }
 
-std::shared_ptr<SaveHandle> Engine::digest(const SaveFile& stream, std::vector<Range> chunks,
-                                           std::uint64_t order,
-                                           const std::shared_ptr<Window>& window, Fences fences,
-                                           std::shared_ptr<ExpectedBytes> expected) {
-    require_open(*stream.content);
-    std::call_once(key_drawn_, [this] { digest_key_ = DigestKey::random(); });
-    auto digest = std::make_shared<StreamDigest>(digest_key_, std::move(chunks));
-    return submit(std::make_shared<SaveJob>(stream, std::move(digest), order, window, ops_,
-                                            std::move(fences), std::move(expected)));
-}
-
 std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
     auto handle = std::make_shared<SaveHandle>(saves_, job);
     if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");

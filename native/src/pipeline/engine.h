@@ -115,13 +115,6 @@ class Engine : public Immovable {
                                               Fences fences = {},
                                               std::shared_ptr<ExpectedBytes> expected = nullptr);
 
-    /// Reads a stream as `save` does, writes nothing, and digests its `chunks` (SaveJob::digests).
-    /// The digests of one engine may be compared.
-    std::shared_ptr<SaveHandle> digest(const SaveFile& stream, std::vector<Range> chunks,
-                                       std::uint64_t order, const std::shared_ptr<Window>& window,
-                                       Fences fences = {},
-                                       std::shared_ptr<ExpectedBytes> expected = nullptr);
-
     /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
     /// `shutdown`.
     std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files,
@@ -163,8 +156,6 @@ class Engine : public Immovable {
     const std::shared_ptr<Devices> devices_;
     const std::shared_ptr<SavePipeline> saves_;
     const std::shared_ptr<RestorePipeline> restores_;
-    std::once_flag key_drawn_;
-    std::shared_ptr<const DigestKey> digest_key_;  // drawn when first needed
     std::atomic<bool> alive_ = true;
     std::mutex shutdown_mutex_;  // held during `shutdown`: a second caller returns after the first
     std::jthread watch_;         // gives up what is stuck, until not alive_; joined by `shutdown`

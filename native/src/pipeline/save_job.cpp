@@ -109,14 +109,6 @@ SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sy
     if (unread_total_ == 0) read_at_ = submitted_;
 }
 
-SaveJob::SaveJob(const SaveFile& stream, std::shared_ptr<StreamDigest> digest, std::uint64_t order,
-                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences,
-                 std::shared_ptr<ExpectedBytes> expected)
-    : SaveJob({stream}, {}, order, std::move(window), std::move(ops), std::move(fences),
-              std::move(expected), Output::kDigests) {
-    digest_ = std::move(digest);
-}
-
 bool SaveJob::wait_read(Group group, Clock::time_point deadline) {
     std::unique_lock lock(mutex_);
     return changed_.wait_until(lock, deadline, [&] {
@@ -293,7 +285,7 @@ void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) 
 
 std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
     File& file = *files_[read.unit.file];
-    if (is_last(read.unit) && file.unsummed > 0 && !only_digests()) {
+    if (is_last(read.unit) && file.unsummed > 0) {
         file.last = std::move(read.memory);
         return std::nullopt;
     }
@@ -359,18 +351,6 @@ std::uint64_t SaveJob::nbytes_of(const Unit& unit) const {
 bool SaveJob::fails_before(Clock::time_point time) {
     std::unique_lock lock(mutex_);
     return changed_.wait_until(lock, time, [&] { return fault_.has_value(); });
-}
-
-void SaveJob::digest(const ReadUnit& read) {
-    const std::uint64_t begin = read.unit.segment * kSegmentBytes;
-    const std::uint64_t size = files_[read.unit.file]->spec.table_offset;
-    digest_->add({.begin = begin, .end = std::min(begin + kSegmentBytes, size)},
-                 read.memory.data());
-}
-
-std::vector<StreamDigest::Value> SaveJob::digests() const {
-    if (!digest_ || !done() || failed_) return {};
-    return digest_->values();
 }
 
 Status SaveJob::write(const ReadUnit& read) {

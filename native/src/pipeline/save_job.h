@@ -24,7 +24,6 @@
 #include "files/output_file.h"
 #include "memory/expected_bytes.h"
 #include "memory/host_cache.h"
-#include "memory/stream_digest.h"
 #include "memory/transfer.h"
 #include "pipeline/pin.h"
 #include "pipeline/window.h"
@@ -68,7 +67,6 @@ struct ReadUnit {
 enum class Output : std::uint8_t {
     kFiles,    ///< files that the pipeline writes
     kStreams,  ///< pieces of files, which the caller takes and sends
-    kDigests,  ///< nothing: what is read is only digested
 };
 
 /// Up to a segment of a streamed file. When it goes, its memory goes back to the host cache, and
@@ -100,12 +98,6 @@ class SaveJob {
             std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops,
             Fences fences = {}, std::shared_ptr<ExpectedBytes> expected = nullptr,
             Output output = Output::kFiles);
-    /// Of a job that reads a stream into a digest, and writes nothing. The file's path is only a
-    /// name.
-    SaveJob(const SaveFile& stream, std::shared_ptr<StreamDigest> digest, std::uint64_t order,
-            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences,
-            std::shared_ptr<ExpectedBytes> expected);
-
     // --- for the handle -------------------------------------------------------------------
 
     /// Until all regions of `group` have been read, or the job has failed and reads no more.
@@ -135,9 +127,6 @@ class SaveJob {
     /// How long copy threads have waited for room in the host cache, all of them together.
     [[nodiscard]] double cache_seconds() const;
 
-    /// Once all is read and digested; empty for other jobs.
-    [[nodiscard]] std::vector<StreamDigest::Value> digests() const;
-
     // Of a streamed job. They throw std::invalid_argument for a file that it has not.
 
     /// The next piece of a file, in the order of its bytes; null after the last, and the fault of a
@@ -156,7 +145,6 @@ class SaveJob {
     [[nodiscard]] bool failed() const { return failed_; }
     [[nodiscard]] bool streamed() const { return output_ == Output::kStreams; }
     [[nodiscard]] bool writes() const { return output_ == Output::kFiles; }
-    [[nodiscard]] bool only_digests() const { return output_ == Output::kDigests; }
 
     struct Taken {
         Unit unit;
@@ -196,9 +184,6 @@ class SaveJob {
 
     /// Waits until `time`; true at once if the job has failed before.
     bool fails_before(Clock::time_point time);
-
-    /// Digests a unit, of a job that does nothing else with it.
-    void digest(const ReadUnit& read);
 
     /// Writes a summed unit; with the file's last segment, the checksum table.
     Status write(const ReadUnit& read);
@@ -281,7 +266,6 @@ class SaveJob {
     const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<const ExpectedBytes> expected_;  // null: nothing
     const Output output_;
-    std::shared_ptr<StreamDigest> digest_;  // set by the constructor; null: none
     JobFences fences_;
     const std::vector<std::string> directories_;
     std::vector<std::unique_ptr<File>> files_;

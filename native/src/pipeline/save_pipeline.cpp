@@ -191,12 +191,6 @@ void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) 
 
 void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read) {
     if (!read) return;
-    if (job->only_digests()) {
-        // Ahead of what is to be written: training may wait for the digests.
-        push_ahead(NodeQueue<Task>::Node(
-            {.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)}));
-        return;
-    }
     enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
 }
 
@@ -337,12 +331,6 @@ void SavePipeline::run(Task& task) {
 
 void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     const std::size_t file = read.unit.file;
-    if (job->only_digests()) {
-        job->digest(read);
-        read.memory.release();
-        if (job->unit_written(file) && !job->failed()) finish_job(job);
-        return;
-    }
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
     }

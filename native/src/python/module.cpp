@@ -13,7 +13,6 @@
 #include "base/sizes.h"
 #include "files/crc32c.h"
 #include "memory/sample.h"
-#include "memory/stream_digest.h"
 #include "python/python_arguments.h"
 #include "python/python_gil.h"
 #include "python/python_support.h"
@@ -61,7 +60,6 @@ PYBIND11_MODULE(_native, module) {
 
     module.attr("SEGMENT_BYTES") = kSegmentBytes;
     module.attr("BLOCK_BYTES") = kBlockBytes;
-    module.attr("DIGEST_BLOCK_BYTES") = kDigestBlockBytes;
     module.attr("MIN_HOST_CACHE_BYTES") = kMinSegments * kSegmentBytes;
 
     module.def(

@@ -149,29 +149,6 @@ std::unique_ptr<PySaveJob> save_streamed(const PyEngine& self, const std::vector
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
-std::unique_ptr<PySaveJob> digest(const PyEngine& self, const SaveFile& stream,
-                                  const std::vector<std::uint64_t>& offsets,
-                                  const std::vector<std::uint64_t>& sizes, std::int64_t order,
-                                  const PyWindow& window, py::object keepalive,
-                                  const PyFences& fences, std::shared_ptr<ExpectedBytes> expected) {
-    const auto engine = usable(self);
-    if (offsets.size() != sizes.size()) throw py::value_error("not as many offsets as sizes");
-    std::vector<Range> chunks;
-    chunks.reserve(offsets.size());
-    for (std::size_t i = 0; i < offsets.size(); ++i) {
-        chunks.push_back({.begin = offsets[i], .end = offsets[i] + sizes[i]});
-    }
-    auto events = to_fences(fences);
-    const auto number = to_size(order, "order");
-    const auto opens = required(window.window, "window");
-    auto handle = [&] {
-        const GilRelease release;
-        return engine->digest(stream, std::move(chunks), number, opens, std::move(events),
-                              std::move(expected));
-    }();
-    return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
-}
-
 template <auto Restore>
 std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& plan,
                                       py::object keepalive, const PyFences& fences) {
@@ -263,9 +240,6 @@ void bind_engine(const py::module_& module) {
              py::arg("expected") = nullptr)
         .def("save_streamed", &save_streamed, py::arg("files"), py::arg("order"), py::arg("window"),
              py::arg("keepalive"), py::arg("fences") = PyFences(), py::arg("expected") = nullptr)
-        .def("digest", &digest, py::arg("stream"), py::arg("offsets"), py::arg("sizes"),
-             py::arg("order"), py::arg("window"), py::arg("keepalive"),
-             py::arg("fences") = PyFences(), py::arg("expected") = nullptr)
         .def("restore", &restore<&Engine::restore>, py::arg("plan"), py::arg("keepalive"),
              py::arg("fences") = PyFences())
         .def("restore_streamed", &restore<&Engine::restore_streamed>, py::arg("plan"),

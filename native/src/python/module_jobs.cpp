@@ -214,14 +214,6 @@ void bind_save(const py::module_& module) {
                 if (!found) return std::nullopt;
                 return std::tuple(found->tensor, found->begin, found->end);
             })
-        .def("digests",
-             [](const PySaveJob& self) {
-                 std::vector<py::bytes> found;
-                 for (const auto& value : (*handle_of(self))->digests()) {
-                     found.emplace_back(reinterpret_cast<const char*>(value.data()), value.size());
-                 }
-                 return found;
-             })
         .def_property_readonly("done",
                                [](const PySaveJob& self) { return (*handle_of(self))->done(); })
         .def_property_readonly(
