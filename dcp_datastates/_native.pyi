@@ -17,7 +17,6 @@ SEGMENT_BYTES: int
 BLOCK_BYTES: int
 """Bytes that one stored CRC32C covers (1 MiB). Divides ``SEGMENT_BYTES``."""
 
-
 MIN_HOST_CACHE_BYTES: int
 """Smallest host cache an engine accepts (4 segments)."""
 

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
-from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "BackgroundOptions",
@@ -26,7 +25,6 @@ __all__ = [
     "OnNan",
     "RamConfig",
     "ReadWindow",
-    "TierOptions",
     "WhenBehind",
     "WriterConfig",
     "WriterOptions",
@@ -290,20 +288,13 @@ class BackgroundOptions(TypedDict, total=False):
     on_nan: OnNan
 
 
-class TierOptions(BackgroundOptions, total=False):
-    """The :class:`WriterOptions` of one tier."""
+class WriterOptions(BackgroundOptions, total=False):
+    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
 
     overwrite: bool
     commit: Commit
     no_dist: bool
     storage_options: Mapping[str, Any] | None
-
-
-class WriterOptions(TierOptions, total=False):
-    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
-
-    archive: str | os.PathLike[str] | None
-    archive_rate: int | str | None
 
 
 @dataclass(frozen=True)
@@ -324,8 +315,6 @@ class WriterConfig:
     when_behind: WhenBehind = "wait"
     audit: bool = False
     on_nan: OnNan = "warn"
-    archive: Location | None = None
-    archive_rate: int = 0
 
     @staticmethod
     def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
@@ -363,6 +352,4 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
     "on_nan": partial(_one_of, kind=OnNan),
-    "archive": lambda name, value: value,
-    "archive_rate": lambda name, value: parse_rate(value, name=name),
 }

@@ -31,13 +31,12 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import conclude_call
-from dcp_datastates.saving.paths import archive_root, writable
+from dcp_datastates.saving.paths import writable
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath
-from dcp_datastates.tiers.archive import archive_save
 
 __all__ = ["async_save", "save"]
 
@@ -141,9 +140,7 @@ def _call(
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:
-            config = _config(
-                options, archive_root(options.get("archive"), options.get("storage_options"))
-            )
+            config = _config(options)
             directory = _directory(path, config, rank_set, options.get("storage_options"))
             prepare(rank_set, config)
         else:
@@ -153,8 +150,6 @@ def _call(
         save = stage_save(group, config, origin, directory, state, in_columns, numbers, stats=stats)
         if writer is not None:
             writer.add(save)
-        else:
-            archive_save(save)
     except BaseException as error:
         conclude_call(SaveOrigin.PACKAGE, rank_set, path, stats, error)
         context.refuse(path, error)
@@ -168,11 +163,11 @@ def _call(
     return save
 
 
-def _config(options: WriterOptions, archive: Location | None) -> WriterConfig:
+def _config(options: WriterOptions) -> WriterConfig:
     check_options("async_save", options, WriterOptions)
-    elsewhere = ("no_dist", "storage_options", "archive")
+    elsewhere = ("no_dist", "storage_options")
     given = {name: value for name, value in options.items() if name not in elsewhere}
-    return WriterConfig.checked(**given, archive=archive)  # type: ignore[arg-type]
+    return WriterConfig.checked(**given)  # type: ignore[arg-type]
 
 
 def _directory(

@@ -52,7 +52,8 @@ class SaveHandle(AsyncSaveResponse):
         """
         if self._save.archived is None:
             raise ConfigurationError(
-                f"the save to {str(self._save.path)!r} is not archived: pass archive=, or see archive_every"
+                f"the save to {str(self._save.path)!r} is not archived: CheckpointManager(archive=…) does that, for "
+                f"each save or every few (archive_every)"
             )
         return self._save.archived
 

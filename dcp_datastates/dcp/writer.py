@@ -42,13 +42,12 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import conclude_call
-from dcp_datastates.saving.paths import archive_root, check_path, writable
+from dcp_datastates.saving.paths import check_path, writable
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
-from dcp_datastates.tiers.archive import archive_save
 
 __all__ = ["DataStatesWriter"]
 
@@ -103,11 +102,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
             log names them, once per process for the same names; ``"refuse"``: the save fails.
-        archive: A slower tier: the directory, or the URL (``"s3://bucket/run"``), below which each committed checkpoint
-            is copied under its own name, behind training. Each rank carries its own files. :attr:`archived` tells when
-            it is there. A pin keeps the checkpoint until then, also across restarts: the first save of
-            the next start goes on. The end of the process waits for ``exit_timeout``.
-        archive_rate: How fast each rank may carry, such as ``"500MB/s"``; None for no limit.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
@@ -139,8 +133,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         when_behind: str = "wait",
         audit: bool = False,
         on_nan: str = "warn",
-        archive: str | os.PathLike[str] | ObjectPath | None = None,
-        archive_rate: int | str | None = None,
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -159,8 +151,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             when_behind=when_behind,
             audit=audit,
             on_nan=on_nan,
-            archive=archive_root(archive, storage_options),
-            archive_rate=archive_rate,
         )
         self._process_group = process_group
         self._no_dist = no_dist
@@ -170,8 +160,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._here = ThisThread()
         self._saves = Saves()
         self._used = False
-        self.archive: Callable[[SaveOperation], object] = archive_save
-        """Archives a save, unless it is not its turn."""
+        self.on_begin: Callable[[SaveOperation], object] = lambda save: None
+        """Called with each save that begins, before it is planned. The manager's: it may archive the save."""
         prepare(self.rank_set, self._config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
@@ -193,15 +183,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         newest = self._saves.newest
         return resolved() if newest is None else newest.committed
-
-    @property
-    def archived(self) -> Future[None]:
-        """A future of the newest save: done when it is committed below ``archive``. ``result()`` raises the error if
-        the save has failed, or can never be archived; what storage refuses is tried again. Done already without
-        ``archive``, and before the first save.
-        """
-        newest = self._saves.newest
-        return resolved() if newest is None or newest.archived is None else newest.archived
 
     @property
     def last_save(self) -> SaveStats | None:
@@ -381,7 +362,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def add(self, save: SaveOperation) -> None:
         """Count ``save`` among this writer's. It is not planned yet."""
         self._saves.add(save)
-        self.archive(save)
+        self.on_begin(save)
 
     # ---- within ------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class Keeping:
         keep: Keep | None,
         archive_every: int,
         archive_keep: int | Keep | None,
+        archive_rate: int,
     ) -> None:
         if (
             isinstance(archive_every, bool)
@@ -62,6 +63,7 @@ class Keeping:
         self._saves = saves
         self._keep = keep
         self._every = archive_every
+        self._rate = archive_rate
         self._count = 0
         self._newest: Location | None = None
         self._nbytes = 0  # of a checkpoint
@@ -114,9 +116,9 @@ class Keeping:
         save.
         """
         self._count += 1
-        if (self._count - 1) % self._every == 0:
-            archived = archive_save(save, self._then)
-            if archived is not None and self._deletes:  # what is kept until then may be old
+        if self._archive is not None and (self._count - 1) % self._every == 0:
+            archived = archive_save(save, self._archive.slow, self._rate, self._then)
+            if self._deletes:  # what is kept until then may be old
                 when_done(archived, lambda _: self._saves.deletions.request(self._committed))
 
     def follow(self, handle: SaveHandle) -> None:

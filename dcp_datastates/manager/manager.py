@@ -17,7 +17,7 @@ from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.config import TierOptions, check_options, parse_flag
+from dcp_datastates.config import WriterOptions, check_options, parse_flag, parse_rate
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fit import Answer, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -128,10 +128,10 @@ class CheckpointManager:
         archive_every: int = 1,
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
-        **options: Unpack[TierOptions],
+        **options: Unpack[WriterOptions],
     ) -> None:
         enter("CheckpointManager()")
-        check_options("CheckpointManager", options, TierOptions)
+        check_options("CheckpointManager", options, WriterOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
         roots = locate_all([root] if slow is None else [root, slow], stores)
@@ -147,12 +147,11 @@ class CheckpointManager:
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
         hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
         recorded = by_step("on_save", on_save)
-        self._writer = DataStatesWriter(
-            process_group=process_group, archive=slow, archive_rate=archive_rate, **options
-        )
+        self._writer = DataStatesWriter(process_group=process_group, **options)
         most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
         self._saves = SaveTracker(most, *hooks, recorded)
-        rules = self._keep, archive_every, archive_keep
+        rate = parse_rate(archive_rate, name="archive_rate")
+        rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         ranks = self._rank_set, process_group, self._alone
@@ -160,7 +159,7 @@ class CheckpointManager:
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
-        self._writer.archive = self._keeping.archive
+        self._writer.on_begin = self._keeping.archive
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""

@@ -50,8 +50,6 @@ def writable(
     Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
     reports these to all. A process ``alone`` finds them now.
     """
-    if isinstance(config.archive, ObjectPath) and not is_url(path):
-        options = None  # they are of the archive
     location = locate(path, below, options)
     if isinstance(location, ObjectPath):
         check_prefix(location)

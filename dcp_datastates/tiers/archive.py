@@ -284,19 +284,19 @@ def archive_lag() -> tuple[int, float]:
 
 
 def archive_save(
-    save: SaveOperation, then: Callable[[], object] | None = None
-) -> Future[None] | None:
-    """Archive ``save`` once it is committed, if its writer has an archive. Call this before the save is planned."""
-    config = save.call.config
-    if config.archive is None:
-        return None
-    root, archived = config.archive, SharedFuture()
+    save: SaveOperation, slow: Location, rate: int, then: Callable[[], object] | None = None
+) -> Future[None]:
+    """Archive ``save`` below ``slow`` once it is committed. Call this before the save is planned.
+
+    ``rate``: how many bytes per second this rank may carry; 0: no limit. ``then`` as for :meth:`Archive.saved`.
+    """
+    archived = SharedFuture()
 
     def begin(_: Future[None]) -> None:
         # DCP may have said meanwhile that this process saves alone.
-        archive = archive_of(root, save.group)
-        archive.set_rate(config.archive_rate)
-        archive.exit_timeout = config.exit_timeout
+        archive = archive_of(slow, save.group)
+        archive.set_rate(rate)
+        archive.exit_timeout = save.call.config.exit_timeout
         archive.saved(save, archived, then)
 
     save.archived = archived

@@ -10,20 +10,31 @@ import torch.distributed as dist
 
 import dcp_datastates
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying
+from dcp_datastates.tiers.archive import archive_save
 from support.state.checkpoints import CACHE, assert_same
 from support.state.saving import SMALL, checkpoint, part
 from support.stores.server import use
 
-__all__ = ["begin", "number_in", "save_and_archive", "try_to_archive"]
+__all__ = ["archived_save", "begin", "number_in", "save_and_archive", "try_to_archive"]
+
+
+def archived_save(
+    state: Any, path: str | Path, slow: str | Path, rate: int = 0, **options: Any
+) -> Any:
+    """The handle of a save to ``path``, which is archived below ``slow`` as the manager does it."""
+    by = dcp_datastates.DataStatesWriter(path, **options)
+    by.on_begin = lambda save: archive_save(save, locate(slow), rate)
+    return dcp_datastates.async_save(state, writer=by)
 
 
 def begin(fast: str, slow: str, number: int) -> Any:
     """The handle of a save to a directory of its own below ``fast``, with ``slow`` as archive."""
-    return dcp_datastates.async_save(
+    return archived_save(
         part(number, SMALL),
         f"{fast}/step-{number}",
-        archive=slow,
+        slow,
         read_window="immediate",
         host_cache_size=CACHE,
     )

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from support.jobs.ranks import ranks
+from support.state.archiving import archived_save
 from support.state.checkpoints import CACHE
 from support.waiting import await_that
 
@@ -61,8 +62,8 @@ def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
         finally:
             done.set()
 
-    options = {"host_cache_size": CACHE, "archive": tmp_path / "slow"}
-    handle = ds.async_save(STATE, tmp_path / "fast" / "step-1", **options)
+    path = tmp_path / "fast" / "step-1"
+    handle = archived_save(STATE, path, tmp_path / "slow", host_cache_size=CACHE)
     HOOKS[hook](handle, call)
     handle.result(60)
     for step in (2, 3):

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
-from support.state.checkpoints import async_save, save, writer
+from support.state.archiving import archived_save
+from support.state.checkpoints import save
 from support.state.states import filled
 
 import dcp_datastates
@@ -55,7 +56,7 @@ def either(request, tmp_path, slow):
 
 
 def _save(path, slow, **options):
-    return dcp_datastates.async_save(STATE, path, archive=slow, read_window="immediate", **options)
+    return archived_save(STATE, path, slow, read_window="immediate", **options)
 
 
 def _pin(path):
@@ -78,17 +79,6 @@ def test_a_committed_checkpoint_comes_to_be_in_the_archive(tmp_path, either):
     assert verify(f"{either}/step-1").whole
     assert latest([tmp_path / "fast", either]) == [fast, locate(f"{either}/step-1")]
     assert not pins(fast)
-
-
-def test_by_dcp_as_well(tmp_path, slow):
-    saves = writer(None, archive=slow)
-    async_save(STATE, None, by=saves, checkpoint_id=tmp_path / "fast/step-1").result()
-    saves.archived.result(30)
-    assert verify(f"{slow}/step-1").whole
-    saves = writer(tmp_path / "fast/step-2", archive=slow)
-    torch.distributed.checkpoint.save(dict(STATE), storage_writer=saves)
-    saves.archived.result(30)
-    assert verify(f"{slow}/step-2").whole
 
 
 def test_without_an_archive_there_is_nothing_to_wait_for(tmp_path):
@@ -201,7 +191,7 @@ def test_the_rest_of_a_copy_that_no_fast_tier_has_is_removed(tmp_path, either, s
 def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path, either, store):
     _save(tmp_path / "fast/step-1", either).archived.result(30)
     again = {name: tensor + 1 for name, tensor in STATE.items()}
-    handle = dcp_datastates.async_save(again, tmp_path / "fast/step-1", archive=either)
+    handle = archived_save(again, tmp_path / "fast/step-1", either)
     handle.archived.result(30)
     loaded = dcp_datastates.load(f"{either}/step-1")
     assert torch.equal(loaded["b"], again["b"])
@@ -247,10 +237,8 @@ def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
 def test_a_rate_holds_the_carrying_back(tmp_path, slow, monkeypatch):
     waited = []
     monkeypatch.setattr(carrying.Carrier, "_wait", lambda self, seconds: waited.append(seconds))
-    _save(tmp_path / "fast/step-1", slow, archive_rate="1MB/s").archived.result(30)
+    _save(tmp_path / "fast/step-1", slow, rate=1_000_000).archived.result(30)
     assert max(waited) == pytest.approx(1.2, abs=0.3)  # 1.2 MB
-    with pytest.raises(ConfigurationError, match="archive_rate"):
-        _save(tmp_path / "fast/step-2", slow, archive_rate=0)
 
 
 # ---- tiers of one run ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.state.archiving import archived_save
 from support.tiers import tries
 
 import dcp_datastates
@@ -49,9 +50,7 @@ class _Life:
     def save(self) -> None:
         if self.chance.random() < 0.8 or not self.step:
             self.step += 1  # else again, as after going back
-        handle = dcp_datastates.async_save(
-            _state(self.step), self.fast / f"step-{self.step}", archive=self.slow
-        )
+        handle = archived_save(_state(self.step), self.fast / f"step-{self.step}", self.slow)
         handle.result(30)
         self.committed.add(self.step)
         self.archived.discard(self.step)  # the newest of that number may not be, yet
@@ -98,9 +97,7 @@ class _Life:
         self.restart()
         on_fast = {int(path.name[5:]) for path in checkpoints(self.fast)}
         self.step += 1
-        handle = dcp_datastates.async_save(
-            _state(self.step), self.fast / f"step-{self.step}", archive=self.slow
-        )
+        handle = archived_save(_state(self.step), self.fast / f"step-{self.step}", self.slow)
         handle.archived.result(30)
         for step in {*on_fast, *self.archived, self.step}:
             assert verify(f"{self.slow}/step-{step}").whole, step
