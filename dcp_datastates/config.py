@@ -18,7 +18,6 @@ from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
 __all__ = [
     "BackgroundOptions",
-    "Commit",
     "Defer",
     "EngineConfig",
     "IoPriority",
@@ -37,7 +36,6 @@ __all__ = [
     "parse_size",
 ]
 
-Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
@@ -292,7 +290,6 @@ class WriterOptions(BackgroundOptions, total=False):
     """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
 
     overwrite: bool
-    commit: Commit
     no_dist: bool
     storage_options: Mapping[str, Any] | None
 
@@ -308,7 +305,6 @@ class WriterConfig:
     read_deadline: float = 1.0
     defer: Defer = "owned"
     overwrite: bool = True
-    commit: Commit = "wait"
     commit_timeout: float = 300.0
     exit_timeout: float = 600.0
     max_in_flight: int = 4
@@ -335,7 +331,6 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     ),
     "defer": partial(_one_of, kind=Defer),
     "overwrite": parse_flag,
-    "commit": partial(_one_of, kind=Commit),
     "commit_timeout": partial(
         _seconds,
         least=MIN_COMMIT_TIMEOUT,

@@ -145,8 +145,7 @@ class DcpSave:
         save = self.save
         try:
             publish(metadata, save.resolved_path(), save.ticket().attempt.name)
-            if not save.call.background:
-                save.await_decision()
+            save.await_decision()
         finally:
             self._end()
 

@@ -85,9 +85,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         no_dist: This process saves alone, like DCP's option of that name.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
             takes all from the environment.
-        commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks. ``"background"``: it
-            returns as soon as all bytes are read and handed over, so that planning of the next save can begin;
-            :attr:`committed` and :meth:`wait` give the outcome. A synchronous save always waits.
         commit_timeout: Seconds without progress after which a live rank fails the save (a rank that has not called
             ``async_save``, say; in ``dcp.async_save`` after 10 s, if training waits for it). A rank that is dead, or
             silent for a minute, fails the save in any case.
@@ -126,7 +123,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         defer: str = "owned",
         overwrite: bool = True,
         process_group: Any = None,
-        commit: str = "wait",
         commit_timeout: float = 300.0,
         exit_timeout: float = 600.0,
         max_in_flight: int = 4,
@@ -144,7 +140,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             read_deadline=read_deadline,
             defer=defer,
             overwrite=overwrite,
-            commit=commit,
             commit_timeout=commit_timeout,
             exit_timeout=exit_timeout,
             max_in_flight=max_in_flight,
@@ -193,7 +188,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
 
-        With ``commit="background"``, raises the error of a failed save whose outcome was not asked for.
+        Raises the error of a failed save by :func:`dcp_datastates.async_save` whose outcome was not asked for.
         """
         enter("DataStatesWriter.wait()")
         step_gate.open_windows()
@@ -326,10 +321,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: return when the save is committed, or raise its error. ``metadata`` become those of the save.
-
-        With ``commit="background"`` and an asynchronous save, returns immediately.
-        """
+        """Coordinator: return when the save is committed, or raise its error. ``metadata`` become those of the save."""
         self._running().finish(metadata)
 
     # ---- for this package's async_save ---------------------------------------------------------------

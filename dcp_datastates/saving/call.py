@@ -66,8 +66,3 @@ class SaveCall:
     def own(self) -> bool:
         """Whether this package runs the save, rather than DCP."""
         return self.origin is SaveOrigin.PACKAGE
-
-    @property
-    def background(self) -> bool:
-        """Whether the thread that runs the save need not wait for the commit."""
-        return self.own or (self.asynchronous and self.config.commit == "background")

@@ -30,7 +30,7 @@ class Saves:
     def wait(self) -> None:
         """Wait until every save is over. Raises the error of a failed save whose outcome the caller has not asked for.
 
-        Only saves with ``commit="background"`` raise here: for the others, the future or DCP's call raises.
+        Only saves that this package runs raise here: for the others, DCP's future or call raises.
         """
         with self._lock:
             saves = list(self._kept)
@@ -39,12 +39,12 @@ class Saves:
         with self._lock:
             self._kept = [save for save in self._kept if save not in saves]
         for save in saves:
-            if save.call.background and not save.committed.asked:
+            if save.call.own and not save.committed.asked:
                 save.committed.result()
 
 
 def _is_told(save: SaveOperation) -> bool:
     """Whether the save is over, and the caller knows its outcome or need not be told."""
     return save.over and (
-        not save.call.background or save.committed.asked or save.committed.peek() is None
+        not save.call.own or save.committed.asked or save.committed.peek() is None
     )

@@ -29,7 +29,6 @@ from support.state.checkpoints import (
     committed,
     load_everything,
     raises,
-    save,
     writer,
 )
 from support.waiting import await_that
@@ -99,36 +98,21 @@ def test_async_save_does_not_mix_with_training_on_the_default_gloo_group(shared_
 
 
 @ranks(2)
-def test_background_returns_at_hand_over_and_the_writer_tells_the_outcome(shared_dir):
-    group = own_group()
-    ours = writer(shared_dir / "c", commit="background", read_window="immediate")
-    with _on(0, "publish.decide.before=sleep:2"):
-        future = async_save(_state(1), None, by=ours, group=group)
-        future.result(60)
-        assert not ours.committed.done()
-        assert not committed(shared_dir / "c")
-        ours.wait()
-    assert ours.committed.done()
-    assert _number(shared_dir / "c") == 1
-
-
-@ranks(2)
 def test_a_failure_in_the_background_is_told_by_committed_wait_and_the_log(shared_dir):
-    group = own_group()
-    ours = writer(shared_dir / "c", commit="background", read_window="immediate")
+    ours = writer(shared_dir / "c", read_window="immediate")
     with lines(logging.ERROR) as said, _on(0, "publish.write.before=error:EIO"):
-        async_save(_state(1), None, by=ours, group=group).result(60)
+        dcp_datastates.async_save(_state(1), writer=ours)
         with raises(StorageError, "Input/output error", "rank 0"):
             ours.wait()
         ours.wait()  # said once
-        async_save(_state(2), None, by=ours, group=group).result(60)
+        dcp_datastates.async_save(_state(2), writer=ours)
         with raises(StorageError, "Input/output error", "rank 0"):
             ours.committed.result(60)
-        async_save(_state(3), None, by=ours, group=group).result(60)
+        dcp_datastates.async_save(_state(3), writer=ours)
         assert wait([ours.committed], 60).done  # and is not asked
     assert len(said) == 3, said
     assert all("Input/output error" in line for line in said)
-    async_save(_state(4), None, by=ours, group=group).result(60)
+    dcp_datastates.async_save(_state(4), writer=ours)
     with raises(StorageError, "Input/output error"):
         ours.wait()
     assert _number(shared_dir / "c") == 4
@@ -173,15 +157,6 @@ def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shar
     for each in rounds:
         assert isinstance(each.committed.exception(60), RankLostError)
     assert _number(shared_dir / "c") == 1
-
-
-@ranks(2)
-def test_a_synchronous_save_is_committed_when_it_returns_also_in_background_mode(shared_dir):
-    for number in range(3):
-        save(_state(number), shared_dir / "c", commit="background")
-        dist.barrier()
-        assert _number(shared_dir / "c") == number
-        dist.barrier()
 
 
 @ranks(2)
@@ -331,14 +306,13 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
 @pytest.mark.parametrize("only", [0, 1])
 def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
     """Only one rank is behind; both leave the save out, and read nothing of it."""
-    ours = writer(when_behind="skip", max_in_flight=1, read_window="immediate", commit="background")
+    most = 1 if dist.get_rank() == only else 4
+    ours = writer(when_behind="skip", max_in_flight=most, read_window="immediate")
     group = own_group()
     slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
     with _on(only, slow):
-        first = async_save(_state(1), None, by=ours, group=group, checkpoint_id=shared_dir / "1")
+        async_save(_state(1), None, by=ours, group=group, checkpoint_id=shared_dir / "1")
         outcomes = [ours.committed]
-        if dist.get_rank() != only:  # not behind by itself: its first save counts as over
-            first.result(60)
         second = async_save(_state(2), None, by=ours, group=group, checkpoint_id=shared_dir / "2")
         outcomes.append(ours.committed)
         with raises(CheckpointSkipped, "skip"):

@@ -31,7 +31,11 @@ def test_the_options_of_a_load_are_those_that_are_checked():
     [
         (lambda path, **o: ds.async_save(STATE, path, **o), "host_cach_size", "host_cache_size"),
         (lambda path, **o: ds.save(STATE, path, **o), "read_windw", "read_window"),
-        (lambda path, **o: ds.CheckpointManager(path, every=1, **o), "comit", "commit"),
+        (
+            lambda path, **o: ds.CheckpointManager(path, every=1, **o),
+            "max_in_fligt",
+            "max_in_flight",
+        ),
         (lambda path, **o: ds.load(path, **o), "renames", "rename"),
         (lambda path, **o: ds.load(path, **o), "allow_casts", None),
     ],

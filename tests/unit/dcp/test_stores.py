@@ -65,9 +65,8 @@ def _replace(store: MemoryStore, key: str, data: bytes) -> None:
 # ---- ways to save and to load ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_all_ways_to_save_make_the_same_checkpoint(background, path):
-    by = writer(path, commit="background" if background else "wait")
+def test_all_ways_to_save_make_the_same_checkpoint(path):
+    by = writer(path)
     async_save(STATE, None, by=by).result(60)
     by.wait()
     assert_same(load_everything(path), STATE)
