@@ -1,10 +1,10 @@
-"""What each rank's part of a save cost, in the metadata of the checkpoint: 96 bytes for each rank.
+"""What each rank's part of a save cost, in the metadata of the checkpoint: 88 bytes for each rank.
 
 A rank packs its :class:`~dcp_datastates.stats.SaveRecord` when it votes, so the entry ends with its files on stable
 storage. The coordinator adds when it had counted the votes. The metadata have the time of their publication. What comes
 later is in no checkpoint: the publication itself, and how the ranks learn of it.
 
-In the document of ``.metadata``, ``trace`` is a dict of ``version`` (1), ``counted_at`` (seconds since the epoch, by
+In the document of ``.metadata``, ``trace`` is a dict of ``version`` (2), ``counted_at`` (seconds since the epoch, by
 the coordinator's clock) and ``ranks``: the entries of all ranks in order, in base64. An entry is little-endian:
 
 ====== ======== =========================================================================

@@ -83,7 +83,7 @@ def test_without_all_ranks_there_is_none():
     [
         lambda trace: None,
         lambda trace: [trace],
-        lambda trace: {**trace, "version": 2},
+        lambda trace: {**trace, "version": 1},
         lambda trace: {**trace, "ranks": 3},
         lambda trace: {**trace, "ranks": trace["ranks"][:-4]},
         lambda trace: {**trace, "ranks": "§" + trace["ranks"][1:]},
