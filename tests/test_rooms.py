@@ -44,34 +44,34 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_600,
+    "": 1_550,
     "checkpoints": 3_010,
-    "cli": 1_270,
+    "cli": 1_290,
     "commit": 1_830,
     "conversion": 3_530,
-    "dcp": 3_410,
+    "dcp": 3_374,
     "deepspeed": 800,
-    "format": 3_640,
+    "format": 3_618,
     "huggingface": 1_210,
     "io": 2_270,
     "lightning": 720,
     "manager": 4_170,
     "megatron": 310,
-    "monitoring": 220,
-    "planning": 3_090,
+    "monitoring": 280,
+    "planning": 2_955,
     "process": 850,
     "ranks": 2_330,
-    "saving": 3_010,
+    "saving": 2_768,
     "sharing": 930,
-    "staging": 2_120,
-    "storage": 4_140,
-    "tiers": 2_620,
+    "staging": 2_093,
+    "storage": 4_136,
+    "tiers": 2_612,
     "torchtitan": 590,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_600, "tests": 55_200}
+BUDGETS_BESIDE = {"native": 21_097, "tests": 53_983}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
