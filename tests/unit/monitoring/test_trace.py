@@ -71,7 +71,7 @@ def test_where_there_is_none_the_error_says_so(tmp_path):
 
 def test_a_trace_of_another_version_spoils_only_the_trace(tmp_path):
     save(STATE, tmp_path / "c")
-    rewritten(tmp_path / "c", lambda parts: parts.document["trace"].update(version=2))
+    rewritten(tmp_path / "c", lambda parts: parts.document["trace"].update(version=1))
     with pytest.raises(UnreadableMetadataError, match="trace"):
         trace_of(tmp_path / "c")
     state = {"w": torch.zeros(100_000)}
