@@ -40,7 +40,7 @@ Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
 OnNan = Literal["warn", "refuse"]
-WhenBehind = Literal["wait", "skip", "newest"]
+WhenBehind = Literal["wait", "skip"]
 
 EAGER_BELOW_BYTES = 64 * 1024
 """Tensors smaller than this are copied at the call: below it, a copy costs less than a deferral."""

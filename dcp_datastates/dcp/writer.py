@@ -91,10 +91,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
             fail, and the log names them.
         max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.
-        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save; ``"newest"``, drop
-            the oldest save that has not begun. The ranks agree on the last two, and the future of a save that is left
-            out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
-            were behind; on others it raises :class:`SaveAbandonedError`.)
+        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save. The ranks agree on
+            that, and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a
+            save that DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
         on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the

@@ -1,23 +1,20 @@
-"""Admission: what a call does when saves come faster than they commit: wait, skip itself, or drop the oldest unbegun
-save.
+"""Admission: what a call does when saves come faster than they commit: wait, or skip itself.
 
-A rank decides alone, and at once, to leave a save out, so that its memory is free. The first message of planning tells
-the other ranks: if any rank leaves a save out, all do.
+A rank decides alone to leave a save out. The first message of planning tells the other ranks: if any rank leaves a save
+out, all do.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import wait
 from typing import Final
 
 from dcp_datastates.config import WhenBehind
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.saving.call import DROPPED, SKIPPED
 from dcp_datastates.saving.operation import SaveOperation
 
-__all__ = ["await_reads", "enter", "in_flight", "make_room"]
+__all__ = ["enter", "in_flight", "make_room"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +53,13 @@ def await_room(limit: int) -> None:
         )
 
 
-def await_reads(save: SaveOperation) -> None:
-    """Block, without the GIL, until the saves called before ``save`` are read, or have failed. Opens no read window."""
-    earlier = [each for each in in_flight() if each.call.order < save.call.order]
-    wait([each.reads.captured for each in earlier if each.reads is not None])
-
-
-def make_room(limit: int, mode: WhenBehind) -> int:
+def make_room(limit: int, mode: WhenBehind) -> bool:
     """Apply ``when_behind`` (``mode``) before a call makes another save. Waits only for ``"wait"``.
 
-    Returns why the caller must leave the new save out, a key of :data:`LEFT_OUT`; 0 to go ahead.
+    Returns whether the caller must leave the new save out.
     """
     if mode == "wait":
         await_room(limit)
-        return 0
+        return False
     saves = [save for save in in_flight() if not save.left_out and not save.committed.done()]
-    if len(saves) < limit:
-        return 0
-    if mode == "skip":
-        return SKIPPED
-    for save in saves:  # drop the oldest that has not begun
-        if save.leave_out(DROPPED):
-            break
-    return 0
+    return len(saves) >= limit

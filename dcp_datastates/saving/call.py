@@ -12,14 +12,9 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["DROPPED", "LEFT_OUT", "SKIPPED", "SaveCall", "SaveOrigin"]
+__all__ = ["LEFT_OUT", "SaveCall", "SaveOrigin"]
 
-SKIPPED: Final = 1
-DROPPED: Final = 2
-LEFT_OUT: Final = {
-    SKIPPED: "earlier saves are late: all ranks skip this one (skip)",
-    DROPPED: "a newer save came before this one had begun: all ranks drop it (newest)",
-}
+LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
 """Why a save is left out."""
 
 

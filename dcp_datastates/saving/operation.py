@@ -22,7 +22,6 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
-    CheckpointSkipped,
     CommitOutcomeUnknown,
     ConfigurationError,
     RankLostError,
@@ -34,7 +33,7 @@ from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import LEFT_OUT, SaveCall
+from dcp_datastates.saving.call import SaveCall
 from dcp_datastates.saving.outcome import conclude, record_of
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.staging import step_gate
@@ -61,7 +60,7 @@ class SaveOperation:
     Args:
         reads: the deferred reads of a staged state; None if the planner resolves its data in place.
         error: the error with which the save has already failed on this rank.
-        left_out: why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not.
+        left_out: whether this rank leaves the save out.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class SaveOperation:
         stats: SaveStats,
         reads: DeferredReads | None = None,
         error: BaseException | None = None,
-        left_out: int = 0,
+        left_out: bool = False,
     ) -> None:
         self.call: Final = call
         self.group = call.group
@@ -79,6 +78,7 @@ class SaveOperation:
         self.reads = reads
         self.fingerprint: Fingerprint | None = None
         """Of the staged state, at the call; None if plans for it are not cached."""
+        self.left_out: Final = left_out
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.archived: SharedFuture | None = None
         """Done when the checkpoint is in the archive; None if there is none."""
@@ -92,7 +92,6 @@ class SaveOperation:
         self._lock = threading.RLock()  # guards what follows
         self._phase = Phase.STAGED
         self._error = error
-        self._left_out = left_out
         self._listens = False  # whether the failure detector calls _lost()
         self._ended = threading.Event()  # the part before the commit
         self._given_up = False
@@ -126,11 +125,6 @@ class SaveOperation:
     @property
     def failed(self) -> bool:
         return self._error is not None
-
-    @property
-    def left_out(self) -> int:
-        """Why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not."""
-        return self._left_out
 
     @property
     def record(self) -> SaveRecord | None:
@@ -194,21 +188,6 @@ class SaveOperation:
         else:
             self.fail(CommitOutcomeUnknown(f"{why}. It may have been committed: latest() tells"))
         self._given_up = True
-
-    def leave_out(self, why: int) -> bool:
-        """Leave the save out if its planning has not begun: read nothing, free its memory. Returns whether it was left
-        out.
-
-        The planning thread then tells the other ranks, and resolves the future.
-        """
-        with self._lock:
-            if self._phase > Phase.STAGED:
-                return False
-            self._left_out = why
-            self._error = error = CheckpointSkipped(LEFT_OUT[why])
-        if self.reads is not None:
-            self.reads.fail(error)
-        return True
 
     # ---- the thread that plans it --------------------------------------------------------------------
 

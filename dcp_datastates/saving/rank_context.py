@@ -40,7 +40,6 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange, OtherEntryGivenUp
-from dcp_datastates.saving.admission import await_reads
 from dcp_datastates.saving.agreement import NotAgreed, SaveName, agree
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
@@ -208,7 +207,7 @@ class RankContext:
         watch = self._watch(what, timeout, save.call.number, save)
         try:
             meet = self._meet if save.call.own else self._meet_in_dcp
-            with meet(watch, save.directory().name, save.left_out) as on:
+            with meet(watch, save.directory().name, int(save.left_out)) as on:
                 gather = functools.partial(_gather, on, watch)
                 agreed, assignment = agree(gather, on.scatter, propose, save.draw_ticket)
                 assert assignment.ticket is not None
@@ -230,8 +229,6 @@ class RankContext:
 
     def _save(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
         try:
-            if save.call.config.when_behind != "wait":
-                await_reads(save)  # until then it can be left out
             writing = self._plan(save, make)
             read = functools.partial(self._read, save, writing)
             del writing  # a traceback may retain this frame
@@ -401,10 +398,10 @@ def _last_part(path: object) -> str:
         return ""
 
 
-def _leave_out(why: int) -> None:
+def _leave_out(any_does: int) -> None:
     """Raise on all ranks if any rank leaves the save out."""
-    if why:
-        raise CheckpointSkipped(LEFT_OUT[why])
+    if any_does:
+        raise CheckpointSkipped(LEFT_OUT)
 
 
 def _release_outcome(committed: Future[None]) -> None:

@@ -74,7 +74,7 @@ def stage_save(
     left_out = make_room(config.max_in_flight, config.when_behind)
     stats.room_seconds = stats.timeline.seconds - before
     call = new_call(group, config, origin, path, metrics)
-    failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
+    failure: BaseException | None = CheckpointSkipped(LEFT_OUT) if left_out else None
     reads: DeferredReads | None = None
     fingerprint: Fingerprint | None = None
     try:

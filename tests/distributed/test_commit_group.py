@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import warnings
 from concurrent.futures import wait
 
@@ -350,64 +349,6 @@ def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir)
     dist.barrier()
     assert [committed(shared_dir / str(n)) for n in (1, 2, 3)] == [True, False, True]
     assert not (shared_dir / "2").exists()
-
-
-@ranks(2)
-def test_a_save_that_one_rank_drops_for_a_newer_one_is_dropped_by_all(shared_dir):
-    """Storage of one rank takes its time to read the first save; only there others come too fast."""
-    options = {"when_behind": "newest", "max_in_flight": 2, "read_deadline": 3.0}
-    model = torch.nn.Linear(256, 256)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.ones(1, 256)).sum().backward()
-    optimizer.step()
-    if dist.get_rank() == 1:
-        options = {**options, "max_in_flight": 9}
-    first = dcp_datastates.async_save(
-        {f"w{dist.get_rank()}": model.weight.detach()}, shared_dir / "1", **options
-    )
-    await_that(lambda: "turn" not in repr(first))
-    later = [_begin(number, shared_dir / str(number), **options) for number in (2, 3, 4)]
-    for dropped in later[:2]:
-        with raises(CheckpointSkipped, "newer"):
-            dropped.result(60)
-    later[2].result(60)
-    first.result(60)
-    dist.barrier()
-    assert [committed(shared_dir / str(n)) for n in range(1, 5)] == [True, False, False, True]
-
-
-@ranks(2)
-def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
-    """In wait mode DCP's bookkeeping takes turns: behind a slow save, the others have not begun."""
-    ours = writer(when_behind="newest", max_in_flight=2, read_window="immediate")
-    group = own_group()
-    with _on(0, "publish.decide.before@1=sleep:3"):
-        futures = []
-        for number in range(1, 6):
-            futures.append(
-                async_save(
-                    _state(number),
-                    None,
-                    by=ours,
-                    group=group,
-                    checkpoint_id=shared_dir / str(number),
-                )
-            )
-            time.sleep(0.3)  # the vote on it is over
-        futures[0].result(60)
-        for future in futures[1:4]:
-            with raises(CheckpointSkipped, "newest"):
-                future.result(60)
-        futures[4].result(60)
-    dist.barrier()
-    assert [committed(shared_dir / str(n)) for n in range(1, 6)] == [
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert _number(shared_dir / "5") == 5
 
 
 @ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSkipped, DataStatesSavePlanner, SaveFailedError, track
+from dcp_datastates import DataStatesSavePlanner, SaveFailedError, track
 from dcp_datastates.saving.phase import Phase
 
 ELEMENTS = 100_000
@@ -40,7 +38,6 @@ class _Training:
         *,
         read_deadline=3600.0,
         max_in_flight=4,
-        when_behind="wait",
         **more,
     ):
         """Its reads wait for a backward pass, or for a thread that waits for them."""
@@ -51,7 +48,6 @@ class _Training:
             host_cache_size=CACHE,
             read_deadline=read_deadline,
             max_in_flight=max_in_flight,
-            when_behind=when_behind,
         )
 
 
@@ -128,24 +124,3 @@ def test_a_report_belongs_to_the_plan_of_its_own_save(shared_dir):
         second.result(60)
         assert _number(first.path) == _number(second.path) == {training.weight[0].item() - 1}
         dist.barrier()
-
-
-@ranks(2)
-def test_newest_drops_what_was_called_for_while_a_save_is_read(shared_dir):
-    training = _Training()
-    training.step()
-    handles = []
-    for number in range(5):
-        path = shared_dir / str(number)
-        handles.append(training.save(path, max_in_flight=2, when_behind="newest"))
-        if number == 0:
-            _await_phase(handles[0], Phase.AGREED)
-        time.sleep(0.3)  # time enough to be planned, if it could be
-        dist.barrier()
-    training.step()
-    for handle in handles[1:-1]:
-        with raises(CheckpointSkipped):
-            handle.result(60)
-    for handle in (handles[0], handles[-1]):
-        handle.result(60)
-        assert _number(handle.path) == {training.weight[0].item() - 1}
