@@ -12,8 +12,8 @@ from dcp_datastates.saving.saves import Saves
 
 
 class _Save:
-    def __init__(self, *, background=True, error=None):
-        self.call = SimpleNamespace(background=background)
+    def __init__(self, *, own=True, error=None):
+        self.call = SimpleNamespace(own=own)
         self.committed = AskedFuture(lambda: None)
         self.over = False
         self.waited = 0
@@ -44,14 +44,14 @@ def test_the_newest_is_the_last_one_added():
 
 
 def test_wait_waits_for_all_and_for_each_only_once():
-    saves = [_Save(), _Save(background=False), _Save()]
+    saves = [_Save(), _Save(own=False), _Save()]
     made = _added(*saves)
     made.wait()
     made.wait()
     assert [save.waited for save in saves] == [1, 1, 1]
 
 
-def test_wait_raises_the_error_of_a_save_in_the_background_and_only_once():
+def test_wait_raises_the_error_of_a_save_of_this_package_and_only_once():
     made = _added(_Save(), _Save(error=StorageError(5, "why")))
     with pytest.raises(StorageError, match="why"):
         made.wait()
@@ -68,9 +68,7 @@ def test_an_error_is_raised_though_saves_were_added_after_it():
 
 
 def test_an_error_that_the_caller_knows_or_is_told_elsewhere_is_not_raised():
-    asked, waited_for = (
-        _Save(background=each, error=StorageError(5, "")) for each in (True, False)
-    )
+    asked, waited_for = (_Save(own=each, error=StorageError(5, "")) for each in (True, False))
     made = _added(asked, waited_for)
     asked.wait()
     assert isinstance(asked.committed.exception(), StorageError)
