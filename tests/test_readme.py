@@ -326,10 +326,9 @@ def test_the_table_of_functions_names_what_they_take():
                     assert repr(taken[argument].default) == default.replace('"', "'")
 
 
-@pytest.mark.parametrize("document", ["docs/api.md", "docs/dcp.md"])
-def test_options_and_their_defaults_are_those_of_the_writer(document):
+def test_options_and_their_defaults_are_those_of_the_writer():
     taken = inspect.signature(ds.DataStatesWriter).parameters
-    for option, default, *_ in table_cells(document, "option"):
+    for option, default, *_ in table_cells("docs/api.md", "option"):
         name = option.strip("`")
         assert name in taken, f"the writer has no option {name}"
         if default.startswith("`"):

@@ -53,15 +53,15 @@ BUDGETS = {
     "deepspeed": 800,
     "format": 3_618,
     "huggingface": 1_210,
-    "io": 2_270,
+    "io": 2_276,
     "lightning": 720,
     "manager": 4_170,
     "megatron": 310,
-    "monitoring": 280,
+    "monitoring": 217,
     "planning": 2_955,
     "process": 850,
     "ranks": 2_330,
-    "saving": 2_768,
+    "saving": 2_723,
     "sharing": 930,
     "staging": 2_093,
     "storage": 4_136,
@@ -71,7 +71,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_097, "tests": 53_983}
+BUDGETS_BESIDE = {"native": 21_097, "tests": 53_725}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -79,11 +79,9 @@ class CheckpointManager:
         max_failures: This many failed saves in a row end the loop; ``strict`` means 1. ``"auto"``: 5, or one more than
             ``max_in_flight``. None: failures never end it. Where the saves in flight could make it so many, a save that
             is due waits for them.
-        on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank, by the next call of a
-            method, which raises what it raises.
-        on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
-        on_save: Called in the same way for each save, whatever came of it, as ``on_save(step, record)``
-            (:class:`SaveRecord`). Before the others; it is told of every save, also if it raises for one.
+        on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
+            rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
+            for one.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         fresh: What to do if the loop saves at a step that is not above those in the root, without a restore:
             ``"refuse"``; or ``"replace"``: move them to ``root/set-aside-TIME`` (a store copies each byte for that).
@@ -115,8 +113,6 @@ class CheckpointManager:
         save_last: bool = True,
         strict: bool = False,
         max_failures: MaxFailures = "auto",
-        on_commit: Callable[[int, SaveHandle], object] | None = None,
-        on_failure: Callable[[int, BaseException], object] | None = None,
         on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
         fresh: Fresh = "refuse",
@@ -145,11 +141,10 @@ class CheckpointManager:
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
         recorded = by_step("on_save", on_save)
         self._writer = DataStatesWriter(process_group=process_group, **options)
         most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
-        self._saves = SaveTracker(most, *hooks, recorded)
+        self._saves = SaveTracker(most, recorded)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)

@@ -82,8 +82,6 @@ class SaveTracker:
         max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
             number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
             disks, say) always does.
-        on_commit: is called with the path and the handle of each committed save.
-        on_failure: is called with the path and the error of each failed save.
         on_save: is called with the path and the record of each save, whatever came of it.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
@@ -95,8 +93,6 @@ class SaveTracker:
     def __init__(
         self,
         max_failures: int | None = None,
-        on_commit: Callable[[Location, SaveHandle], object] | None = None,
-        on_failure: Callable[[Location, BaseException], object] | None = None,
         on_save: Callable[[Location, SaveRecord], object] | None = None,
     ) -> None:
         if max_failures is not None and (
@@ -106,7 +102,7 @@ class SaveTracker:
                 f"max_failures={max_failures!r} must be a whole number, 1 or more; None for no limit"
             )
         self._most = max_failures
-        self._on_commit, self._on_failure, self._on_save = on_commit, on_failure, on_save
+        self._on_save = on_save
         self._records: list[tuple[Location, SaveRecord]] = []  # of which the hook is not told yet
         self.deletions = Deletions()
         self.failures = 0
@@ -147,15 +143,13 @@ class SaveTracker:
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:
-        """A save has failed, or could not begin. Raises what the hook raises."""
+        """A save has failed, or could not begin."""
         with self._lock:
             self.failures += 1
             self._in_a_row += 1
             self._last = None if self._most is None else error
             if isinstance(error, ConfigurationError):
                 self._hopeless = error
-        if self._on_failure is not None:
-            self._on_failure(path, error)
 
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
@@ -195,8 +189,6 @@ class SaveTracker:
             if error is None:
                 self._in_a_row, self._last = 0, None
                 self.commits, self.newest_commit = self.commits + 1, save.path
-                if self._on_commit is not None:
-                    self._on_commit(save.path, handle)
             elif not isinstance(error, CheckpointSkipped):
                 self.failed(save.path, error)
 

@@ -67,19 +67,16 @@ def test_other_steps_are_refused(step, tmp_path):
         manager.save(step, STATE)
 
 
-def test_hooks_are_called_in_order_with_what_came_of_each_save(tmp_path):
+def test_the_hook_is_called_in_order_with_what_came_of_each_save(tmp_path):
     told = []
     with CheckpointManager(
         tmp_path,
         every=1,
-        on_commit=lambda step, handle: told.append(
-            (step, handle.path.name, handle.stats.bytes_written > 0)
-        ),
-        on_failure=lambda step, error: told.append((step, isinstance(error, DataStatesError))),
+        on_save=lambda step, record: told.append((step, record.outcome, record.written_bytes > 0)),
     ) as manager:
         for step in range(3):
             _save(manager, step, fails=step == 1)
-    assert told == [(0, "step-0", True), (1, True), (2, "step-2", True)]
+    assert told == [(0, "committed", True), (1, "failed", True), (2, "committed", True)]
     assert manager.failures == 1
 
 
@@ -87,7 +84,7 @@ def test_what_a_hook_raises_the_call_raises(tmp_path):
     def stop(step, _):
         raise KeyError(step)
 
-    with CheckpointManager(tmp_path, every=1, on_commit=stop) as manager:
+    with CheckpointManager(tmp_path, every=1, on_save=stop) as manager:
         manager.save(4, STATE)
         with pytest.raises(KeyError, match="4"):
             manager.wait()
