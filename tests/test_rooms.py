@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 1_290,
     "commit": 1_830,
     "conversion": 3_530,
-    "dcp": 3_374,
+    "dcp": 3_379,
     "deepspeed": 800,
     "format": 3_618,
     "huggingface": 1_210,

@@ -129,11 +129,12 @@ class DcpSave:
             if options_in_columns(planner) is None:
                 staged = None if save.reads is None else save.reads.staged
                 return ObjectPlanning(planner, lambda _: plan, staged)
-            paths = None
+            assert isinstance(planner, DefaultSavePlanner)
+            state, paths = planned_state(planner)
             if save.reads is None:
-                assert isinstance(planner, DefaultSavePlanner)
-                state, paths = planned_state(planner)
                 stage_in_place(save, state)
+            else:
+                paths = None  # what was staged is not flattened
             state_of_call = state_to_plan(save, self._state, paths)
             return plan_in_columns(planner, context_of(save.group).planner, state_of_call)
         except Exception as error:
@@ -144,8 +145,9 @@ class DcpSave:
         """Coordinator: return when the save is committed, or raise why not. The ``metadata`` become the save's."""
         save = self.save
         try:
-            publish(metadata, save.resolved_path(), save.ticket().attempt.name)
+            attempt = save.ticket().attempt.name
             save.await_decision()
+            publish(metadata, save.resolved_path(), attempt)
         finally:
             self._end()
 

@@ -63,11 +63,17 @@ class PublishedMetadata(Metadata):
 
 
 def publish(metadata: Metadata, directory: Location, attempt: str) -> None:
-    """Turn ``metadata``, which a planner has made of empty plans, into those of the save: DCP returns this object."""
-    vars(metadata).clear()
-    metadata.__class__ = PublishedMetadata
-    assert isinstance(metadata, PublishedMetadata)
-    metadata.directory, metadata.attempt = directory, attempt
+    """Turn ``metadata``, which a planner has made of empty plans, into those of the committed save: DCP returns this
+    object. Those of a planner's own class are filled now.
+    """
+    published = PublishedMetadata(directory, attempt)
+    if type(metadata) in (Metadata, PublishedMetadata):
+        metadata.__class__ = PublishedMetadata
+        vars(metadata).clear()
+        vars(metadata).update(vars(published))
+    else:
+        for name in FIELDS:
+            setattr(metadata, name, getattr(published, name))
 
 
 def _plain(fields: dict[str, Any]) -> Metadata:

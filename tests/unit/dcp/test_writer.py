@@ -26,9 +26,11 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.states import large
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcp_datastates import DataStatesError, DataStatesReader, track
+from dcp_datastates import DataStatesError, DataStatesReader, DataStatesSavePlanner, track
+from dcp_datastates.dcp.published_metadata import FIELDS
 from dcp_datastates.io import engine as engine_module
 
 
@@ -231,22 +233,38 @@ def test_saves_leave_nothing_in_the_host_cache_and_no_threads(tmp_path):
     assert threading.active_count() <= threads + 1
 
 
-def test_the_state_is_let_go_after_the_save(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_state_is_let_go_after_the_save(asynchronous, tmp_path):
     tensor = torch.ones(200_000)
     alive = weakref.ref(tensor)
-    ours = writer(tmp_path, defer="all", read_window="immediate")
-    async_save({"w": tensor}, tmp_path, by=ours).result(60)
+    ours, planner = writer(tmp_path, defer="all", read_window="immediate"), DataStatesSavePlanner()
+    if asynchronous:
+        async_save({"w": tensor}, tmp_path, by=ours, planner=planner).result(60)
+    else:
+        dcp.save({"w": tensor}, storage_writer=ours, planner=planner)
     ours.wait()
     del tensor
     gc.collect()
     assert alive() is None, "the writer keeps the state alive after the save"
 
 
-def test_the_metadata_that_dcp_returns_are_those_of_the_checkpoint(tmp_path):
-    metadata = async_save({"w": torch.ones(10)}, tmp_path).result(60)
+class _OwnMetadata(Metadata):
+    """A planner's."""
+
+
+class _Own(DefaultSavePlanner):
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, _OwnMetadata(**vars(metadata))
+
+
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, DataStatesSavePlanner, _Own])
+def test_the_metadata_that_dcp_returns_are_those_of_the_checkpoint(kind, tmp_path):
+    metadata = async_save({"w": torch.ones(10)}, tmp_path, planner=kind()).result(60)
+    assert isinstance(metadata, _OwnMetadata) == (kind is _Own)
     assert metadata.storage_data.keys() == {MetadataIndex("w", torch.Size([0]))}
     expected = vars(DataStatesReader(tmp_path).read_metadata())
-    for name in expected.keys() - {"storage_meta"}:  # of the save, of the load
+    for name in FIELDS - {"storage_meta"}:  # of the save, of the load
         assert vars(metadata)[name] == expected[name]
 
 
