@@ -18,7 +18,6 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, names_in
 from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeholders
 from dcp_datastates.manager.save_tracker import SaveTracker
-from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location
 
 __all__ = ["saves", "write_when_committed"]
@@ -26,15 +25,14 @@ __all__ = ["saves", "write_when_committed"]
 logger = logging.getLogger(__name__)
 
 
-def _log(directory: Location, record: SaveRecord) -> None:
-    if record.outcome not in ("committed", "skipped"):
-        logger.error(
-            "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s",
-            *(directory.name, str(directory.parent), LATEST, record.error),
-        )
+def _log(directory: Location, error: BaseException) -> None:
+    logger.error(
+        "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s: %s",
+        *(directory.name, str(directory.parent), LATEST, type(error).__name__, error),
+    )
 
 
-_saves = SaveTracker(on_save=_log)
+_saves = SaveTracker(on_failure=_log)
 
 
 def saves() -> SaveTracker:

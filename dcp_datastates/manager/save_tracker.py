@@ -83,6 +83,7 @@ class SaveTracker:
             number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
             disks, say) always does.
         on_save: is called with the path and the record of each save, whatever came of it.
+        on_failure: is called with the path and the error of each failure, also of what follows a commit.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
 
@@ -94,6 +95,7 @@ class SaveTracker:
         self,
         max_failures: int | None = None,
         on_save: Callable[[Location, SaveRecord], object] | None = None,
+        on_failure: Callable[[Location, BaseException], object] | None = None,
     ) -> None:
         if max_failures is not None and (
             isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1
@@ -102,7 +104,7 @@ class SaveTracker:
                 f"max_failures={max_failures!r} must be a whole number, 1 or more; None for no limit"
             )
         self._most = max_failures
-        self._on_save = on_save
+        self._on_save, self._on_failure = on_save, on_failure
         self._records: list[tuple[Location, SaveRecord]] = []  # of which the hook is not told yet
         self.deletions = Deletions()
         self.failures = 0
@@ -143,13 +145,15 @@ class SaveTracker:
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:
-        """A save has failed, or could not begin."""
+        """A save has failed, or could not begin. Raises what the hook raises."""
         with self._lock:
             self.failures += 1
             self._in_a_row += 1
             self._last = None if self._most is None else error
             if isinstance(error, ConfigurationError):
                 self._hopeless = error
+        if self._on_failure is not None:
+            self._on_failure(path, error)
 
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
