@@ -46,7 +46,7 @@ the package's own folder (errors, configuration)."""
 BUDGETS = {
     "": 1_550,
     "checkpoints": 3_010,
-    "cli": 1_290,
+    "cli": 1_271,
     "commit": 1_830,
     "conversion": 3_530,
     "dcp": 3_379,
@@ -71,7 +71,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_097, "tests": 53_743}
+BUDGETS_BESIDE = {"native": 21_097, "tests": 53_746}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -40,7 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.(?:safetensors|[0-9a-f]{16}-[0-9]{8,20}\.linked)")
+_DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.safetensors")
 """``format/layout.py`` makes these names."""
 
 _OURS: Final = b"DCPDST"
