@@ -100,9 +100,8 @@ class DcpSave:
         except Exception as error:
             save.record_error(error)  # the ranks agree first: others may wait for this one
         try:
-            planning = self._planning(planner)
             try:
-                writing = context_of(save.group).plan(save, planning)
+                writing = context_of(save.group).plan(save, self._planning(planner))
             finally:
                 if turn is not None:
                     turn.planned()
