@@ -34,6 +34,7 @@ from dcp_datastates import (
     DataStatesSavePlanner,
     DataStatesWriter,
 )
+from dcp_datastates.dcp.planner import options_in_columns
 
 
 def _saved(by, planner, shared_dir):
@@ -105,20 +106,32 @@ def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, sha
     assert_same(load({"w": torch.zeros(4)}, shared_dir / "c"), {"w": torch.ones(4)})
 
 
+_PLAIN = DefaultSavePlanner.transform_object
+
+
 def _doubling(planner, write_item, value):
-    return DefaultSavePlanner.transform_object(
-        planner, write_item, value * 2 if isinstance(value, torch.Tensor) else value
-    )
+    return _PLAIN(planner, write_item, value * 2 if isinstance(value, torch.Tensor) else value)
+
+
+@pytest.mark.parametrize("kind", [DataStatesSavePlanner, DefaultSavePlanner])
+def test_no_method_of_the_default_planner_can_be_overridden_unseen(kind):
+    assert options_in_columns(kind()) is not None
+    assert options_in_columns(type("Derived", (kind,), {"note": lambda self: None})()) is not None
+    for name, method in vars(DefaultSavePlanner).items():
+        if callable(method) and not name.startswith("__"):
+            derived = type("Derived", (kind,), {name: lambda *args: None})
+            assert options_in_columns(derived()) is None, name
 
 
 @ranks(2)
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.parametrize("on", ["object", "class"])
+@pytest.mark.parametrize("kind", [DataStatesSavePlanner, DefaultSavePlanner])
 def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembered(
-    on, how, shared_dir
+    kind, on, how, shared_dir
 ):
     torch.manual_seed(0)
-    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    planner, state = kind(), {"w": torch.rand(300, 300)}
     owned = torch.nn.Parameter(state["w"])
     optimizer = torch.optim.SGD([owned], lr=0.0)
     dcp_datastates.track(optimizer)
@@ -128,7 +141,7 @@ def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembere
             planner.transform_object = functools.partial(_doubling, planner)
         hooked = contextlib.nullcontext()
         if on == "class" and number >= 3:
-            hooked = mock.patch.object(DataStatesSavePlanner, "transform_object", _doubling)
+            hooked = mock.patch.object(kind, "transform_object", _doubling)
         with hooked:
             save_how(how, {"w": owned.detach()}, planner, shared_dir / "c")
         stored.append(load(zeros(state), shared_dir / "c")["w"])
