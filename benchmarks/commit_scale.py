@@ -32,7 +32,8 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.round import Round, TracedDocument
+from dcp_datastates.commit.round import Round
+from dcp_datastates.format.metadata_table import Document
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
 from dcp_datastates.ranks.collectives import Collectives
@@ -149,7 +150,7 @@ def _connections(port: int) -> int:
     return there[f"{port:04X}"]
 
 
-def _compose(reports: Sequence[bytes]) -> TracedDocument:
+def _compose(reports: Sequence[bytes]) -> Document:
     return lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {})
 
 

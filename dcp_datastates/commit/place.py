@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.commit.round import Document, Round
+from dcp_datastates.commit.round import Round
 from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
@@ -89,8 +89,8 @@ class Place:
 
     # ---- publishing ------------------------------------------------------------------------------
 
-    def publish(self, round_: Round, document: Document) -> None:
-        """Coordinator: commit the round's attempt, with the bytes that ``document`` makes.
+    def publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
+        """Coordinator: commit the round's attempt, with the bytes that ``document`` makes, which is called once.
 
         Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
         and cannot be any more.
@@ -98,7 +98,7 @@ class Place:
         with operations.during("publish"):
             self._publish(round_, document)
 
-    def _publish(self, round_: Round, document: Document) -> None:
+    def _publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
         directory, attempt, claim = self._directory, round_.attempt, round_.claim
         assert attempt is not None
         assert claim is not None

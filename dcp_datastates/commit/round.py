@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from dcp_datastates.errors import SaveFailedError
-from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.process.futures import SharedFuture
 from dcp_datastates.stats import Timeline
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Compose", "Document", "DurablePart", "FailedPart", "Part", "Round", "TracedDocument"]
+__all__ = ["DurablePart", "FailedPart", "Part", "Round"]
 
 
 class Part(Protocol):
@@ -76,18 +74,6 @@ class DurablePart:
 
     def check(self) -> None:
         pass
-
-
-Document = Callable[[StorageMeta, Claim], bytes]
-"""Makes the bytes of ``.metadata``. The commit thread calls it once."""
-
-
-TracedDocument = Callable[[StorageMeta, Claim, Trace], bytes]
-"""The same, once it is known what the save has cost."""
-
-
-Compose = Callable[[Sequence[bytes]], TracedDocument]
-"""Makes the document of all ranks' reports, which came with their votes."""
 
 
 @dataclass(eq=False)

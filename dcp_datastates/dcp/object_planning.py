@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.planning.save_planning import Compose, SavePlanning
+from dcp_datastates.format.metadata_table import Compose, Document
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.saving.document import document, write_results
@@ -90,7 +91,7 @@ class ObjectPlanning(SavePlanning):
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
-        def compose(reports: Sequence[bytes]) -> Any:
+        def compose(reports: Sequence[bytes]) -> Document:
             results: list[list[WriteResult]] = list(map(_unpacked, reports))
             return lambda meta, claim, trace: document(meta, claim, mine, results, metrics, trace)
 

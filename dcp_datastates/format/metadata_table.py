@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,11 +10,18 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.claims import Claim
 
-__all__ = ["MISSING", "MetadataTable", "Note", "Trace"]
+__all__ = ["MISSING", "Compose", "Document", "MetadataTable", "Note", "Trace"]
 
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
+
+Document = Callable[[StorageMeta, Claim, Trace], bytes]
+"""Makes the bytes of ``.metadata``, once the attempt is claimed and it is known what the save has cost."""
+
+Compose = Callable[[Sequence[bytes]], Document]
+"""Makes the document of all ranks' reports, which came with their votes."""
 
 
 @dataclass(frozen=True)

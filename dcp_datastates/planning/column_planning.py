@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Catalog
+from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.format.validate import validate
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
@@ -39,7 +40,6 @@ from dcp_datastates.planning.rank_plan_cache import (
     Share,
 )
 from dcp_datastates.planning.replicas import Held, sample
-from dcp_datastates.planning.save_planning import Compose
 from dcp_datastates.planning.serializer import Serializer
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.garbage import collection_paused

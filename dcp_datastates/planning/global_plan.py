@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, MetadataTable, Note, encode
-from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.format.metadata_table import Compose, Document, Trace
 from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
-from dcp_datastates.planning.save_planning import Compose, Document
 from dcp_datastates.storage.claims import Claim
 
 __all__ = ["GlobalPlan"]

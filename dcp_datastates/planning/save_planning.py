@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.claims import Claim
 
-__all__ = ["Compose", "Document", "SavePlanning"]
-
-Document = Callable[[StorageMeta, Claim, Trace], bytes]
-Compose = Callable[[Sequence[bytes]], Document]
-"""Makes of all ranks' reports what makes the bytes of ``.metadata``: see ``commit/round.py``."""
+__all__ = ["SavePlanning"]
 
 
 class SavePlanning(Protocol):

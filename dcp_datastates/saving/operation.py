@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
+from dcp_datastates.commit.round import FailedPart, Part, Round
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -28,6 +28,7 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
 )
 from dcp_datastates.format import save_trace
+from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
