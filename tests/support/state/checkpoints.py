@@ -113,7 +113,12 @@ def committed(path: Path | str) -> bool:
     if not decisions:  # stock DCP's has no decision
         metadata = Path(path, ".metadata")
         return metadata.is_file() and b"DCPDST" not in metadata.read_bytes()[-24:]
-    return any(decision.stat().st_size > LONGEST_MARK for decision in decisions)
+    try:
+        return any(decision.stat().st_size > LONGEST_MARK for decision in decisions)
+    except (
+        FileNotFoundError
+    ):  # that of an older attempt, which a newer one has replaced: look again
+        return committed(path)
 
 
 def attempts(path: Path | str) -> list[Path]:
