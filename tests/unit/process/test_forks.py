@@ -181,8 +181,8 @@ def test_children_of_a_process_that_has_only_imported_the_package_save_and_load(
             child = os.fork()
             if child == 0:
                 mine, optimizer = owned(number)
-                ds.save(mine, f"{path}-{number}")
-                assert number_at(f"{path}-{number}") == number
+                ds.save(mine, f"{path}-{number}/c")  # not beside the others: nothing there tells of them
+                assert number_at(f"{path}-{number}/c") == number
                 with open(f"{path}-{number}.attempt", "w") as file:
                     file.write(next_attempt(None).name)
                 sys.exit(0)
