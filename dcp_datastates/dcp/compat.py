@@ -130,11 +130,11 @@ class DcpSave:
                 return ObjectPlanning(planner, lambda _: plan, staged)
             assert isinstance(planner, DefaultSavePlanner)
             state, paths = planned_state(planner)
-            if save.reads is None:
+            if self._turn is None:
                 stage_in_place(save, state)
-            else:
-                paths = None  # what was staged is not flattened
-            state_of_call = state_to_plan(save, self._state, paths)
+                state_of_call = state_to_plan(save, paths=paths)
+            else:  # it was staged at the call, as the program has it
+                state_of_call = state_to_plan(save, self._state)
             return plan_in_columns(planner, context_of(save.group).planner, state_of_call)
         except Exception as error:
             save.record_error(error)  # the ranks agree first: others wait for this one

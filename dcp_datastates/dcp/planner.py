@@ -96,9 +96,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._rank_planner = RankPlanner()
-        self._for_writer: Mapping[str, Any] | None = (
-            None  # the state, if the writer plans the present save
-        )
+        # The state of the present save, if the writer plans it:
+        self._for_writer: Mapping[str, Any] | None = None
         self._chunks: LocalChunks | None = None
 
     @property

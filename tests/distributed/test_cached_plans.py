@@ -95,32 +95,3 @@ def test_another_writer_gets_whole_plans_after_a_save(fails, kind, shared_dir):
                 assert fails
         stock(number + 1)
         dist.barrier()
-
-
-@ranks(2)
-def test_saves_of_one_rank_alone_in_between_change_nothing(shared_dir):
-    forget_cached_plans()
-    group, planner = own_group(), DefaultSavePlanner(enable_plan_caching=True)
-    for number in range(6):
-        if number % 2:
-            alone = shared_dir / f"alone{dist.get_rank()}"
-            state = {"w": torch.full((7,), float(number))}
-            for _ in range(1 + 3 * dist.get_rank()):
-                dcp.save(
-                    state,
-                    storage_writer=writer(alone),
-                    planner=DefaultSavePlanner(enable_plan_caching=True),
-                    no_dist=True,
-                )
-            assert load_everything(alone)["w"].eq(number).all()
-            forget_cached_plans()  # stock plans of other groups do not go together
-        else:
-            dcp.save(
-                _state(number),
-                storage_writer=writer(shared_dir / "c"),
-                planner=planner,
-                process_group=group,
-            )
-            dist.barrier()
-            _assert_is(shared_dir / "c", number)
-        dist.barrier()

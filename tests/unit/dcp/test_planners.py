@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -214,3 +215,28 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
     stats = engine_module.stats()
     assert stats is not None
     assert stats.free_segments == stats.total_segments, "a failed save kept its host cache"
+
+
+class _Stopping(DefaultSavePlanner):
+    """Fails between DCP's planning and the writer's, if it is told to."""
+
+    stops = False
+
+    def finish_plan(self, new_plan):
+        if self.stops:
+            raise PlannerRefusal
+        return super().finish_plan(new_plan)
+
+
+def test_a_save_that_fails_while_dcp_plans_leaves_no_empty_plan_in_a_planners_cache(tmp_path):
+    forget_cached_plans()
+    state, planner = {"w": torch.ones(3)}, _Stopping(enable_plan_caching=True)
+    for number in range(2):
+        dcp.save(state, checkpoint_id=tmp_path / f"stock-{number}", planner=planner)
+        found = {"w": torch.zeros(3)}
+        dcp.load(found, checkpoint_id=tmp_path / f"stock-{number}")
+        assert_same(found, state)
+        planner.stops = True
+        with raises(PlannerRefusal):
+            save({"other": torch.ones(5)}, tmp_path / "c", planner=planner)
+        planner.stops = False
