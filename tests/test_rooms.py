@@ -44,34 +44,34 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_550,
-    "checkpoints": 3_010,
-    "cli": 1_271,
-    "commit": 1_812,
-    "conversion": 3_530,
-    "dcp": 3_379,
-    "deepspeed": 800,
-    "format": 3_623,
+    "": 1_545,
+    "checkpoints": 3_000,
+    "cli": 1_266,
+    "commit": 1_809,
+    "conversion": 3_521,
+    "dcp": 3_375,
+    "deepspeed": 795,
+    "format": 3_620,
     "huggingface": 1_210,
-    "io": 2_276,
-    "lightning": 720,
-    "manager": 4_170,
-    "megatron": 310,
-    "monitoring": 217,
-    "planning": 2_955,
-    "process": 850,
-    "ranks": 2_330,
-    "saving": 2_723,
-    "sharing": 930,
-    "staging": 2_093,
-    "storage": 4_136,
+    "io": 2_271,
+    "lightning": 717,
+    "manager": 4_158,
+    "megatron": 304,
+    "monitoring": 212,
+    "planning": 2_943,
+    "process": 849,
+    "ranks": 2_325,
+    "saving": 2_719,
+    "sharing": 923,
+    "staging": 2_088,
+    "storage": 4_118,
     "tiers": 2_612,
     "torchtitan": 590,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 21_097, "tests": 53_746}
+BUDGETS_BESIDE = {"native": 20_587, "tests": 53_723}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

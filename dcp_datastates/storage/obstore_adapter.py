@@ -115,18 +115,22 @@ class ObstoreStore:
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         clients = self._clients
+        failures: list[Exception] = []
         try:
             with self._explained("storing", key):
                 obstore.put(
                     clients.streams,
                     key,
-                    pieces,
+                    _noting_failures(pieces, failures),
                     use_multipart=True,
                     chunk_size=part_bytes,
                     max_concurrency=parts_in_flight,
                 )
-        except ExpiredError:
-            self._renew(clients)  # for the next upload
+        except StorageError as error:
+            if isinstance(error, ExpiredError):
+                self._renew(clients)  # for the next upload
+            if failures:
+                raise failures.pop() from error
             raise
 
     def get(self, key: str) -> tuple[bytes, float]:
@@ -271,6 +275,15 @@ class ObstoreStore:
             if "AccessDenied" in text:  # of one of several objects
                 number = errno.EACCES
             raise StorageError(number, f"{doing} failed: {said}", url) from None
+
+
+def _noting_failures(pieces: Iterator[Buffer], failures: list[Exception]) -> Iterator[Buffer]:
+    """Where aborting the upload fails as well, that is the error that the library raises."""
+    try:
+        yield from pieces
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _delete(client: Any, names: Sequence[str]) -> None:

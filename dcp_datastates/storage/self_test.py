@@ -69,8 +69,6 @@ _IN_A_DIRECTORY: Final = {
     Operation.SYNC_DIRECTORY: _Lack(
         "saves go without it: after a crash of the server, the newest checkpoint may be missing"
     ),
-    Operation.RENAME_FILLED: _Lack("a save that failed leaves a small file", quiet=True),
-    Operation.LINK: _Lack("commits are renames of directories instead", quiet=True),
     Operation.LIST: _Lack("grant permission to read the directory (r and x)", needed=True),
     Operation.RANGE: _Lack("no load could read what is saved", needed=True),
     Operation.DELETE: _Lack(
@@ -84,7 +82,6 @@ _IN_A_STORE: Final = {
         "two processes can create the same object, so this package cannot tell which of two saves to one path came "
         "first: use each path from one job at a time, and see docs/stores.md for what is not promised there"
     ),
-    Operation.CONDITION: _Lack("a creation does not see that the object exists", quiet=True),
     Operation.REPLACE: _Lack(
         "grant permission to overwrite objects (S3: s3:PutObject)", needed=True
     ),

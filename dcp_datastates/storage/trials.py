@@ -46,11 +46,8 @@ class Operation(Enum):
     REPLACE = "replace"
     SHRINK = "shrink (truncate)"
     SYNC_DIRECTORY = "fsync of a directory"
-    RENAME_FILLED = "rename of a filled directory"
-    LINK = "hard link"
     LIST = "list"
     RANGE = "read a range"
-    CONDITION = "conditional put"
     DELETE = "delete"
     DELETE_MANY = "delete many by one request"
 
@@ -72,8 +69,7 @@ def in_a_store(root: ObjectPath) -> Causes:
         return causes
     try:
         step()
-        causes[Operation.CREATE_ONCE] = _race(created)
-        causes[Operation.CONDITION] = causes[Operation.CREATE_ONCE] or _refusal(
+        causes[Operation.CREATE_ONCE] = _race(created) or _refusal(
             lambda: _differs(store.put_if_absent(created.key, b""), False)
         )
         causes[Operation.REPLACE] = _refusal(lambda: store.put(replaced.key, b"another"))
@@ -219,9 +215,7 @@ def in_a_directory(root: Path) -> Causes:
             (Operation.CREATE_ONCE, _create_once),
             (Operation.RANGE, _read_range),
             (Operation.REPLACE, _replace),
-            (Operation.LINK, _link),
             (Operation.LIST, _list),
-            (Operation.RENAME_FILLED, _rename_filled),
         ):
             step()
             causes[operation] = _denial(attempt, folder)
@@ -267,25 +261,8 @@ def _replace(folder: Path) -> str | None:
     return _differs((folder / "a").read_bytes(), b"b")
 
 
-def _link(folder: Path) -> str | None:
-    os.link(folder / "a", folder / "c")
-    return _differs((folder / "c").read_bytes(), (folder / "a").read_bytes())
-
-
 def _list(folder: Path) -> str | None:
     return None if "a" in os.listdir(folder) else "a file that was made is not in the list"
-
-
-def _rename_filled(folder: Path) -> str | None:
-    os.makedirs(folder / "d" / "within")
-    try:
-        os.rename(folder / "d", folder / "e")
-    except OSError as error:
-        if error.errno == errno.EMFILE:  # no lack of descriptors: so gcsfuse calls its limit
-            return "EMFILE, the file system's limit for such a rename"
-        raise
-    os.stat(folder / "e" / "within")
-    return None
 
 
 def _sync(folder: Path) -> None:
@@ -300,10 +277,10 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    for name in ("a", "b", "c", "decision/object", "decision"):
+    for name in ("a", "b", "decision/object", "decision"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             os.unlink(folder / name)
-    for name in ("decision", "d/within", "d", "e/within", "e", ""):
+    for name in ("decision", ""):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder / name)
 

@@ -281,12 +281,14 @@ GOES_WITHOUT = {
         Operation.REPLACE,
         refusing("rename", errno.EEXIST, if_=lambda a, b: os.path.isfile(b)),
     ),
-    "link": (Operation.LINK, refusing("link", errno.EPERM)),
-    "link in FUSE": (Operation.LINK, refusing("link", errno.ENOSYS)),
     "delete": (Operation.DELETE, DENIED),
     "create once": (Operation.CREATE_ONCE, replaces_by_a_link),
-    "gcsfuse": (Operation.RENAME_FILLED, refusing("rename", errno.EMFILE, if_=is_filled)),
-    "overlayfs": (Operation.RENAME_FILLED, refusing("rename", errno.EXDEV, if_=is_filled)),
+}
+NO_LACK = {
+    "link": refusing("link", errno.EPERM),
+    "link in FUSE": refusing("link", errno.ENOSYS),
+    "gcsfuse": refusing("rename", errno.EMFILE, if_=is_filled),
+    "overlayfs": refusing("rename", errno.EXDEV, if_=is_filled),
 }
 NEEDS = {
     "s3fs": (Operation.SHRINK, ignores_truncation, "s3fs"),
@@ -333,9 +335,11 @@ def test_what_a_save_needs_is_missed_by_name_before_anything_is_written(
     saves_and_loads(tmp_path / "step-1")  # mounted otherwise
 
 
-def test_a_save_works_where_no_filled_directory_can_be_renamed(monkeypatch, tmp_path):
-    GOES_WITHOUT["gcsfuse"][1](monkeypatch)
+@pytest.mark.parametrize("refused", NO_LACK.values(), ids=NO_LACK)
+def test_one_way_to_create_once_is_enough(monkeypatch, tmp_path, refused):
+    refused(monkeypatch)
     saves_and_loads(tmp_path / "step-1")
+    assert what_works(tmp_path).works(Operation.CREATE_ONCE)
 
 
 @pytest.mark.parametrize("call", ["mkdir", "rename", "fsync", "stat"])
