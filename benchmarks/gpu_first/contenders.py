@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -43,17 +44,19 @@ class StockPinned(Contender):
     name = "stock, DefaultStager, pinned"
 
     def __init__(self, on_gpu: bool) -> None:
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,  # for another process only; /dev/shm may be small
-                use_async_staging=True,
-                use_non_blocking_copy=on_gpu,
-            )
+        self.options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,  # for another process only; /dev/shm may be small
+            use_async_staging=True,
+            use_non_blocking_copy=on_gpu,
         )
+        self.stager = DefaultStager(self.options)
         self.staging: Any = None
 
     def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
+        # These close it after each save: what it had pinned is gone.
+        if torch.__version__ < (2, 13):
+            self.stager = DefaultStager(self.options)
         response: Any = dcp.async_save(
             state,
             storage_writer=_stock_writer(path),

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 120.0
 
 
 def parts(options: Options) -> Iterator[Part]:
-    if options.variant == "many":  # with batches of copies or without, as the environment says
+    if options.variant == "many":
         yield "many", partial(captured, Saves(options, count=20_000, nbytes=64 << 10))
         return
     job = Job(SMOKE if options.tiny else _LARGE)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 MOST_SECONDS = 520  # of ten minutes: one must install, and end what must be killed
 
-_BATCHES = "DCP_DATASTATES_CUDA_BATCH"
 _ROOT = Path(__file__).parents[2]
 _DEVICE = _ROOT / "tests" / "device"
 _PYTEST = (  # as `make gpu-test` runs it
@@ -47,8 +46,7 @@ STEPS = (
     ),
     Step("large_disk", 25, "gpu_first.saves", ("large",), directory=_ROOT / "build"),
     Step("none_again", 25, "gpu_first.saves", ("none",)),  # how far the machine has drifted
-    Step("many_batched", 10, "gpu_first.saves", ("many",), {_BATCHES: "1"}),
-    Step("many_one_by_one", 10, "gpu_first.saves", ("many",), {_BATCHES: "0"}),
+    Step("many", 15, "gpu_first.saves", ("many",)),
     _allocator("expandable_segments", "expandable_segments:True"),
     _allocator("malloc_async", "backend:cudaMallocAsync"),
 )

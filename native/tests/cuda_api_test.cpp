@@ -211,140 +211,11 @@ void check_there_and_back(const FakeDriver& driver, StreamHandle stream) {
 
 constexpr StreamHandle kOwnStream = 1;
 
-void copies_of_a_call_are_one_batch() {
-    const FakeDriver driver;
-    check_there_and_back(driver, kOwnStream);
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 2U);
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync_v2"), 0U);  // another ABI
-    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), 0U);
-}
-
-void the_legacy_stream_takes_no_batches() {
-    const FakeDriver driver;
-    check_there_and_back(driver, 0);
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 0U);
-}
-
-void a_driver_without_batches_copies_one_by_one() {
-    FakeDriver driver;
-    fake_cuda_hide("cuMemcpyBatchAsync");
-    driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
-    check_there_and_back(driver, kOwnStream);
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 0U);
-    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), fake_cuda_count("cuMemcpyHtoDAsync_v2"));
-}
-
-void a_driver_that_refuses_batches_is_asked_once() {
-    for (const int error : {801, 1, 2}) {  // whatever it says
+void copies_go_there_and_back() {
+    for (const StreamHandle stream : {StreamHandle{0}, kOwnStream}) {
         const FakeDriver driver;
-        fake_cuda_fail_next("cuMemcpyBatchAsync", error, 0);
-        check_there_and_back(driver, kOwnStream);
-        check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 1U);
+        check_there_and_back(driver, stream);
     }
-}
-
-void memory_that_devices_find_elsewhere_is_copied_one_by_one() {
-    const FakeDriver driver;
-    fake_cuda_fail_next("cuMemHostGetDevicePointer_v2", 1, 0);
-    check_there_and_back(driver, kOwnStream);
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 0U);
-}
-
-void memory_that_is_not_pinned_is_copied_one_by_one() {
-    const FakeDriver driver;
-    Entered entered(*driver.api, 0);
-    const auto device = device_memory(0, kMiB);
-    const StreamHandle stream = entered.stream();
-    Bytes memory(kMiB);
-    std::byte* const middle = memory.data() + kMiB / 2;
-    check_ok(driver.api->register_host(middle, kMiB / 4));
-    const auto batches_for = [&](std::byte* to) {
-        const std::uint64_t before = fake_cuda_count("cuMemcpyBatchAsync");
-        const std::vector<DeviceCopy> copies{{.to = middle, .from = device.data(), .nbytes = 16},
-                                             {.to = to, .from = device.data() + 16, .nbytes = 16}};
-        check_ok(driver.api->copy(Direction::kGather, copies, stream));
-        return fake_cuda_count("cuMemcpyBatchAsync") - before;
-    };
-    check_equal(batches_for(middle - 16), 0U);
-    check_equal(batches_for(middle + kMiB / 4), 0U);
-    check_equal(batches_for(middle + kMiB / 4 - 16), 1U);
-    check_equal(fake_cuda_synchronize_all(60), 0);
-    driver.api->unregister_host(middle);
-    check_equal(batches_for(middle + 16), 0U);
-}
-
-void batches_are_for_devices_on_which_they_are_known_to_work() {
-    struct Case {
-        int attribute;
-        int value;
-        CopyBatches wanted;
-        std::uint64_t batches;
-    };
-    constexpr auto kKnown = CopyBatches::kWhereKnown;
-    for (const Case& each :
-         {Case{cuda::kComputeCapabilityMajor, 8, kKnown, 2},
-          Case{cuda::kComputeCapabilityMajor, 10, kKnown, 0},
-          Case{cuda::kComputeCapabilityMajor, 7, kKnown, 0},
-          Case{cuda::kUnifiedAddressing, 0, kKnown, 0}, Case{cuda::kUsesHostPointers, 0, kKnown, 0},
-          Case{cuda::kComputeCapabilityMajor, 10, CopyBatches::kAlways, 2},
-          Case{cuda::kComputeCapabilityMajor, 9, CopyBatches::kNever, 0}}) {
-        FakeDriver driver;
-        fake_cuda_set_attribute(each.attribute, each.value);
-        driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY, each.wanted));
-        check_there_and_back(driver, kOwnStream);
-        check_equal(fake_cuda_count("cuMemcpyBatchAsync"), each.batches);
-    }
-}
-
-void the_environment_chooses_batches() {
-    const char* const name = "DCP_DATASTATES_CUDA_BATCH";
-    check_equal(::unsetenv(name), 0);
-    check(cuda_batches() == CopyBatches::kWhereKnown);
-    check_equal(::setenv(name, "0", 1), 0);
-    check(cuda_batches() == CopyBatches::kNever);
-    check_equal(::setenv(name, "1", 1), 0);
-    check(cuda_batches() == CopyBatches::kAlways);
-    check_equal(::unsetenv(name), 0);
-}
-
-void a_driver_of_12_8_takes_batches_and_one_before_does_not() {
-    for (const auto& [version, batches] : {std::pair{12080, 2U}, std::pair{12070, 0U}}) {
-        FakeDriver driver;
-        fake_cuda_set_version(version);
-        driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
-        check_there_and_back(driver, kOwnStream);
-        check_equal(fake_cuda_count("cuMemcpyBatchAsync"), batches);
-    }
-}
-
-void a_batch_that_fails_half_way_is_made_one_by_one() {
-    const FakeDriver driver;
-    check_equal(fake_cuda_be_hostile("batch", 1), 0);
-    Entered entered(*driver.api, 0);
-    Scattered all(*driver.api);
-    all.gather.back().nbytes = kMiB % Scattered::kPart;
-    check_ok(driver.api->copy(Direction::kGather, all.gather, entered.stream()));
-    check_equal(fake_cuda_synchronize_all(60), 0);
-    check(all.pinned.bytes() == all.content);
-    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), all.gather.size());
-}
-
-void many_copies_are_several_batches() {
-    const FakeDriver driver;
-    Entered entered(*driver.api, 0);
-    constexpr std::uint64_t kCopies = 2500;
-    const auto device = device_memory(0, kCopies * 16);
-    const Bytes content = random_bytes(device.size(), 3);
-    std::ranges::copy(content, device.begin());
-    PinnedMemory pinned(*driver.api, device.size());
-    std::vector<DeviceCopy> copies;
-    for (std::uint64_t at = 0; at < device.size(); at += 16) {
-        copies.push_back({.to = pinned.data() + at, .from = device.data() + at, .nbytes = 16});
-    }
-    check_ok(driver.api->copy(Direction::kGather, copies, entered.stream()));
-    check_equal(fake_cuda_synchronize_all(60), 0);
-    check_equal(fake_cuda_count("batches"), 3U);
-    check(pinned.bytes() == content);
 }
 
 void nothing_to_copy_is_no_call() {
@@ -353,7 +224,6 @@ void nothing_to_copy_is_no_call() {
     const std::vector<DeviceCopy> none(3);
     check_ok(driver.api->copy(Direction::kGather, none, entered.stream()));
     check_ok(driver.api->copy(Direction::kGather, {}, entered.stream()));
-    check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 0U);
     check_equal(fake_cuda_count("copies"), 0U);
 }
 
@@ -526,24 +396,8 @@ int main() {
         {"what_is_created_is_destroyed", what_is_created_is_destroyed},
         {"memory_that_others_have_registered_is_left_to_them",
          memory_that_others_have_registered_is_left_to_them},
-        {"copies_of_a_call_are_one_batch", copies_of_a_call_are_one_batch},
-        {"the_legacy_stream_takes_no_batches", the_legacy_stream_takes_no_batches},
-        {"a_driver_without_batches_copies_one_by_one", a_driver_without_batches_copies_one_by_one},
-        {"a_driver_that_refuses_batches_is_asked_once",
-         a_driver_that_refuses_batches_is_asked_once},
+        {"copies_go_there_and_back", copies_go_there_and_back},
         {"nothing_to_copy_is_no_call", nothing_to_copy_is_no_call},
-        {"memory_that_devices_find_elsewhere_is_copied_one_by_one",
-         memory_that_devices_find_elsewhere_is_copied_one_by_one},
-        {"memory_that_is_not_pinned_is_copied_one_by_one",
-         memory_that_is_not_pinned_is_copied_one_by_one},
-        {"batches_are_for_devices_on_which_they_are_known_to_work",
-         batches_are_for_devices_on_which_they_are_known_to_work},
-        {"the_environment_chooses_batches", the_environment_chooses_batches},
-        {"a_driver_of_12_8_takes_batches_and_one_before_does_not",
-         a_driver_of_12_8_takes_batches_and_one_before_does_not},
-        {"a_batch_that_fails_half_way_is_made_one_by_one",
-         a_batch_that_fails_half_way_is_made_one_by_one},
-        {"many_copies_are_several_batches", many_copies_are_several_batches},
         {"faults_are_in_the_words_of_the_driver", faults_are_in_the_words_of_the_driver},
         {"an_error_of_execution_fails_all_that_follows",
          an_error_of_execution_fails_all_that_follows},

@@ -25,15 +25,11 @@ constexpr std::chrono::milliseconds kPatience(300);
 
 /// An engine with two devices, tensors there, and files of them.
 struct Scene {
-    explicit Scene(bool batches = true, const HookedDeviceApi::Hook& hook = nullptr,
+    explicit Scene(const HookedDeviceApi::Hook& hook = nullptr,
                    Layout what = {kSegmentBytes + kMiB, 2, kMiB, 1},
                    std::shared_ptr<FileOps> ops = posix_file_ops())
         : layout(std::move(what)) {
         fake_cuda_configure(0, 0, 50, kMiB / 2);
-        if (!batches) {
-            fake_cuda_hide("cuMemcpyBatchAsync");
-            driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
-        }
         engine = std::make_unique<Engine>(kCache, ThreadCounts{}, std::move(ops),
                                           std::make_shared<HookedDeviceApi>(driver.api, hook),
                                           kPatience);
@@ -100,17 +96,17 @@ void check_fault_of(const std::optional<Fault>& fault, const std::string& symbol
 struct FaultyCall {
     const char* symbol = "";
     int skip = 0;
-    bool batches = true;
 };
 
 /// One segment, but for calls that only a second one makes.
 Layout layout_for(const FaultyCall& call) {
-    const std::uint64_t second = call.skip < 2 || !call.batches ? 0 : kSegmentBytes;
+    const bool copies = std::string_view(call.symbol).starts_with("cuMemcpy");
+    const std::uint64_t second = call.skip < 2 || copies ? 0 : kSegmentBytes;
     return {second + 2 * kMiB, 2, kMiB / 4, 1};
 }
 
 void fails_a_save(const FaultyCall& call) {
-    Scene scene(call.batches, nullptr, layout_for(call));
+    Scene scene(nullptr, layout_for(call));
     const std::string symbol = call.symbol;
     if (symbol != "cuEventCreate") scene.check_works();  // or there would be events to spare
     {
@@ -138,12 +134,12 @@ void faults_of_the_driver_fail_a_save() {
     for (const int skip : {0, 1}) fails_a_save({.symbol = "cuStreamWaitEvent", .skip = skip});
     for (const int skip : {0, 1}) fails_a_save({.symbol = "cuEventCreate", .skip = skip});
     for (const int skip : {0, 1, 5}) {
-        fails_a_save({.symbol = "cuMemcpyDtoHAsync_v2", .skip = skip, .batches = false});
+        fails_a_save({.symbol = "cuMemcpyDtoHAsync_v2", .skip = skip});
     }
 }
 
 void fails_a_restore(const FaultyCall& call) {
-    Scene scene(call.batches, nullptr, layout_for(call));
+    Scene scene(nullptr, layout_for(call));
     const std::string symbol = call.symbol;
     if (symbol != "cuEventCreate") scene.check_works();  // or there would be events to spare
     {
@@ -163,13 +159,13 @@ void faults_of_the_driver_fail_a_restore() {
         fails_a_restore({.symbol = "cuEventRecord", .skip = skip});
         fails_a_restore({.symbol = "cuStreamWaitEvent", .skip = skip});
         fails_a_restore({.symbol = "cuEventQuery", .skip = skip});
-        fails_a_restore({.symbol = "cuMemcpyHtoDAsync_v2", .skip = 3 * skip, .batches = false});
+        fails_a_restore({.symbol = "cuMemcpyHtoDAsync_v2", .skip = 3 * skip});
     }
 }
 
 void check_frees_nothing_in_use(const FaultyCall& call) {
     // One segment of one device: nothing else keeps the job from its end.
-    Scene scene(call.batches, nullptr, {3 * kMiB, 1, kMiB / 4, 1});
+    Scene scene(nullptr, {3 * kMiB, 1, kMiB / 4, 1});
     {
         std::shared_ptr<SaveHandle> save;
         const Stall stall;
@@ -193,7 +189,7 @@ void check_frees_nothing_in_use(const FaultyCall& call) {
 void a_fault_does_not_free_what_is_being_copied() {
     check_frees_nothing_in_use({.symbol = "cuEventRecord"});
     check_frees_nothing_in_use({.symbol = "cuEventQuery"});
-    check_frees_nothing_in_use({.symbol = "cuMemcpyDtoHAsync_v2", .skip = 2, .batches = false});
+    check_frees_nothing_in_use({.symbol = "cuMemcpyDtoHAsync_v2", .skip = 2});
 }
 
 void without_pinned_memory_saves_and_restores_go_on() {
@@ -223,7 +219,7 @@ void without_pinned_memory_saves_and_restores_go_on() {
 /// Memory runs out in the first call of this name once it is armed.
 void memory_runs_out_in(std::string_view call) {
     std::atomic<bool> armed = false;
-    Scene scene(true, [&](std::string_view made) -> std::optional<Fault> {
+    Scene scene([&](std::string_view made) -> std::optional<Fault> {
         if (made == call && armed.exchange(false)) throw std::bad_alloc();
         return std::nullopt;
     });
@@ -345,7 +341,7 @@ void starve_lanes() {
 void a_shutdown_as_a_read_ends_ends_the_save() {
     const OneCore one_core;
     for (int round = 0; round < 10; ++round) {
-        Scene scene(true, nullptr, {2 * kMiB, 1, kMiB / 4, 1});
+        Scene scene(nullptr, {2 * kMiB, 1, kMiB / 4, 1});
         scene.check_works();
         starve_lanes();
         const auto save = scene.save();
@@ -360,7 +356,7 @@ void a_shutdown_as_a_read_ends_ends_the_save() {
 }
 
 void a_restore_ends_whose_segments_a_hanging_device_has() {
-    Scene scene(true, nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
+    Scene scene(nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
     std::shared_ptr<RestoreHandle> restore;
     std::shared_ptr<RestoreHandle> next;
     const Stall stall;
@@ -378,16 +374,21 @@ void a_restore_ends_whose_segments_a_hanging_device_has() {
 
 void saves_and_slabs_end_whose_segments_a_hanging_device_has() {
     using State = HostCache::SlabRequest::State;
-    Scene scene(true, nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
+    Scene scene(nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
     const Source on_host(2 * kMiB, kMiB, 1);
     std::shared_ptr<SaveHandle> hangs;
     std::shared_ptr<SaveHandle> other;
+    HostCache& cache = scene.engine->cache();
+    Lease last = cache.acquire(Share::kSave, 0, cache.epoch());  // as another device would have it
     const Stall stall;
-    hangs = scene.save();
-    wait_until("all segments are in use",
-               [&] { return scene.engine->cache().stats().free_segments == 1; });
+    auto fences = scene.training->fences(*scene.engine);
+    const std::uint64_t events = fake_cuda_count("cuEventRecord");
+    hangs = scene.save(std::move(fences));
+    wait_until("the device has the other segments",
+               [&] { return fake_cuda_count("cuEventRecord") == events + DeviceLane::kMostParts; });
     HostCache::SlabRequest before(scene.engine->shared_cache(), kSegmentBytes, 1);
     check(before.wait_until(Clock::now()) == State::kWaiting);
+    last.abandon();
     scene.engine->devices().limit_patience();
     check((*hangs)->wait(in(20)));
     check((*hangs)->fault().has_value());
@@ -411,7 +412,7 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
             if (event.call == HookedFileOps::Call::kWrite) may_write->wait(false);
             return HookedFileOps::Instead{};
         });
-        Scene scene(true, nullptr, {8 * kSegmentBytes, 1, kMiB, 1}, ops);
+        Scene scene(nullptr, {8 * kSegmentBytes, 1, kMiB, 1}, ops);
         wait_until_prepared(*scene.engine);
         const auto save = scene.save();
         wait_until("it wants more", [&] {

@@ -182,9 +182,8 @@ class Caller {
 
 /// Makes the driver fail now and then; never twice in a row, which would be an error that stays.
 void meddle(Random& random, const std::atomic<bool>& over) {
-    constexpr std::array kSymbols{
-        "cuEventCreate",         "cuEventRecord",        "cuStreamWaitEvent", "cuMemcpyBatchAsync",
-        "cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventQuery"};
+    constexpr std::array kSymbols{"cuEventCreate", "cuEventRecord", "cuStreamWaitEvent",
+                                  "cuMemcpyDtoHAsync_v2", "cuEventQuery"};
     std::map<std::string, std::uint64_t> due;  // the call that fails
     while (!over) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20 + random_below(random, 300)));

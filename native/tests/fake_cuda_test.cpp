@@ -153,25 +153,6 @@ void the_legacy_stream_keeps_order_with_blocking_streams_only() {
     check_equal(fake_cuda_synchronize(1, other, 60), 0);
 }
 
-void a_batch_keeps_no_order() {
-    std::set<std::byte> last;
-    for (std::uint64_t seed = 1; seed <= kSeeds && last.size() < 2; ++seed) {
-        const FakeDriver driver(seed);
-        Entered entered(*driver.api, 0);
-        const auto memory = zeroed(0, 8);
-        PinnedMemory pinned(*driver.api, 16);
-        std::ranges::fill(std::span(pinned.data(), 8), std::byte{1});
-        std::ranges::fill(std::span(pinned.data() + 8, 8), std::byte{2});
-        const std::vector<DeviceCopy> copies{
-            {.to = memory.data(), .from = pinned.data(), .nbytes = 8},
-            {.to = memory.data(), .from = pinned.data() + 8, .nbytes = 8}};
-        check_ok(driver.api->copy(Direction::kScatter, copies, entered.stream()));
-        check_equal(fake_cuda_synchronize_all(60), 0);
-        last.insert(memory.front());
-    }
-    check_equal(last.size(), 2U);
-}
-
 void pinned_memory_is_read_when_the_copy_runs() {
     const FakeDriver driver;
     Entered entered(*driver.api, 0);
@@ -414,7 +395,6 @@ int main() {
          a_wait_is_for_what_was_recorded_when_it_was_asked_for},
         {"the_legacy_stream_keeps_order_with_blocking_streams_only",
          the_legacy_stream_keeps_order_with_blocking_streams_only},
-        {"a_batch_keeps_no_order", a_batch_keeps_no_order},
         {"pinned_memory_is_read_when_the_copy_runs", pinned_memory_is_read_when_the_copy_runs},
         {"other_memory_is_copied_while_the_caller_waits",
          other_memory_is_copied_while_the_caller_waits},

@@ -223,7 +223,9 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "_foreach_": lambda w: torch._foreach_mul_([w], 2.0),
     "out=": lambda w: torch.add(w, 1, out=w),
     ".data": lambda w: w.data.zero_(),
-    "index_put_": lambda w: w.index_put_((torch.arange(0, WIDTH, 2, device="cuda"),), w[:1]),
+    "index_put_": lambda w: w.index_put_(
+        (torch.arange(0, WIDTH, 2, device="cuda"),), w[:1].clone()
+    ),
 }
 
 

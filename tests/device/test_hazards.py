@@ -227,7 +227,6 @@ def test_a_fault_of_one_device_frees_nothing_that_another_writes_to(
 def test_a_copy_refused_half_way_frees_nothing_that_others_write_to(
     cuda: FakeCuda, tmp_path: Path
 ) -> None:
-    cuda.lib.fake_cuda_hide(b"cuMemcpyBatchAsync")  # as on the legacy stream: copies one by one
     first, second = (cuda.adopt(torch.ones(1 << 18)) for _ in range(2))
     cuda.await_pinned(CACHE)
     native = engine.engine(CACHE)
@@ -440,59 +439,6 @@ def test_a_cache_pinned_half_way_serves_saves_and_loads(cuda: FakeCuda, tmp_path
 # ---- drivers that are not as one would wish ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "variable", "batched"),
-    [
-        (75, 9, None, True),
-        (75, 12, None, False),  # a device on which batches have crashed
-        (75, 12, "1", True),
-        (75, 9, "0", False),
-    ],
-)
-def test_batches_are_a_choice(
-    cuda: FakeCuda,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    attribute: int,
-    value: int,
-    variable: str | None,
-    batched: bool,
-) -> None:
-    monkeypatch.delenv("DCP_DATASTATES_CUDA_BATCH", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("DCP_DATASTATES_CUDA_BATCH", variable)
-    cuda.lib.fake_cuda_set_attribute(attribute, value)
-    stepper = Stepper(cuda, model(20, 64, 512))
-    cuda.await_pinned(CACHE)
-    expected = stepper.now()
-    save(tmp_path / "a", stepper.named).result()
-    assert (cuda.count("batches") > 0) == batched
-    assert differing(tmp_path / "a", expected) == []
-
-
-def test_batches_that_fail_half_way_are_copied_one_by_one(cuda: FakeCuda, tmp_path: Path) -> None:
-    cuda.be_hostile("batch", 1)
-    stepper = Stepper(cuda, model(20, 64, 512))
-    cuda.await_pinned(CACHE)
-    for name in ("a", "b"):
-        stepper.step()
-        expected = stepper.now()
-        future = save(tmp_path / name, stepper.named)
-        stepper.step()
-        future.result()
-        assert differing(tmp_path / name, expected) == []
-    assert cuda.count("batches") == 1  # not asked again
-
-
-def test_a_batch_that_crashes_fails_the_save_by_name(cuda: FakeCuda, tmp_path: Path) -> None:
-    cuda.be_hostile("batch", 2)
-    stepper = Stepper(cuda, model(20, 64, 512))
-    cuda.await_pinned(CACHE)
-    with pytest.raises(BaseException, match="ILLEGAL_ADDRESS"):
-        save(tmp_path / "a", stepper.named).result()
-    assert not (tmp_path / "a" / ".metadata").exists()
-
-
 def test_a_driver_of_12_8_alone(cuda: FakeCuda, tmp_path: Path) -> None:
     cuda.lib.fake_cuda_set_version(12080)
     stepper = Stepper(cuda, model(20, 64, 512))
@@ -502,7 +448,6 @@ def test_a_driver_of_12_8_alone(cuda: FakeCuda, tmp_path: Path) -> None:
     stepper.step()
     future.result()
     assert differing(tmp_path / "a", expected) == []
-    assert cuda.count("cuMemcpyBatchAsync") > 0
 
 
 def test_one_copy_engine_for_each_direction(cuda: FakeCuda, tmp_path: Path) -> None:

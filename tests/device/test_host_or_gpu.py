@@ -127,6 +127,50 @@ def test_while_training_allocates_and_frees(tmp_path: Path) -> None:
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+class Job:
+    """What a user's loop has: dropout, running statistics, mixed precision, a schedule, random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers = (nn.Linear(64, 512), nn.Dropout(0.2), nn.BatchNorm1d(512), nn.Linear(512, 10))
+        self.model = nn.Sequential(*layers).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "rng": ds.RngState(),
+            "step": -1,
+        }
+
+    def train(self, root: Path, steps: int) -> dict[str, Any]:
+        with ds.CheckpointManager(root, every=2) as manager:
+            manager.restore_latest(self.state)
+            for step in range(self.state["step"] + 1, steps):
+                inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+                with torch.autocast(DEVICE, torch.float16 if ON_GPU else torch.bfloat16):
+                    loss = self.model(inputs.to(DEVICE)).square().mean()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+                self.schedule.step()
+                self.state["step"] = step
+                manager.save(step, self.state)
+        return {"model": self.model.state_dict(), "scaler": self.scaler.state_dict()}
+
+
+def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = Job(0).train(tmp_path / "whole", 16)
+    Job(0).train(tmp_path / "stopped", 9)  # the newest checkpoint is that of step 8
+    resumed = Job(1).train(tmp_path / "stopped", 16)
+    assert resumed["scaler"] == whole["scaler"]
+    torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=0)
+
+
 DIES = """
 import sys, time, torch, dcp_datastates as ds
 path, device, during = sys.argv[1:]

@@ -46,16 +46,10 @@ inline constexpr Result kUnknown = 999;
 /// An attribute of a device: the NUMA node of the host that is nearest, -1 for none. From
 /// CUDA 12.2.
 inline constexpr int kHostNumaId = 134;
-/// Others: one address space with the host; the first number of its compute capability; whether it
-/// finds registered host memory at the host's addresses.
-inline constexpr int kUnifiedAddressing = 41;
-inline constexpr int kComputeCapabilityMajor = 75;
-inline constexpr int kUsesHostPointers = 91;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
-inline constexpr unsigned kHostRegisterMapped = 2;
 
 /// What calls of a thread may do while there is a capture.
 using CaptureMode = int;
@@ -65,24 +59,5 @@ inline constexpr CaptureMode kCaptureRelaxed = 2;
 
 /// cuGetProcAddress: streams of value 0 are the legacy default stream, not the thread's.
 inline constexpr unsigned long long kLegacyStream = 1;
-
-struct MemoryLocation {
-    int type = 0;
-    int id = 0;
-};
-
-/// Of copies in a batch.
-struct CopyAttributes {
-    int source_access_order = 0;
-    MemoryLocation source_hint;
-    MemoryLocation destination_hint;
-    unsigned flags = 0;
-};
-static_assert(sizeof(CopyAttributes) == 24);
-
-/// Sources are read in the order of the stream, and not before.
-inline constexpr int kSourceInStreamOrder = 1;
-/// A hint: by a copy engine, beside kernels.
-inline constexpr unsigned kOverlapWithCompute = 1;
 
 }  // namespace datastates::cuda

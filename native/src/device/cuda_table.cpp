@@ -22,15 +22,10 @@ class Finder {
 
     template <typename... Arguments>
     void find(Call<Arguments...>& call) {
-        find_if_any(call);
+        call.function = reinterpret_cast<decltype(call.function)>(address(call.name, call.version));
         if (call.function == nullptr) {
             missing_ += (missing_.empty() ? "" : ", ") + std::string(call.name);
         }
-    }
-
-    template <typename... Arguments>
-    void find_if_any(Call<Arguments...>& call) {
-        call.function = reinterpret_cast<decltype(call.function)>(address(call.name, call.version));
     }
 
     [[nodiscard]] const std::string& missing() const { return missing_; }
@@ -96,10 +91,8 @@ datastates::Result<Table> load(const std::string& library) {
     finder.find(table.event_query);
     finder.find(table.host_register);
     finder.find(table.host_unregister);
-    finder.find(table.host_device_pointer);
     finder.find(table.copy_to_host);
     finder.find(table.copy_to_device);
-    finder.find_if_any(table.copy_batch);
     if (finder.missing().empty()) return table;
     int version = 0;
     const bool versioned = table.driver_version.function != nullptr &&

@@ -20,8 +20,8 @@ struct Call {
     Result (*function)(Arguments...) = nullptr;
 };
 
-/// Those that are used. Of those that `load` returns, all are there but, in some drivers,
-/// `copy_batch`.
+/// Those that are used. Copies are made one by one: drivers have crashed in `cuMemcpyBatchAsync`,
+/// one of CUDA 13.0 after a device assert, so that the process died without the assert's message.
 struct Table {
     Call<unsigned> init{"cuInit", 2000};
     Call<Result, const char**> error_name{"cuGetErrorName", 6000};
@@ -48,16 +48,9 @@ struct Table {
 
     Call<void*, std::size_t, unsigned> host_register{"cuMemHostRegister_v2", 6050};
     Call<void*> host_unregister{"cuMemHostUnregister", 4000};
-    Call<DevicePointer*, void*, unsigned> host_device_pointer{"cuMemHostGetDevicePointer_v2", 3020};
     Call<void*, DevicePointer, std::size_t, Stream> copy_to_host{"cuMemcpyDtoHAsync_v2", 3020};
     Call<DevicePointer, const void*, std::size_t, Stream> copy_to_device{"cuMemcpyHtoDAsync_v2",
                                                                          3020};
-    /// Destinations, sources, sizes, their count; attributes, the first copy of each, their count;
-    /// the copy that failed. CUDA 13.0 gave the name to an ABI without the last, but answers those
-    /// who ask for 12.8 with this one.
-    Call<DevicePointer*, DevicePointer*, std::size_t*, std::size_t, CopyAttributes*, std::size_t*,
-         std::size_t, std::size_t*, Stream>
-        copy_batch{"cuMemcpyBatchAsync", 12080};
 };
 
 /// Opens `library` for good, and finds the functions in it. The fault names the library, and what

@@ -108,10 +108,12 @@ Result<std::shared_ptr<Device>> Device::open(std::shared_ptr<DeviceApi> api, int
     opened->retained_ = true;
     const DeviceScope scope(*opened->api_, number);
     if (!scope.status().ok()) return scope.status().fault();
-    for (StreamHandle* const stream : {&opened->save_stream_, &opened->restore_stream_}) {
-        auto created = opened->api_->create_stream();
-        if (!created.ok()) return std::move(created).fault();
-        *stream = *created;
+    for (CopyStreams* const streams : {&opened->save_streams_, &opened->restore_streams_}) {
+        for (StreamHandle& stream : *streams) {
+            auto created = opened->api_->create_stream();
+            if (!created.ok()) return std::move(created).fault();
+            stream = *created;
+        }
     }
     return opened;
 }
@@ -120,8 +122,10 @@ Device::~Device() {
     if (!retained_) return;
     {
         const DeviceScope scope(*api_, number_);
-        for (const StreamHandle stream : {save_stream_, restore_stream_}) {
-            if (stream != 0 && scope.status().ok()) api_->destroy_stream(stream);
+        for (const CopyStreams& streams : {save_streams_, restore_streams_}) {
+            for (const StreamHandle stream : streams) {
+                if (stream != 0 && scope.status().ok()) api_->destroy_stream(stream);
+            }
         }
         for (const EventHandle event : spare_events_) {
             if (scope.status().ok()) api_->destroy_event(event);
@@ -137,15 +141,16 @@ int Device::near_node() const {
 Result<std::shared_ptr<DeviceEvent>> Device::record(StreamHandle stream) {
     const DeviceScope scope(*api_, number_);
     if (!scope.status().ok()) return scope.status().fault();
-    auto event = create_event();
+    auto event = create_event(stream);
     if (!event.ok()) return event;
     auto recorded = api_->record((*event)->handle(), stream);
     if (!recorded.ok()) return std::move(recorded).fault();
     return event;
 }
 
-Result<std::shared_ptr<DeviceEvent>> Device::create_event() {
+Result<std::shared_ptr<DeviceEvent>> Device::create_event(StreamHandle stream) {
     auto made = std::make_shared<DeviceEvent>(shared_from_this());
+    made->stream_ = stream;
     {
         const std::scoped_lock lock(mutex_);
         if (!spare_events_.empty()) {
@@ -174,16 +179,11 @@ void Device::give_back(EventHandle event) {
     if (scope.status().ok()) api_->destroy_event(event);
 }
 
-Enqueued Device::copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
-                      const Fences& fences) {
+Enqueued Device::copy(Direction direction, std::span<const DeviceCopy> copies,
+                      StreamHandle stream) {
     const DeviceScope scope(*api_, number_);
     if (!scope.status().ok()) return {.status = scope.status(), .done = nullptr};
-    for (const auto& fence : fences) {
-        if (fence->device().get() != this) continue;
-        auto waits = api_->stream_wait(stream, fence->handle());
-        if (!waits.ok()) return {.status = std::move(waits), .done = nullptr};
-    }
-    auto event = create_event();  // first: without one, the copies could not be waited for
+    auto event = create_event(stream);  // first: without one, the copies could not be waited for
     if (!event.ok()) return {.status = std::move(event).fault(), .done = nullptr};
     Enqueued enqueued;
     enqueued.status = caught([&] {
@@ -221,19 +221,21 @@ Result<bool> DeviceEvent::is_done() const {
 }
 
 Result<bool> DeviceEvent::wait(const std::function<bool()>& give_up) const {
-    // A copy of a segment takes 150 us or more on today's links.
-    constexpr std::chrono::microseconds kFirst(20);
-    constexpr std::chrono::microseconds kLast(500);
+    // A copy of a segment takes 150 us or more on today's links. Whoever waits notices late by an
+    // eighth of that, while the copy after it keeps the device busy.
+    constexpr Clock::duration kShortest = std::chrono::microseconds(20);
+    constexpr Clock::duration kLongest = std::chrono::microseconds(500);
     return caught([&]() -> Result<bool> {
         DeviceApi& api = device_->api();
         const DeviceScope scope(api, device_->number());
         if (!scope.status().ok()) return scope.status().fault();
-        for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
+        for (const auto began = Clock::now();;) {
             auto done = api.is_done(handle_);
             if (!done.ok()) return done;
             device_->set_dead(false);
             if (*done || give_up()) return done;
-            std::this_thread::sleep_for(pause);
+            const auto waited = Clock::now() - began;
+            std::this_thread::sleep_for(std::clamp(waited / 8, kShortest, kLongest));
         }
     });
 }

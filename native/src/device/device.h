@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -31,6 +32,9 @@ struct CopyOutcome {
     Status status;
     bool finished = true;
 };
+
+/// The streams on which the copies of one direction take turns.
+using CopyStreams = std::array<StreamHandle, 2>;
 
 /// Events that copies come after.
 using Fences = std::vector<std::shared_ptr<DeviceEvent>>;
@@ -77,7 +81,7 @@ inline constexpr std::uint64_t kPinBytes = std::uint64_t{16} << 20U;
 /// Any thread may call anything; nothing waits for the device.
 class Device : public std::enable_shared_from_this<Device>, public Immovable {
   public:
-    /// Takes a reference to the context of device `number`, and makes two streams there.
+    /// Takes a reference to the context of device `number`, and makes streams there.
     static Result<std::shared_ptr<Device>> open(std::shared_ptr<DeviceApi> api, int number);
     ~Device();
 
@@ -91,17 +95,15 @@ class Device : public std::enable_shared_from_this<Device>, public Immovable {
     [[nodiscard]] bool dead() const { return dead_; }
     void set_dead(bool dead) { dead_ = dead; }
 
-    /// The streams that saves copy on, and restores.
-    [[nodiscard]] StreamHandle save_stream() const { return save_stream_; }
-    [[nodiscard]] StreamHandle restore_stream() const { return restore_stream_; }
+    [[nodiscard]] const CopyStreams& streams(Direction direction) const {
+        return direction == Direction::kGather ? save_streams_ : restore_streams_;
+    }
 
     /// An event that comes when what is enqueued on `stream` by now is done.
     Result<std::shared_ptr<DeviceEvent>> record(StreamHandle stream);
 
-    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device. Throws
-    /// std::bad_alloc, and has then enqueued nothing.
-    Enqueued copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
-                  const Fences& fences);
+    /// Enqueues `copies` on `stream`. Throws std::bad_alloc, and has then enqueued nothing.
+    Enqueued copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream);
 
     /// Makes `stream` of this device wait for `event`, which may be another device's.
     Status hold(StreamHandle stream, const DeviceEvent& event);
@@ -111,14 +113,14 @@ class Device : public std::enable_shared_from_this<Device>, public Immovable {
 
     friend class DeviceEvent;
 
-    Result<std::shared_ptr<DeviceEvent>> create_event();
+    Result<std::shared_ptr<DeviceEvent>> create_event(StreamHandle stream);
     void give_back(EventHandle event);
 
     const std::shared_ptr<DeviceApi> api_;
     const int number_;
     bool retained_ = false;
-    StreamHandle save_stream_ = 0;  // these two are set by `open`
-    StreamHandle restore_stream_ = 0;
+    CopyStreams save_streams_{};  // these two are set by `open`
+    CopyStreams restore_streams_{};
     std::atomic<bool> dead_ = false;
     std::mutex mutex_;  // guards what follows
     std::vector<EventHandle> spare_events_;
@@ -133,6 +135,8 @@ class DeviceEvent : public Immovable {
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
     [[nodiscard]] EventHandle handle() const { return handle_; }
+    /// Where it was recorded.
+    [[nodiscard]] StreamHandle stream() const { return stream_; }
 
     /// A fault of work before the event, too.
     Result<bool> is_done() const;
@@ -151,6 +155,7 @@ class DeviceEvent : public Immovable {
 
     std::shared_ptr<Device> device_;
     EventHandle handle_ = 0;  // none: never created
+    StreamHandle stream_ = 0;
 };
 
 /// Host memory that is pinned for all devices, as long as this lives: no longer than the memory.

@@ -11,9 +11,6 @@
 namespace datastates {
 namespace {
 
-/// Copies that are enqueued together, so that some are under way while others are seen to be done.
-constexpr std::size_t kPart = DeviceLane::kMostOutstanding / 2;
-
 std::uint64_t bytes_of(std::span<const DeviceCopy> copies) {
     std::uint64_t nbytes = 0;
     for (const DeviceCopy& copy : copies) nbytes += copy.nbytes;
@@ -26,7 +23,7 @@ DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
                        const Patience& patience, std::uint64_t bytes_per_second)
     : device_(std::move(device)),
       direction_(direction),
-      stream_(direction == Direction::kGather ? device_->save_stream() : device_->restore_stream()),
+      streams_(device_->streams(direction)),
       name_((direction == Direction::kGather ? "ds-from-" : "ds-to-") +
             std::to_string(device_->number())),
       patience_(patience),
@@ -35,17 +32,18 @@ DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
 void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
                       Done done) {
     // Before anything is enqueued: there is no way back from that.
-    NodeQueue<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
+    NodeQueue<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kMostCopies), 1));
     Fences first;  // destroyed without the lock: that calls the driver
     Enqueued all;
     {
         const std::scoped_lock order(order_);
         if (start()) {
             first = fences.take(device_->number());
-            all = enqueue(copies, first, parts);
+            Events events;
+            all = enqueue(copies, first, parts, events);
             if (!all.done) fences.give_back(first);  // no wait for them may be under way
             try {
-                queued(all.done);
+                queued(events);
             } catch (const std::bad_alloc&) {
                 if (all.status.ok()) all.status = out_of_memory("copy");
             }
@@ -66,30 +64,34 @@ void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, con
 
 /// Leaves the last part to the caller. With order_ held.
 Enqueued DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
-                             NodeQueue<Part>& parts) {
-    static const Fences kNone;
+                             NodeQueue<Part>& parts, Events& events) {
     Enqueued all;
+    for (const auto& fence : fences) {
+        for (const StreamHandle stream : streams_) {
+            all.status = device_->hold(stream, *fence);
+            if (!all.status.ok()) return all;
+        }
+    }
     while (true) {
-        const auto now = copies.first(std::min(copies.size(), kPart));
-        const std::uint64_t nbytes = bytes_of(now);
-        all.status = wait_for_room(now.size(), nbytes);
+        const auto now = copies.first(std::min(copies.size(), kMostCopies));
+        all.status = wait_for_room(bytes_of(now));
         if (!all.status.ok()) return all;
         Enqueued some;
         try {
-            some = device_->copy(direction_, now, stream_, all.done ? kNone : fences);
+            some = device_->copy(direction_, now, streams_.at(turn_));
         } catch (const std::bad_alloc&) {
             some.status = out_of_memory("copy");
         }
         if (some.done) {
             all.done = some.done;
+            events.at(turn_) = some.done;
+            turn_ = (turn_ + 1) % streams_.size();
             Part& part = parts.front();
             part.event = std::move(some.done);
-            part.copies = now.size();
-            part.nbytes = nbytes;
+            part.outstanding = true;
             part.since = Clock::now();
             const std::scoped_lock lock(mutex_);
-            outstanding_ += now.size();
-            outstanding_bytes_ += nbytes;
+            ++outstanding_;
         }
         copies = copies.subspan(now.size());
         all.status = std::move(some.status);
@@ -98,14 +100,11 @@ Enqueued DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& f
     }
 }
 
-/// Returns when so much more may be enqueued. With order_ held.
-Status DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
+/// Returns when a part of so many bytes may be enqueued. With order_ held.
+Status DeviceLane::wait_for_room(std::uint64_t nbytes) {
     std::this_thread::sleep_until(pace_.take(nbytes));  // as long as one part takes, at most
     std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] {
-        return outstanding_ == 0 || (outstanding_ + copies <= kMostOutstanding &&
-                                     outstanding_bytes_ + nbytes <= kMostOutstandingBytes);
-    });
+    room_.wait(lock, [&] { return outstanding_ < kMostParts; });
     if (hangs_) return shut_down();
     return {};
 }
@@ -150,8 +149,7 @@ void DeviceLane::loop() {
         part.event.reset();
         {
             const std::scoped_lock lock(mutex_);
-            outstanding_ -= part.copies;
-            outstanding_bytes_ -= part.nbytes;
+            outstanding_ -= part.outstanding ? 1 : 0;
             hangs_ = !idle;
             room_.notify_one();
         }

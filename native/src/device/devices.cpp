@@ -84,8 +84,7 @@ void Devices::copy(Direction direction, std::span<const std::byte> segment,
                 Opened& opened = *find_opened(number);
                 DeviceLane& lane = direction == Direction::kGather ? opened.from : opened.to;
                 lane.copy(
-                    each.copies, fences,
-                    [&](const auto& event) { queued(number, each.groups, event); },
+                    each.copies, fences, [&](const auto& events) { queued(each.groups, events); },
                     [copying](CopyOutcome outcome) { copying->one_is_done(std::move(outcome)); });
                 continue;
             }

@@ -44,8 +44,8 @@ class Devices : public Immovable {
     void begin_shutdown() { patience_.begin(); }
     void limit_patience() { patience_.limit(); }
 
-    using Queued = std::function<void(int device, const std::vector<GroupBytes>& groups,
-                                      const std::shared_ptr<DeviceEvent>& event)>;
+    using Queued =
+        std::function<void(const std::vector<GroupBytes>& groups, const DeviceLane::Events&)>;
     /// Has devices make the copies of `work`, from or to one segment of the cache: what is not
     /// pinned yet is waited for. `queued` is called in this thread, once for each device, as
     /// DeviceLane::copy does; `done` once, by the last that is done. `work` must live until then.

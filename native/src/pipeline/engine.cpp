@@ -96,7 +96,7 @@ Enqueued Engine::copy_to_host(const StreamContent& content, std::byte* out, int 
     }
     auto pinned = devices_->pinner().wait(out, content.end());
     if (!pinned.ok()) return {.status = std::move(pinned), .done = nullptr};
-    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {});
+    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream);
 }
 
 void Engine::check_files(const std::vector<SaveFile>& files) const {

@@ -236,7 +236,7 @@ void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
     copying->work = std::move(work);
     devices_->copy(
         Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
-        [](int, const auto&, const auto&) {},
+        [](const auto&, const auto&) {},
         [self = shared_from_this(), copying](CopyOutcome outcome) {
             const auto& of = copying->last->job.job();
             if (!outcome.status.ok()) self->fail(of, std::move(outcome.status).fault());

@@ -292,15 +292,18 @@ std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
     return read;
 }
 
-void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
-                     const std::shared_ptr<DeviceEvent>& event) {
-    if (!event) return;  // the job is about to fail
-    Fences passed;       // destroyed after the lock
-    passed.reserve(groups.size());
+void SaveJob::queued(const std::vector<GroupBytes>& groups, const DeviceLane::Events& events) {
+    if (std::ranges::none_of(events, [](const auto& each) { return each != nullptr; })) {
+        return;  // the job is about to fail
+    }
+    Fences passed;  // destroyed after the lock
+    passed.reserve(groups.size() * events.size());
     const std::scoped_lock lock(mutex_);
     for (const auto& [group, nbytes] : groups) {
         unqueued_[group] -= nbytes;
-        passed.push_back(std::exchange(events_[{group, device}], event));
+        for (const auto& event : events) {
+            if (event) passed.push_back(std::exchange(events_[{group, event->stream()}], event));
+        }
     }
     changed_.notify_all();
 }

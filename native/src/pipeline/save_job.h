@@ -20,7 +20,7 @@
 #include "base/immovable.h"
 #include "base/sizes.h"
 #include "base/status.h"
-#include "device/device.h"
+#include "device/device_lane.h"
 #include "files/output_file.h"
 #include "memory/expected_bytes.h"
 #include "memory/host_cache.h"
@@ -167,9 +167,8 @@ class SaveJob {
 
     /// What copies by devices come after. The caller has a unit that is not queued yet.
     [[nodiscard]] JobFences& fences() { return fences_; }
-    /// Reports that a device will have read these when `event` comes (null: it will not).
-    void queued(int device, const std::vector<GroupBytes>& groups,
-                const std::shared_ptr<DeviceEvent>& event);
+    /// Reports that a device will have read these when `events` come (all null: it will not).
+    void queued(const std::vector<GroupBytes>& groups, const DeviceLane::Events& events);
     /// Reports that devices have read their part, or `failed`. Returns what may be written now, or
     /// a fault, as `read` does.
     Gathered end_read(DeviceRead read, bool failed);
@@ -235,7 +234,8 @@ class SaveJob {
         bool stored = false;
     };
 
-    using Events = std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>>;  // the last ones
+    using Events = std::map<std::pair<Group, StreamHandle>,
+                            std::shared_ptr<DeviceEvent>>;  // the last ones
 
     /// What is not waited for any more. To be destroyed without the lock: that calls the driver,
     /// which may keep its callers waiting.

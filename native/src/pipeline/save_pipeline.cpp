@@ -229,10 +229,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         devices_->copy(
             Direction::kGather, {reading->read.read.memory.data(), kSegmentBytes},
             reading->read.work, job->fences(),
-            [&](int device, const auto& groups, const auto& event) {
-                job->queued(device, groups, event);
-            },
-            done);
+            [&](const auto& groups, const auto& events) { job->queued(groups, events); }, done);
     } catch (const std::bad_alloc&) {
         done({.status = out_of_memory("copy"), .finished = true});
     }

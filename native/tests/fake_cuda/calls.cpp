@@ -69,11 +69,6 @@ Result find_text(Result error, const char* ErrorText::* text, const char** found
     return *found != nullptr ? kSuccess : kInvalidValue;
 }
 
-Result copy_one(Driver& driver, Caller& caller, const DeviceCopy& copy, Stream stream) {
-    std::size_t failed = 0;
-    return driver.enqueue_copies(caller, stream, {&copy, 1}, failed);
-}
-
 }  // namespace
 
 Result cuInit(unsigned flags) {
@@ -287,25 +282,13 @@ Result cuMemHostUnregister(void* data) {
     });
 }
 
-Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* data, unsigned flags) {
-    return call("cuMemHostGetDevicePointer_v2", Needs::kContext,
-                [&](Driver& driver, Caller& caller) -> Result {
-                    std::shared_ptr<fake_cuda::Registration> pinned;
-                    const auto byte = fake_cuda::addresses_of(data, 1);
-                    const Result found = driver.memory.find_pinned(caller.device, byte, pinned);
-                    if (flags != 0 || found != kSuccess || pinned == nullptr) return kInvalidValue;
-                    *pointer = byte.begin;
-                    return kSuccess;
-                });
-}
-
 Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, Stream stream) {
     return call("cuMemcpyDtoHAsync_v2", Needs::kContext, [&](Driver& driver, Caller& caller) {
         const DeviceCopy copy{.to_host = true,
                               .bytes = {.to = static_cast<std::byte*>(to),
                                         .from = fake_cuda::bytes_at(from),
                                         .nbytes = nbytes}};
-        return copy_one(driver, caller, copy, stream);
+        return driver.enqueue_copy(caller, stream, copy);
     });
 }
 
@@ -315,7 +298,7 @@ Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbyt
                               .bytes = {.to = fake_cuda::bytes_at(to),
                                         .from = static_cast<const std::byte*>(from),
                                         .nbytes = nbytes}};
-        return copy_one(driver, caller, copy, stream);
+        return driver.enqueue_copy(caller, stream, copy);
     });
 }
 

@@ -37,20 +37,11 @@ Result cuEventQuery(Event event);
 
 Result cuMemHostRegister_v2(void* data, std::size_t nbytes, unsigned flags);
 Result cuMemHostUnregister(void* data);
-Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* data, unsigned flags);
 Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, Stream stream);
 Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbytes, Stream stream);
 
 // Not in an old driver.
 
-Result cuMemcpyBatchAsync(const DevicePointer* to, const DevicePointer* from,
-                          const std::size_t* nbytes, std::size_t count,
-                          const CopyAttributes* attributes, const std::size_t* firsts,
-                          std::size_t attributes_count, std::size_t* failed, Stream stream);
-Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const DevicePointer* from,
-                             const std::size_t* nbytes, std::size_t count,
-                             const CopyAttributes* attributes, const std::size_t* firsts,
-                             std::size_t attributes_count, Stream stream);
 Result cuGetProcAddress(const char* symbol, void** function, int version, std::uint64_t flags);
 Result cuGetProcAddress_v2(const char* symbol, void** function, int version, std::uint64_t flags,
                            int* status);

@@ -238,7 +238,6 @@ uint64_t fake_cuda_count(const char* what) {
             {"bytes_to_host", all.counts.bytes_to_host},
             {"bytes_to_device", all.counts.bytes_to_device},
             {"copies", all.counts.copies},
-            {"batches", all.counts.batches},
             {"pageable_copies", all.counts.pageable_copies},
             {"violations", all.counts.violations},
             {"early_unregistrations", all.counts.early_unregistrations},

@@ -37,11 +37,8 @@ constexpr std::array<std::string_view, 28> kSymbols{
     "cuEventQuery",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
-    "cuMemHostGetDevicePointer_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyBatchAsync",
-    "cuMemcpyBatchAsync_v2",
 };
 
 /// What concerns the calling thread alone succeeds after a sticky error, too.
@@ -70,10 +67,7 @@ Driver& Driver::instance() {
 }
 
 std::map<int, int> Driver::usual_attributes() {
-    return {{cuda::kHostNumaId, 0},
-            {cuda::kUnifiedAddressing, 1},
-            {cuda::kComputeCapabilityMajor, 9},
-            {cuda::kUsesHostPointers, 1}};
+    return {{cuda::kHostNumaId, 0}};
 }
 
 bool Driver::is_of_this_process() const {
@@ -134,8 +128,7 @@ bool Driver::be_hostile(std::string_view way, std::uint64_t value) {
     set("context", hostility.context, value > 0);
     set("engines", hostility.engines, value > 0);
     scheduler.use_engines(hostility.engines);
-    if (way == "batch") hostility.batch = value;
-    return known || way == "batch";
+    return known;
 }
 
 void Driver::await_room(Caller& caller, int device, std::uint64_t commands) {
@@ -198,7 +191,6 @@ void Driver::reset() {
     devices = kDevices;
     version = kVersion;
     attributes = usual_attributes();
-    hostility.batch = 0;
     initialized = false;
     poison = cuda::kSuccess;
     ++epoch_;
@@ -224,45 +216,31 @@ cuda::Result Driver::check_copy(int device, const DeviceCopy& copy,
     return memory.find_pinned(device, copy.to_host ? to : from, pinned);
 }
 
-cuda::Result Driver::enqueue_copies(Caller& caller, Handle handle,
-                                    std::span<const DeviceCopy> copies, std::size_t& failed) {
-    await_room(caller, caller.device, copies.size());
+cuda::Result Driver::enqueue_copy(Caller& caller, Handle handle, const DeviceCopy& copy) {
+    await_room(caller, caller.device, 1);
     Stream* const stream = streams.stream(caller.device, handle);
     if (stream == nullptr) return cuda::kInvalidHandle;
     if (stream->device != caller.device) return cuda::kInvalidContext;
+    std::shared_ptr<Registration> pinned;
+    if (const cuda::Result refused = check_copy(caller.device, copy, pinned)) {
+        ++counts.violations;
+        return refused;
+    }
     auto work = std::make_shared<Work>();
     work->engines = caller.engines;
-    if (!copies.empty()) work->direction = copies.front().to_host ? 0 : 1;
-    std::vector<std::shared_ptr<Registration>> used;
-    Counts counted = counts;
-    bool pageable = false;
-    for (std::size_t n = 0; n < copies.size(); ++n) {
-        const DeviceCopy& copy = copies[n];
-        std::shared_ptr<Registration> pinned;
-        if (const cuda::Result refused = check_copy(caller.device, copy, pinned)) {
-            failed = n;
-            ++counts.violations;
-            return refused;
-        }
-        (copy.to_host ? counted.bytes_to_host : counted.bytes_to_device) += copy.bytes.nbytes;
-        ++counted.copies;
-        if (pinned) {
-            used.push_back(pinned);
-        } else {
-            ++counted.pageable_copies;
-            pageable = true;
-        }
-        work->copies.push_back(copy.bytes);
+    work->direction = copy.to_host ? 0 : 1;
+    work->copies.push_back(copy.bytes);
+    if (pinned) {
+        ++pinned->uses;
+        work->when_finished = [pinned] { --pinned->uses; };
     }
-    for (const auto& registration : used) ++registration->uses;
-    work->when_finished = [used] {
-        for (const auto& registration : used) --registration->uses;
-    };
     if (const cuda::Result refused = streams.enqueue(*stream, work)) return refused;
     if (work->number == 0) return cuda::kSuccess;  // captured
-    counts = counted;
-    if (!pageable) return cuda::kSuccess;
+    (copy.to_host ? counts.bytes_to_host : counts.bytes_to_device) += copy.bytes.nbytes;
+    ++counts.copies;
+    if (pinned) return cuda::kSuccess;
     // As with a real one: memory that may be paged out is copied while the caller waits.
+    ++counts.pageable_copies;
     const bool done =
         scheduler.wait_until(caller.lock, work, Clock::now() + std::chrono::hours(24));
     return done ? poison : cuda::kDeinitialized;

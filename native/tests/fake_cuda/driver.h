@@ -9,7 +9,6 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -49,7 +48,6 @@ struct Counts {
     std::uint64_t bytes_to_host = 0;
     std::uint64_t bytes_to_device = 0;
     std::uint64_t copies = 0;
-    std::uint64_t batches = 0;
     std::uint64_t pageable_copies = 0;
     std::uint64_t violations = 0;
     std::uint64_t early_unregistrations = 0;
@@ -118,8 +116,7 @@ class Driver {
     /// As calls do that drain the device.
     void drain(Caller& caller, int device);
     cuda::Result register_host(Caller& caller, const Addresses& pinned, bool portable);
-    cuda::Result enqueue_copies(Caller& caller, Handle handle, std::span<const DeviceCopy> copies,
-                                std::size_t& failed);
+    cuda::Result enqueue_copy(Caller& caller, Handle handle, const DeviceCopy& copy);
 
     Door door;
     std::atomic<std::uint64_t> held_interpreter = 0;

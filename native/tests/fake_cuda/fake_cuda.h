@@ -105,8 +105,8 @@ void fake_cuda_stall(int on);
  *
  * - lock: one lock is held through every call, those of the training process too, however long it
  * takes
- * - queue: a device's streams together hold this many commands (each copy of a batch is one); a
- * call that has more waits for room, with the lock
+ * - queue: a device's streams together hold this many commands; a call that has more waits for
+ * room, with the lock
  * - drain: cuMemHostUnregister, and the end of a context, wait for all work of the device
  * - pin_ns: pinning takes this long for each page of 4 KiB that is not faulted in, and a tenth of
  * it for each page
@@ -114,8 +114,6 @@ void fake_cuda_stall(int on);
  * - context: cuThreadExchangeStreamCaptureMode wants a context
  * - engines: a device has one copy engine for each direction: copies are made one after the other,
  * those of the stream whose turn it is first
- * - batch (not in all): what becomes of a batch of copies: 1: half of it is enqueued, and the call
- * fails; 2: it ends in an illegal access, which is sticky; 3: it never ends
  * - all: 1: all of these, with values like a real driver's */
 int fake_cuda_be_hostile(const char* way, uint64_t value);
 
@@ -123,7 +121,7 @@ int fake_cuda_be_hostile(const char* way, uint64_t value);
  * NULL: not asked. */
 void fake_cuda_watch_interpreter(int (*held)());
 
-/* cuGetProcAddress does not know `symbol` (without suffix: "cuMemcpyBatchAsync"). */
+/* cuGetProcAddress does not know `symbol` (without suffix: "cuMemcpyDtoHAsync"). */
 void fake_cuda_hide(const char* symbol);
 
 /* 1: what copies touch is shown to ThreadSanitizer, which else sees nothing of it. */
@@ -135,8 +133,7 @@ void fake_cuda_show_accesses(int on);
  * names, and:
  *
  * - bytes_to_host, bytes_to_device: copied by the driver's calls
- * - copies: in all, each of a batch
- * - batches: of copies
+ * - copies: in all
  * - pageable_copies: from or to memory not registered; their caller waited
  * - violations: copies refused for their pointers
  * - early_unregistrations: of memory that a copy was to use

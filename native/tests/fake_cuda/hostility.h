@@ -22,7 +22,6 @@ struct Hostility {
     std::chrono::microseconds lie{0};
     bool context = false;
     bool engines = false;
-    std::uint64_t batch = 0;
 };
 
 /// The lock that a real driver holds through its calls. While it is open, calls pass side by side.

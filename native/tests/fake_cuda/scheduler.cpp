@@ -128,12 +128,22 @@ Scheduler::CopyEngine* Scheduler::copy_engine(const Work& work) {
     return &engines_[{work.device, work.direction}];
 }
 
+/// To another stream only where the one before has run dry: the events between its copies are done
+/// before that, and what waits for another stream is not.
+bool Scheduler::may_turn(const CopyEngine& engine, const Work& work) const {
+    return work.stream == engine.stream || std::ranges::none_of(pending_, [&](const auto& each) {
+               const Work& other = *each.second;
+               return other.stream == engine.stream && other.blockers == 0 && !other.kernel;
+           });
+}
+
 /// Null: nothing that is ready has an engine that is free.
 WorkPointer Scheduler::take_any() {
     std::vector<std::size_t> may;
     for (std::size_t at = 0; at < ready_.size(); ++at) {
         const CopyEngine* const engine = copy_engine(*ready_[at]);
-        if (engine == nullptr || !engine->busy) may.push_back(at);
+        const bool free = engine == nullptr || (!engine->busy && may_turn(*engine, *ready_[at]));
+        if (free) may.push_back(at);
     }
     if (may.empty()) return nullptr;
     std::size_t chosen = may[below(may.size())];

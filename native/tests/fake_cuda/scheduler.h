@@ -123,6 +123,7 @@ class Scheduler {
     void run();
     WorkPointer take_any();
     CopyEngine* copy_engine(const Work& work);
+    [[nodiscard]] bool may_turn(const CopyEngine& engine, const Work& work) const;
     void perform(std::unique_lock<std::mutex>& lock, Work& work);
     void copy(std::unique_lock<std::mutex>& lock, const Work& work, const Piecewise& copy);
     void finish(Work& work);
