@@ -117,7 +117,7 @@ class ObstoreStore:
         clients = self._clients
         failures: list[Exception] = []
         try:
-            with self._explained("storing", key):
+            with self._explained("storing", key), _first(failures):
                 obstore.put(
                     clients.streams,
                     key,
@@ -126,11 +126,8 @@ class ObstoreStore:
                     chunk_size=part_bytes,
                     max_concurrency=parts_in_flight,
                 )
-        except StorageError as error:
-            if isinstance(error, ExpiredError):
-                self._renew(clients)  # for the next upload
-            if failures:
-                raise failures.pop() from error
+        except ExpiredError:
+            self._renew(clients)  # for the next upload
             raise
 
     def get(self, key: str) -> tuple[bytes, float]:
@@ -278,12 +275,24 @@ class ObstoreStore:
 
 
 def _noting_failures(pieces: Iterator[Buffer], failures: list[Exception]) -> Iterator[Buffer]:
-    """Where aborting the upload fails as well, that is the error that the library raises."""
     try:
         yield from pieces
     except Exception as error:
         failures.append(error)
         raise
+
+
+@contextlib.contextmanager
+def _first(failures: list[Exception]) -> Iterator[None]:
+    """Raise what ``failures`` has, if anything. Where aborting an upload fails as well, the library raises that."""
+    try:
+        yield
+    except Exception as error:
+        if failures and failures[0] is not error:
+            raise failures[0] from error
+        raise
+    finally:
+        failures.clear()
 
 
 def _delete(client: Any, names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.states import filled
+from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -288,7 +289,7 @@ def test_a_store_that_stands_still_fails_the_save_within_its_timeout(path, store
 def test_the_log_names_the_url(path, caplog):
     with caplog.at_level(logging.INFO, "dcp_datastates"):
         async_save(STATE, path).result(60)
-    assert any(f"committed '{path}'" in line for line in caplog.messages)
+        await_that(lambda: any(f"committed '{path}'" in line for line in caplog.messages))
 
 
 # ---- URLs and options --------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def test_storage_in_trouble_says_nothing_about_what_it_can_do(monkeypatch, tmp_p
 def test_what_a_killed_self_test_left_is_removed_later_and_nothing_else(tmp_path):
     names = [".self-test.0123456789abcdef", ".self-test.fedcba9876543210", ".self-test.mine"]
     for name in names:
-        (tmp_path / name / "d" / "within").mkdir(parents=True)
+        (tmp_path / name / "decision").mkdir(parents=True)
         (tmp_path / name / "a").touch()
     (tmp_path / names[1] / "precious").touch()
     for name in names:
