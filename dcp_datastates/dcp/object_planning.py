@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata_table import Compose, Document
-from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState

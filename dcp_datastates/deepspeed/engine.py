@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -16,18 +17,25 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import Defer
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.deepspeed.commit import saves, write_when_committed
-from dcp_datastates.deepspeed.export import load_file
+from dcp_datastates.deepspeed.export import LATEST, load_file, names_in
 from dcp_datastates.deepspeed.files import MapLocation, pack
 from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
-from dcp_datastates.deepspeed.placeholders import is_placeholder
+from dcp_datastates.deepspeed.placeholders import (
+    is_placeholder,
+    replace_durably,
+    write_placeholders,
+)
 from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, presence
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["CheckpointEngine"]
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointEngine:
@@ -166,3 +174,37 @@ class CheckpointEngine:
         saves().wait()
         if dist.is_initialized():
             dist.barrier()
+
+
+# ---- once a tag is committed ---------------------------------------------------------------------
+
+
+def _log(directory: Location, error: BaseException) -> None:
+    logger.error(
+        "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s: %s",
+        *(directory.name, str(directory.parent), LATEST, type(error).__name__, error),
+    )
+
+
+_saves = SaveTracker(on_failure=_log)
+
+
+def saves() -> SaveTracker:
+    """The saves of this process, of all engines."""
+    return _saves
+
+
+def write_when_committed(handle: SaveHandle, save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Write the placeholders, and ``latest``, once the newest save, that of ``handle``, is committed."""
+
+    def write() -> None:
+        if handle.committed.exception() is not None:
+            return  # a later save is committed
+        try:
+            write_placeholders(save_dir / tag, names_in(save_dir / tag))
+            if save_latest:
+                replace_durably(save_dir / LATEST, tag.encode(), "latest")
+        except Exception as error:
+            _saves.failed(save_dir / tag, error)
+
+    _saves.when_committed(write)

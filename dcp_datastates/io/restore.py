@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_datastates._native import Engine, Fault, RestorePlan, Transfer
-from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DataStatesError,
+    StorageError,
+)
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.download import ReadRange, fetch
-from dcp_datastates.io.nearest_copy import NearestCopies
 from dcp_datastates.io.requests import Request, add_to, choose_devices, request_of, storage_of
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import local_tensor
@@ -24,6 +29,8 @@ from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
 __all__ = ["restore"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 
@@ -264,3 +271,43 @@ def _deliver(request: Request, planner: LoadPlanner) -> None:
         request.target.copy_(request.memory)
         request.memory = None
     planner.commit_tensor(request.item, request.target)
+
+
+# ---- copies on several tiers ---------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+class NearestCopies:
+    """For each data file, the nearest place whose copy has not failed so far. One thread uses it.
+
+    Args:
+        places: of the checkpoint, the nearest first. All have the same attempt, or lack its files.
+    """
+
+    def __init__(self, places: Sequence[Location]) -> None:
+        self._places: Final = tuple(places)
+        self._used: dict[str, int] = {}  # the index of the place, if it is not the first
+        self._first_errors: dict[str, DataStatesError] = {}
+
+    def by_place(
+        self, items: Iterable[T], file_of: Callable[[T], str]
+    ) -> list[tuple[Location, list[T]]]:
+        """``items`` by the place that their files are read from; ``file_of`` gives the file's relative path."""
+        found: dict[int, list[T]] = {}
+        for item in items:
+            found.setdefault(self._used.get(file_of(item), 0), []).append(item)
+        return [(self._places[index], group) for index, group in sorted(found.items())]
+
+    def leave(self, files: Iterable[str], error: DataStatesError) -> None:
+        """Read ``files`` from their next places from now on, because of ``error``. If a file has no other, raises the
+        error of its nearest copy.
+        """
+        for file in files:
+            following = self._used.get(file, 0) + 1
+            first = self._first_errors.setdefault(file, error)
+            if following == len(self._places):
+                raise first
+            self._used[file] = following
+            logger.warning("%s; reading the copy in %s", error, self._places[following])

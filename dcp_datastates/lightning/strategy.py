@@ -12,9 +12,10 @@ They differ from Lightning's only in these points:
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.find import latest_here
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import remove_all
+from dcp_datastates.checkpoints.listing import candidates, newest_first
 from dcp_datastates.conversion.lightning_file import (
     FURTHER_TENSORS,
     GROUPS,
@@ -44,11 +48,12 @@ from dcp_datastates.conversion.lightning_file import (
 from dcp_datastates.dcp.fit import FitOptions
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
+    DataStatesError,
     IncompatibleStateError,
 )
-from dcp_datastates.lightning.fallback import load_newest
 from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
 from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.manager.background import SavesInBackground
@@ -73,6 +78,8 @@ __all__ = [
     "DataStatesSingleDeviceStrategy",
     "DataStatesStrategyMixin",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class DataStatesStrategyMixin(SavesInBackground):
@@ -369,3 +376,54 @@ def _remove(path: Location) -> None:
             shutil.rmtree(path)
         elif presence.is_there(path):
             path.unlink()
+
+
+# ---- where the newest checkpoint is damaged ------------------------------------------------------
+
+
+def load_newest(
+    path: str, load: Callable[[str], dict[str, Any]], all_of: Callable[[bool], bool]
+) -> dict[str, Any]:
+    """``load(path)``. If ``path`` is the newest checkpoint in its folder, and damaged, the next older one is loaded
+    instead. All ranks call this.
+
+    Args:
+        path: The checkpoint.
+        load: Loads the checkpoint at a path.
+        all_of: Whether something is so on all ranks; a collective.
+
+    Raises what ``load`` raises: :class:`CheckpointCorruptError` if no older one is whole, or if another one than the
+    newest was named.
+    """
+    left_out: list[str] = []
+    while True:
+        found, failure = None, None
+        try:
+            found = load(path)
+        except Exception as error:
+            failure = error
+        if all_of(failure is None):
+            assert found is not None
+            return found
+        damaged = isinstance(failure, CheckpointCorruptError)
+        if all_of(not damaged) or not (failure is None or damaged):
+            raise failure or DataStatesError(f"loading {path} failed on another rank")
+        left_out.append(locate(path).name)
+        older = _older(path, left_out)
+        if older is None:
+            raise failure or CheckpointCorruptError(f"another rank finds {path} damaged")
+        logger.error("leaving out checkpoint %s, and going on from %s: %s", path, older, failure)
+        path = older
+
+
+def _older(path: str, left_out: Sequence[str]) -> str | None:
+    folder = locate(path).parent
+
+    def look() -> str | None:
+        newest = next(newest_first(candidates(folder)), None)
+        if newest is None or newest.path.name != left_out[0]:
+            return None
+        found = latest_here(folder, "structure", lambda each: each.name not in left_out)
+        return None if found is None else str(found)
+
+    return from_first_rank(look, "older", f"the checkpoint before {path}")

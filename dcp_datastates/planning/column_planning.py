@@ -40,8 +40,8 @@ from dcp_datastates.planning.rank_plan_cache import (
     Share,
 )
 from dcp_datastates.planning.replicas import Held, sample
+from dcp_datastates.planning.save_planning import WriteJob
 from dcp_datastates.planning.serializer import Serializer
-from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState

@@ -1,20 +1,25 @@
-"""How one save is planned: what each kind of planner does for the pipeline (``saving/rank_context.py``)."""
+"""How one save is planned: what each kind of planner does for the pipeline (``saving/rank_context.py``), and
+what it gives the engine to write.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_datastates._native import DeviceEvent, SaveFile
+from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.metadata_table import Compose
+from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.prepared_write import Prepared
-from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["SavePlanning"]
+__all__ = ["SavePlanning", "WriteJob"]
 
 
 class SavePlanning(Protocol):
@@ -72,3 +77,24 @@ class SavePlanning(Protocol):
         come from elsewhere.
         """
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class WriteJob:
+    """What the engine is given to write: the files of this rank's part, with their layouts."""
+
+    files: list[SaveFile]
+    sealed: Sequence[SealedFile]
+    layouts: Sequence[FileLayout]
+    fences: list[DeviceEvent]
+    """Events that device copies must wait for."""
+    keep: list[Any]
+    """Objects that must stay alive until they have been read."""
+    report: Report | None = None
+    """Known if the files were prepared."""
+    readers: list[DeviceEvent] = field(default_factory=list)
+    """Events of the kernels that this thread has launched to resolve tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.sealed)

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from enum import IntEnum
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.groups import commit_group
@@ -36,7 +37,6 @@ from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall
 from dcp_datastates.saving.outcome import conclude, record_of
-from dcp_datastates.saving.phase import Phase
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.fingerprint import Fingerprint
@@ -46,7 +46,7 @@ from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
 
-__all__ = ["SaveOperation"]
+__all__ = ["Phase", "SaveOperation"]
 
 logger = logging.getLogger(__name__)
 
@@ -390,3 +390,16 @@ class SaveOperation:
 
     def __repr__(self) -> str:
         return f"SaveOperation({self.call.order}, {self.path}, {self._phase.name})"
+
+
+class Phase(IntEnum):
+    """The phases of a save on this rank."""
+
+    STAGED = 0
+    """The call has returned; the save waits for its turn to be planned."""
+    PLANNING = 1
+    """The ranks are planning the save."""
+    AGREED = 2
+    """The coordinator's ticket has arrived: all ranks will vote on the save."""
+    COMMITTING = 3
+    """The commit thread has this rank's part: its files, or the reason why it failed."""

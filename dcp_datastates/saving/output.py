@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from dcp_datastates._native import Engine, ExpectedBytes, Fault, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
-from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.planning.save_planning import WriteJob
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.saving.store_upload import StoreUpload, check_fits

@@ -40,13 +40,12 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange, OtherEntryGivenUp
+from dcp_datastates.saving.admission import finish_saves
 from dcp_datastates.saving.agreement import NotAgreed, SaveName, agree
 from dcp_datastates.saving.call import LEFT_OUT
-from dcp_datastates.saving.last_saves import finish_saves
-from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.peer_watch import GATE_SECONDS, GATE_SECONDS_AFTER_A_MISS, PeerWatch
-from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing, begin_write, fail_write
 

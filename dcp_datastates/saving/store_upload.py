@@ -14,7 +14,7 @@ from typing import Final
 from dcp_datastates._native import SEGMENT_BYTES, Engine, SaveJob, Segment
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.upload import MOST_FILES_AT_ONCE, Upload
-from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.planning.save_planning import WriteJob
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath

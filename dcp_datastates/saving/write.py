@@ -16,8 +16,7 @@ from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dcp_datastates.io.devices import capturing
-from dcp_datastates.io.gradient_hooks import hooked, on_gradient
-from dcp_datastates.io.untraced import compiles_backward, untraced
+from dcp_datastates.io.gradient_hooks import compiles_backward, hooked, on_gradient, untraced
 from dcp_datastates.process.ending import at_end
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
 

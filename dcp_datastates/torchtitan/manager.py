@@ -20,7 +20,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -37,23 +37,27 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.inventory import is_directory
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX, Format, format_of
+from dcp_datastates.checkpoints.inventory import is_directory, remove_all
+from dcp_datastates.checkpoints.listing import directories
+from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.fit import Answer, Fit, FitOptions
 from dcp_datastates.dcp.loading import load
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
 from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.library_state import is_ours
+from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.process.forks import in_child
-from dcp_datastates.storage.object_path import is_url, locate
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, is_url, locate
 from dcp_datastates.torchtitan.hugging_face import (
     hugging_face_assets,
     load_hugging_face,
     save_hugging_face,
 )
-from dcp_datastates.torchtitan.steps import delete_old, newest_step
 
-__all__ = ["DataStatesCheckpointManager"]
+__all__ = ["DataStatesCheckpointManager", "newest_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -351,3 +355,57 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if not is_handling:
                 raise
             logger.error("the last save was not committed: %s", error)
+
+
+# ---- the newest step -----------------------------------------------------------------------------
+
+
+_PREFIX: Final = "step-"
+
+
+def newest_step(folder: Location, verify: Verification) -> int:
+    """The step to resume from, the same on every rank; -1 if there is none.
+
+    The step of the newest checkpoint of this package that passes ``verify``; or that of a checkpoint of another format,
+    if it is higher. Other formats count as in torchtitan.
+    """
+    found = newest_numbered(folder, _PREFIX, _is_stock, verify)
+    return -1 if found is None else number_of(found, _PREFIX)
+
+
+def delete_old(folder: Location, keep: int, verify: Verification) -> list[Location]:
+    """Delete checkpoints older than the ``keep`` newest good ones of this package; returns the deleted ones.
+
+    Treats this package's checkpoints as :func:`~dcp_datastates.retain` does. Stock and Hugging Face checkpoints are
+    deleted by their step, and only once there are ``keep`` good ones: a failed save evicts no checkpoint. Only
+    directories named ``step-N`` count.
+
+    Raises :class:`StorageError`, or OSError.
+    """
+    retained = retain_here(
+        folder, keep=keep, verify=verify, among=lambda path: number_of(path, _PREFIX) >= 0
+    )
+    deleted = list(retained.deleted)
+    if retained.newest == keep:
+        oldest = min(number_of(path, _PREFIX) for path in retained.kept[:keep])
+        for path in directories(folder):
+            if 0 <= number_of(path, _PREFIX) < oldest and _format(path) in (
+                Format.STOCK,
+                Format.HUGGING_FACE,
+            ):
+                remove_all(path, first=(local.METADATA_NAME, HUGGING_FACE_INDEX))
+                deleted.append(path)
+    return deleted
+
+
+def _is_stock(path: Location) -> bool:
+    return _format(path) not in (Format.DATASTATES, Format.NONE)
+
+
+def _format(path: Location) -> Format:
+    if path.is_symlink():
+        return Format.NONE
+    try:
+        return format_of(path)
+    except DataStatesError:  # a save of this package: uncommitted or damaged
+        return Format.DATASTATES

@@ -167,10 +167,11 @@ def test_the_end_of_the_process_waits_for_latest(tmp_path: Path) -> None:
 import sys, threading, types
 from pathlib import Path
 from dcp_datastates.checkpoints.deletions import Deletions
-from dcp_datastates.deepspeed import CheckpointEngine, commit
+from dcp_datastates.deepspeed import CheckpointEngine
+from dcp_datastates.deepspeed import engine as module
 waiting = threading.Event()
-write, wait = commit.replace_durably, Deletions.wait
-commit.replace_durably = lambda *given: (waiting.wait(), write(*given))
+write, wait = module.replace_durably, Deletions.wait
+module.replace_durably = lambda *given: (waiting.wait(), write(*given))
 Deletions.wait = lambda *given: (waiting.set(), wait(*given))[1]
 given = types.SimpleNamespace(config={"host_cache_size": 0.125})
 engine = CheckpointEngine(types.SimpleNamespace(datastates_config=given), 0)

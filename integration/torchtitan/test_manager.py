@@ -252,7 +252,7 @@ def test_the_last_save_may_be_the_first(job: Callable[..., Job]) -> None:
 def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dcp_datastates.torchtitan.steps import newest_step
+    from dcp_datastates.torchtitan.manager import newest_step
 
     one = job(keep_latest_k=2)
     for number in (1, 2):
@@ -332,7 +332,7 @@ def test_a_pinned_checkpoint_does_not_keep_stock_ones(job: Callable[..., Job]) -
 
 
 def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) -> None:
-    from dcp_datastates.torchtitan.steps import newest_step
+    from dcp_datastates.torchtitan.manager import newest_step
 
     one = job(async_mode="disabled")
     one.step()

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import DataStatesSavePlanner, SaveFailedError, track
-from dcp_datastates.saving.phase import Phase
+from dcp_datastates.saving.operation import Phase
 
 ELEMENTS = 100_000
 

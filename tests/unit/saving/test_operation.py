@@ -19,8 +19,7 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
-from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.phase import Phase
+from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.stats import SaveStats
 
 
