@@ -45,33 +45,33 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_545,
-    "checkpoints": 3_000,
+    "checkpoints": 2_988,
     "cli": 1_266,
     "commit": 1_809,
-    "conversion": 3_521,
-    "dcp": 3_375,
-    "deepspeed": 795,
-    "format": 3_620,
-    "huggingface": 1_210,
-    "io": 2_271,
-    "lightning": 717,
+    "conversion": 3_513,
+    "dcp": 3_362,
+    "deepspeed": 773,
+    "format": 3_609,
+    "huggingface": 1_204,
+    "io": 2_262,
+    "lightning": 710,
     "manager": 4_158,
     "megatron": 304,
     "monitoring": 212,
-    "planning": 2_943,
+    "planning": 2_935,
     "process": 849,
     "ranks": 2_325,
-    "saving": 2_719,
+    "saving": 2_695,
     "sharing": 923,
-    "staging": 2_088,
-    "storage": 4_118,
-    "tiers": 2_612,
-    "torchtitan": 590,
+    "staging": 2_087,
+    "storage": 4_111,
+    "tiers": 2_599,
+    "torchtitan": 577,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 20_587, "tests": 53_723}
+BUDGETS_BESIDE = {"native": 20_587, "tests": 53723}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

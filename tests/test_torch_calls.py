@@ -20,14 +20,14 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
-    "saving/store_upload.py": "uploads, whose segments are the host cache's",
+    "saving/output.py": "uploads, whose segments are the host cache's",
     "checkpoints/deletions.py": "lists of deletions",
     "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",
     "ranks/incarnation.py": "incarnations",
     "ranks/gloo_group.py": "groups",
     "ranks/rank_set.py": "stores",
-    "format/dcp_stub.py": "catalogs",
+    "format/metadata.py": "catalogs",
     "format/metadata_check.py": "catalogs",
     "format/metadata_document.py": "catalogs",
     "io/stored_files.py": "open files",

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,9 +19,11 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
-from dcp_datastates.dcp.published_metadata import publish
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
-from dcp_datastates.errors import ConfigurationError, SaveAbandonedError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
+from dcp_datastates.format.fields import known_fields, unknown_fields
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
@@ -33,9 +35,10 @@ from dcp_datastates.saving.start import new_call, stage_in_place, state_to_plan
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = [
+    "FIELDS",
     "DcpSave",
     "StagedStateDict",
     "ThisThread",
@@ -315,3 +318,68 @@ def warn_if_shared() -> None:
 def _is_another_group_there() -> bool:
     """Whether the job has another group than the default one, which it may have passed to DCP."""
     return len(dist.distributed_c10d._world.pg_map) > 1
+
+
+# ---- the metadata that DCP is given --------------------------------------------------------------
+
+
+FIELDS: Final = known_fields(Metadata) | set(unknown_fields(Metadata))
+
+
+class PublishedMetadata(Metadata):
+    """A ``Metadata`` that reads its fields from the file at the first access, which raises :class:`DataStatesError` if
+    the save is not committed, or another save has replaced it.
+    """
+
+    def __init__(self, directory: str | Location, attempt: str) -> None:
+        self.directory = directory
+        self.attempt = attempt
+
+    def __getattribute__(self, name: str) -> Any:
+        # Fields with a default are also class attributes, so __getattr__ would not be called.
+        if name in FIELDS and name not in object.__getattribute__(self, "__dict__"):
+            self._load()
+        return object.__getattribute__(self, name)
+
+    def _load(self) -> None:
+        try:
+            table = open_committed(locate(self.directory)).table
+        except FileNotFoundError:
+            raise DataStatesError(
+                f"nothing is committed at {str(self.directory)!r}: wait for the save's future, or writer.committed"
+            ) from None
+        attempt = table.note.attempt.name
+        if attempt != self.attempt:
+            raise DataStatesError(
+                f"{str(self.directory)!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
+                f"committed, or was replaced"
+            )
+        found = metadata_of(table)
+        vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
+
+    def __reduce__(self) -> Any:
+        if vars(self).keys() >= FIELDS:  # already read, and perhaps changed
+            return _plain, ({name: vars(self)[name] for name in FIELDS},)
+        # Other processes get no storage_options, which may be secret: theirs come from the environment.
+        return PublishedMetadata, (str(self.directory), self.attempt)
+
+    def __repr__(self) -> str:
+        return f"PublishedMetadata({str(self.directory)!r}, {self.attempt!r})"
+
+
+def publish(metadata: Metadata, directory: Location, attempt: str) -> None:
+    """Turn ``metadata``, which a planner has made of empty plans, into those of the committed save: DCP returns this
+    object. Those of a planner's own class are filled now.
+    """
+    published = PublishedMetadata(directory, attempt)
+    if type(metadata) in (Metadata, PublishedMetadata):
+        metadata.__class__ = PublishedMetadata
+        vars(metadata).clear()
+        vars(metadata).update(vars(published))
+    else:
+        for name in FIELDS:
+            setattr(metadata, name, getattr(published, name))
+
+
+def _plain(fields: dict[str, Any]) -> Metadata:
+    return Metadata(**fields)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.config import Defer
+from dcp_datastates.config import Defer, WriterConfig, check_names, parse_size
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, load_file, names_in
 from dcp_datastates.deepspeed.files import MapLocation, pack
-from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
 from dcp_datastates.deepspeed.placeholders import (
     is_placeholder,
     replace_durably,
     write_placeholders,
 )
-from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.errors import ConfigurationError, UnsupportedStateError
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.rank_context import context_of
@@ -33,7 +34,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["CheckpointEngine"]
+__all__ = ["CheckpointEngine", "called_by_framework", "wait_option", "writer_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class CheckpointEngine:
 
     Args:
         deepspeed_config: DeepSpeed's configuration object; ``datastates_ckpt`` in it has the options
-            (:func:`~dcp_datastates.deepspeed.options.writer_options`).
+            (:func:`writer_options`).
         rank: this process's global rank. Rank 0 writes ``latest``.
 
     Raises :class:`ConfigurationError` for an option that cannot work. (DeepSpeed turns it into a RuntimeError with the
@@ -208,3 +209,66 @@ def write_when_committed(handle: SaveHandle, save_dir: Path, tag: str, save_late
             _saves.failed(save_dir / tag, error)
 
     _saves.when_committed(write)
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+KEY: Final = "datastates_ckpt"
+
+OPTIONS: Final = ("commit_timeout", "exit_timeout", "max_in_flight", "when_behind")
+"""Further options of :class:`~dcp_datastates.DataStatesWriter` that the configuration may have."""
+
+WAIT: Final = "wait"
+"""Whether ``save_checkpoint`` waits for the commit."""
+
+_ROTATING: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
+"""Frameworks that delete older checkpoints as soon as ``save_checkpoint`` has returned."""
+
+
+def writer_options(given: object) -> dict[str, Any]:
+    """The options for ``async_save`` that ``given`` stands for, the value of ``datastates_ckpt``.
+
+    ``host_cache_size`` is in GiB, as DeepSpeed's users write it: an int or a float; or a string with a unit, such as
+    ``"512MiB"``; or ``"auto"``, the default. Raises :class:`ConfigurationError`, naming the bad value.
+    """
+    if given is None or given is True:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f'{KEY}={given!r} must be a table of options, such as {{"host_cache_size": 16}}'
+        )
+    check_names(KEY, given, ("host_cache_size", WAIT, *OPTIONS))
+    options = {name: value for name, value in given.items() if name != WAIT}
+    size = options.get("host_cache_size", "auto")
+    if isinstance(size, (int, float)) and not isinstance(size, bool):
+        size = parse_size(f"{size}GiB", name=f"{KEY}.host_cache_size")
+    options["host_cache_size"] = size
+    try:
+        WriterConfig.checked(**options)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{KEY}={dict(given)!r}: {error}") from error
+    return options
+
+
+def wait_option(given: object) -> bool | None:
+    """The option ``wait``; None for "auto", the default: whether :func:`called_by_framework`.
+
+    Raises :class:`ConfigurationError`.
+    """
+    wait = given.get(WAIT, "auto") if isinstance(given, Mapping) else "auto"
+    if wait == "auto":
+        return None
+    if not isinstance(wait, bool):
+        raise ConfigurationError(f'{KEY}.{WAIT}={wait!r} must be true, false or "auto"')
+    return wait
+
+
+def called_by_framework() -> bool:
+    """Whether a framework that deletes older checkpoints is among the callers of this function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _ROTATING:
+            return True
+        frame = frame.f_back
+    return False

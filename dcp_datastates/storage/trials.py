@@ -173,25 +173,9 @@ def _race(path: ObjectPath) -> str | None:
 # ---- in a directory ------------------------------------------------------------------------------
 
 _NO_ANSWER: Final = {
-    *(
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.ENODEV,
-        errno.ENXIO,
-        errno.ENOTCONN,
-        errno.EINTR,
-    ),
-    *(
-        errno.EAGAIN,
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EHOSTDOWN,
-    ),
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
+    *(errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC),
+    *(errno.EDQUOT, errno.EROFS, errno.EHOSTDOWN),
 }
 """Storage is in trouble: what it can do is unknown."""
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import dcp_datastates.deepspeed
 from dcp_datastates import ConfigurationError
 from dcp_datastates.deepspeed import CheckpointEngine
-from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
+from dcp_datastates.deepspeed.engine import called_by_framework, wait_option, writer_options
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.stores.server import BUCKET, Bucket, endpoint, use
 
 from dcp_datastates import CheckpointCorruptError, CheckpointManager, StorageError, verify
 from dcp_datastates.tiers import carrying
-from dcp_datastates.tiers.archive_vote import ArchiveVote
+from dcp_datastates.tiers.carrying import ArchiveVote
 
 
 def _three(fast: str, slow: str, url: str) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_datastates import DataStatesError, DataStatesReader, DataStatesSavePlanner, track
-from dcp_datastates.dcp.published_metadata import FIELDS
+from dcp_datastates.dcp.compat import FIELDS
 from dcp_datastates.io import engine as engine_module
 
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.format import dcp_stub
-from dcp_datastates.format.dcp_stub import stub_of
+from dcp_datastates.format import metadata as metadata_file
+from dcp_datastates.format.metadata import stub_of
 
 
 def _assert_shows(found: Any, case: Example) -> None:
@@ -59,7 +59,7 @@ def test_its_length_does_not_depend_on_the_number_of_chunks() -> None:
 def test_it_is_made_once_for_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog, _ = sharded(5, 2).columns()
     first = stub_of(catalog, "1.0.0")
-    monkeypatch.setattr(dcp_stub, "_pickled", lambda metadata: b"again")
+    monkeypatch.setattr(metadata_file, "_pickled", lambda metadata: b"again")
     assert stub_of(catalog, "1.0.0") is first
     assert stub_of(catalog, "2.0.0") == b"again"
 

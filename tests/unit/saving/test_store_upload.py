@@ -18,7 +18,7 @@ from support.tiers import sampled
 import dcp_datastates
 from dcp_datastates import ConfigurationError
 from dcp_datastates._native import SEGMENT_BYTES
-from dcp_datastates.saving.store_upload import check_fits
+from dcp_datastates.saving.output import check_fits
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 
 MIB = 1 << 20
