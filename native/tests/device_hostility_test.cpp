@@ -227,6 +227,31 @@ void a_copy_of_training_passes_those_of_a_save() {
     check_equal(ended.load(), kCalls);
 }
 
+/// The other stream's copies may be done although these came first.
+void a_part_that_hangs_keeps_the_memory_of_its_call() {
+    const HostileDriver driver;
+    const Pieces pieces(DeviceLane::kMostParts * DeviceLane::kMostCopies);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    const auto device = engine.devices().find(0);
+    const Lease host = engine.cache().acquire(Share::kSave, 0, engine.cache().epoch());
+    Patience patience(std::chrono::milliseconds(500));
+    DeviceLane lane(device, Direction::kGather, patience);
+    JobFences none({});
+    bool finished = true;
+    Gate gate;
+    gate.close(0, device->streams(Direction::kGather).front());
+    lane.copy(
+        copies_of(pieces, host.data()), none, [](const auto&) {},
+        [&](const CopyOutcome& outcome) { finished = outcome.finished; });
+    check_equal(fake_cuda_synchronize(0, device->streams(Direction::kGather).back(), 60), 0);
+    patience.begin();
+    lane.shutdown();
+    check(!finished);
+    gate.open();
+    check_equal(fake_cuda_synchronize_all(60), 0);
+}
+
 void between_pieces_the_lock_is_free_as_long_as_it_was_held() {
     const HostileDriver driver;
     check_equal(fake_cuda_be_hostile("pin_ns", 20'000), 0);  // 8 ms for each piece
@@ -510,6 +535,8 @@ int main() {
         {"events_are_used_again", events_are_used_again},
         {"a_copy_engine_finishes_a_stream_first", a_copy_engine_finishes_a_stream_first},
         {"a_copy_of_training_passes_those_of_a_save", a_copy_of_training_passes_those_of_a_save},
+        {"a_part_that_hangs_keeps_the_memory_of_its_call",
+         a_part_that_hangs_keeps_the_memory_of_its_call},
         {"between_pieces_the_lock_is_free_as_long_as_it_was_held",
          between_pieces_the_lock_is_free_as_long_as_it_was_held},
         {"what_is_waited_for_is_pinned_first", what_is_waited_for_is_pinned_first},

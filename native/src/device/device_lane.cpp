@@ -133,7 +133,7 @@ void DeviceLane::shutdown() {
 
 void DeviceLane::loop() {
     Status failed;         // of the call that the parts are of
-    bool finished = true;  // of the device, with all that it was given
+    bool finished = true;  // of the device, with all parts of the call
     while (true) {
         Part part;
         {
@@ -145,17 +145,17 @@ void DeviceLane::loop() {
         auto [status, idle] = part.event->wait_idle([&] { return patience_.is_over(part.since); });
         if (!idle && status.ok()) status = shut_down();
         if (!status.ok() && failed.ok()) failed = std::move(status);
-        finished = idle;
+        finished = finished && idle;
         part.event.reset();
         {
             const std::scoped_lock lock(mutex_);
             outstanding_ -= part.outstanding ? 1 : 0;
-            hangs_ = !idle;
+            hangs_ = hangs_ || !idle;
             room_.notify_one();
         }
         if (!part.done) continue;
         if (!part.status.ok()) failed = std::move(part.status);
-        part.done({.status = std::exchange(failed, {}), .finished = finished});
+        part.done({.status = std::exchange(failed, {}), .finished = std::exchange(finished, true)});
     }
 }
 

@@ -89,7 +89,7 @@ class DeviceLane : public Immovable {
     std::condition_variable room_;     // outstanding_
     NodeQueue<Part> parts_;
     std::size_t outstanding_ = 0;  // parts
-    bool hangs_ = false;           // patience was over before what was waited for last was done
+    bool hangs_ = false;           // patience was over before a part was done
     bool stopping_ = false;        // set with order_ held, too
     std::jthread thread_;          // ends when stopping_ and nothing is left; joined by `shutdown`
 };
