@@ -117,7 +117,7 @@ class ObstoreStore:
         clients = self._clients
         failures: list[Exception] = []
         try:
-            with self._explained("storing", key), _first(failures):
+            with self._explained("storing", key), _own_failures_first(failures):
                 obstore.put(
                     clients.streams,
                     key,
@@ -283,8 +283,8 @@ def _noting_failures(pieces: Iterator[Buffer], failures: list[Exception]) -> Ite
 
 
 @contextlib.contextmanager
-def _first(failures: list[Exception]) -> Iterator[None]:
-    """Raise what ``failures`` has, if anything. Where aborting an upload fails as well, the library raises that."""
+def _own_failures_first(failures: list[Exception]) -> Iterator[None]:
+    """Raise what the pieces raised: where aborting the upload fails as well, the library raises only that error."""
     try:
         yield
     except Exception as error:

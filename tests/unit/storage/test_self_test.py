@@ -59,6 +59,11 @@ class Racing(MemoryStore):
         return super().put_if_absent(key, data)
 
 
+class Forgetful(MemoryStore):  # of creations at the same time one succeeds, and a later one, too
+    def put_if_absent(self, key, data):
+        return super().put_if_absent(key, data) or not data
+
+
 def without(*kinds, number=errno.EACCES):
     """A store that refuses requests of these kinds."""
 
@@ -81,7 +86,7 @@ def test_a_good_store_is_tried_once_with_few_requests_and_left_as_it_was(monkeyp
     assert store.requests() == 0
 
 
-@pytest.mark.parametrize("store", [MemoryStore(create_only=False), Racing()])
+@pytest.mark.parametrize("store", [MemoryStore(create_only=False), Racing(), Forgetful()])
 def test_a_store_with_two_winners_is_found_and_said_once(monkeypatch, caplog, store):
     root = installed(monkeypatch, store, "run")
     with caplog.at_level(logging.WARNING):
