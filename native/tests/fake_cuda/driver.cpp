@@ -13,7 +13,7 @@ namespace datastates::fake_cuda {
 namespace {
 
 /// All that are exported and counted.
-constexpr std::array<std::string_view, 28> kSymbols{
+constexpr std::array<std::string_view, 25> kSymbols{
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -231,11 +231,11 @@ cuda::Result Driver::enqueue_copy(Caller& caller, Handle handle, const DeviceCop
     work->direction = copy.to_host ? 0 : 1;
     work->copies.push_back(copy.bytes);
     if (pinned) {
-        ++pinned->uses;
         work->when_finished = [pinned] { --pinned->uses; };
     }
     if (const cuda::Result refused = streams.enqueue(*stream, work)) return refused;
     if (work->number == 0) return cuda::kSuccess;  // captured
+    if (pinned) ++pinned->uses;
     (copy.to_host ? counts.bytes_to_host : counts.bytes_to_device) += copy.bytes.nbytes;
     ++counts.copies;
     if (pinned) return cuda::kSuccess;
