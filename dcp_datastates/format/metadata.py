@@ -1,8 +1,8 @@
 """The ``.metadata`` file: a pickle for DCP's own tools, and a table with the same contents for this package.
 
-The pickle is a ``Metadata`` with names, shapes and dtypes (below). A table of columns
-follows it (:mod:`dcp_datastates.format.trailer`). This package reads only the table: it never unpickles metadata, and
-the table names no class or function to call.
+The pickle is a ``Metadata`` with names, shapes and dtypes. A table of columns follows it
+(:mod:`dcp_datastates.format.trailer`). This package reads only the table: it never unpickles metadata, and the table
+names no class or function to call.
 """
 
 from __future__ import annotations

@@ -344,7 +344,6 @@ def test_a_gate_that_the_driver_refuses(
         # Not before it has failed: a save that has read all does not fail any more.
         def let_read() -> None:
             await_that(lambda: reads.failure is not None or reads.captured.done())
-            cuda.lib.fake_cuda_stall(0)
 
         device = threading.Thread(target=let_read)
         device.start()
@@ -407,19 +406,19 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     cuda: FakeCuda, tmp_path: Path
 ) -> None:
     """Its replays call no hook: what it owns is copied on the stream, at the call."""
-    cuda.configure(seed=11)
+    cuda.configure(seed=11, max_delay_us=20000)  # reads are under way at the step
     stepper = Stepper(cuda, model())
     expected = stepper.now()
-    future = save(tmp_path / "before", stepper.named)
-    cuda.in_capture = True
     waits = cuda.count("cuStreamWaitEvent")
+    future = save(tmp_path / "before", stepper.named, read_window="immediate")
+    await_that(lambda: cuda.count("cuStreamWaitEvent") == waits + 2)  # the copies' streams
+    cuda.in_capture = True
     torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(
         stepper
     )  # a capture runs nothing
     cuda.in_capture = False
-    assert (
-        cuda.count("cuStreamWaitEvent") - waits <= 2
-    )  # the copies' two, and none on the captured stream
+    assert cuda.count("cuStreamWaitEvent") == waits + 2  # none on the captured stream
+    cuda.lib.fake_cuda_stall(0)
     future.result()
     assert differing(tmp_path / "before", expected) == []
     expected = stepper.now()

@@ -133,34 +133,30 @@ class Job:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         layers = (nn.Linear(64, 512), nn.Dropout(0.2), nn.BatchNorm1d(512), nn.Linear(512, 10))
-        self.model = nn.Sequential(*layers).to(DEVICE)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
-        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
-        self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "scaler": self.scaler,
-            "rng": ds.RngState(),
-            "step": -1,
-        }
+        model = nn.Sequential(*layers).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
+        self.parts = model, optimizer, schedule, scaler
+        names = ("model", "optimizer", "schedule", "scaler", "rng", "step")
+        self.state = dict(zip(names, (*self.parts, ds.RngState(), -1), strict=True))
 
     def train(self, root: Path, steps: int) -> dict[str, Any]:
+        model, optimizer, schedule, scaler = self.parts
         with ds.CheckpointManager(root, every=2) as manager:
             manager.restore_latest(self.state)
             for step in range(self.state["step"] + 1, steps):
                 inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
                 with torch.autocast(DEVICE, torch.float16 if ON_GPU else torch.bfloat16):
-                    loss = self.model(inputs.to(DEVICE)).square().mean()
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.zero_grad()
-                self.schedule.step()
+                    loss = model(inputs.to(DEVICE)).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                schedule.step()
                 self.state["step"] = step
                 manager.save(step, self.state)
-        return {"model": self.model.state_dict(), "scaler": self.scaler.state_dict()}
+        return {"model": model.state_dict(), "scaler": scaler.state_dict()}
 
 
 def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
