@@ -36,9 +36,9 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.format.metadata_table import Document
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
-from dcp_datastates.ranks.collectives import Collectives
 from dcp_datastates.ranks.connection import Client
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
+from dcp_datastates.ranks.meetings import Meetings
 from dcp_datastates.ranks.rank_set import RankSet, of_store
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage.claims import claim
@@ -186,7 +186,8 @@ def _vote_seconds(rank_sets: list[RankSet]) -> tuple[float, float]:
         trees[rank].join(_nothing)
         for _ in range(VOTES):
             began = time.monotonic()
-            trees[rank].max([rank], _nothing)
+            trees[rank].gather(b"", _nothing)
+            trees[rank].broadcast(b"", _nothing)
             if rank == 0:
                 seconds.append(time.monotonic() - began)
                 busy.append(time.process_time())
@@ -200,13 +201,14 @@ def _nothing() -> None:
     pass
 
 
-def _plan(plans: list[Collectives], entry: int) -> None:
-    """The steps of planning, with plans of no size."""
+def _plan(plans: list[Meetings], number: int) -> None:
+    """A meeting to plan, with messages of the length that a plan by digest has, and one answer for all."""
+
+    def answer(messages: Sequence[bytes]) -> list[bytes]:
+        return [b"answer" * 30] * len(messages)
 
     def plan(rank: int) -> None:
-        with plans[rank].entry(entry, _nothing) as ranks:
-            ranks.scatter(ranks.gather(b"%d" % rank))
-            ranks.gather_object(rank)
+        plans[rank].meet(number, b"message" * 30, answer, _nothing)
 
     _together(len(plans), plan)
 
@@ -225,9 +227,7 @@ def measure(world: int) -> Row:
         detectors = [group.detector for group in groups if group.detector is not None]
         for detector in detectors:
             detector.save_started()
-        plans = [
-            Collectives(each, detector) for each, detector in zip(rank_sets, detectors, strict=True)
-        ]
+        plans = [Meetings(each, "plans") for each in rank_sets]
         kept, asked, began = server.num_keys(), requests.count, time.monotonic()
         _plan(plans, 1)
         _save(groups, 0, Path(root))
@@ -262,7 +262,6 @@ def measure(world: int) -> Row:
         )
         for detector in detectors:
             detector.save_ended()
-        _together(world, lambda rank: plans[rank].close())
         _together(world, lambda rank: groups[rank].close())
     return row
 
@@ -273,8 +272,8 @@ def _memberships(world: int) -> int:
 
 
 def _most_sockets(world: int) -> int:
-    """Of both trees, on the rank with the most: connections, and one to be connected to for each group."""
-    return 2 * max(sum(place.size for place in places(rank, world)) for rank in range(world))
+    """Of the tree, on the rank with the most: connections, and one to be connected to for each group."""
+    return max(sum(place.size for place in places(rank, world)) for rank in range(world))
 
 
 def reckon(rows: list[Row]) -> dict[str, float]:
@@ -283,8 +282,8 @@ def reckon(rows: list[Row]) -> dict[str, float]:
     By the tree's real shape: requests for building go with the memberships in groups, sockets are counted, and a vote
     passes up and down through as many groups as the tree has levels; each takes what one of 8 ranks took (of more
     threads, two cores spend the time on taking turns). Where each rank has a core, a vote takes what one rank of 8 is
-    busy with, once on each level, and the network. A save's requests are the coordinator's alone; those for beats
-    go with the ranks and with how often these beat.
+    busy with, once on each level, and the network. A save's requests go with the ranks that plan; those for beats go
+    with the ranks and with how often these beat.
     """
     last = rows[-1]
     flat = max((row for row in rows if row.ranks <= 8), key=lambda row: row.ranks)
@@ -292,7 +291,7 @@ def reckon(rows: list[Row]) -> dict[str, float]:
     return {
         "building_requests": last.building_requests
         * (_memberships(RECKONED) / _memberships(last.ranks)),
-        "save_requests": max(row.save_requests for row in rows),
+        "save_requests": last.save_requests * (RECKONED / last.ranks),
         "vote_seconds": flat.vote_seconds * levels,
         "vote_cpu_seconds": flat.vote_cpu_seconds * levels,
         "most_sockets": _most_sockets(RECKONED),

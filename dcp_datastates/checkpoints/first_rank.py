@@ -8,9 +8,10 @@ a former job has left in the store.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import json
 import logging
-import pickle
 import time
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from dcp_datastates import errors
 from dcp_datastates.errors import (
     ConfigurationError,
-    DataStatesError,
     NoAnswerError,
     RankLostError,
 )
@@ -30,6 +31,7 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.incarnation import Incarnation
+from dcp_datastates.ranks.meetings import poll
 from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_of", "from_first_rank"]
@@ -39,10 +41,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT: Final = 300.0
 """How long the other ranks wait, in seconds."""
 
-_FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.1
-_LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests for the answer, in seconds: see ``ranks/gloo_tree.py``."""
+_KNOWN_PAUSE: Final = 0.1
+"""Longest time between two looks while this rank has not met the first one, in seconds."""
 
 _FILE_SECONDS: Final = 10.0
 """How long the first rank's first answer waits for the other ranks, if the job's store is a file: nothing admits them
@@ -53,6 +53,11 @@ _LINGER_SECONDS: Final = 5.0
 """How long the first rank's process waits at its end for ranks that have not met it: they cannot read its answers."""
 
 T = TypeVar("T")
+
+
+class _TooLate(Exception):
+    """The first rank has not answered in time."""
+
 
 _answered: weakref.WeakSet[Incarnation] = weakref.WeakSet()
 """The incarnations in which this process has answered."""
@@ -69,10 +74,12 @@ def from_first_rank(
 
     Like a collective: every rank of the group calls this with the same ``key``, and makes the calls of one key in the
     same order. The first rank does not wait for the others. If ``compute`` raises, every rank raises its error (of the
-    same type, if it can be pickled). Without ``torch.distributed``, or in a group of one, this only calls ``compute``.
+    same type, if it is one of Python or of this package). Without ``torch.distributed``, or in a group of one, this
+    only calls ``compute``.
 
     Args:
-        compute: Called on the first rank only. Its result must be picklable.
+        compute: Called on the first rank only. Its result is a JSON value: None, a bool, number, string, or a list or
+            dict of such (tuples become lists).
         key: Names the question in the store, in a word. It must not depend on the rank: no path, which ranks may spell
             differently.
         purpose: What is asked for, for error messages: "the latest checkpoint".
@@ -121,24 +128,31 @@ def from_first_of(
 
 def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
     try:
-        value = compute()
-        packed = pickle.dumps((value, None))
+        packed = json.dumps([compute(), None])
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
-            store.set(number, _packed(error))
+            store.set(number, json.dumps([None, _described(error)]))
         raise
     store.set(number, packed)
+    value: T = json.loads(packed)[0]  # as the other ranks get it
     return value
 
 
-def _packed(error: BaseException) -> bytes:
-    if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
-            data = pickle.dumps((None, error))
-            if type(pickle.loads(data)[1]) is type(error):
-                return data
-    rank = dist.get_rank()
-    return pickle.dumps((None, DataStatesError(f"rank {rank}: {type(error).__name__}: {error}")))
+def _described(error: BaseException) -> list[Any]:
+    """What :func:`_error_of` needs: the type's name, and its arguments."""
+    kind = type(error).__name__
+    with contextlib.suppress(Exception):  # its arguments are no JSON values, or not these
+        described: list[Any] = json.loads(json.dumps([kind, error.__reduce__()[1]]))
+        if type(_error_of(*described)) is type(error):
+            return described
+    return ["DataStatesError", [f"rank {dist.get_rank()}: {kind}: {error}"]]
+
+
+def _error_of(kind: str, arguments: list[Any]) -> Exception:
+    found = getattr(errors, kind, None) or getattr(builtins, kind, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        raise ValueError(f"{kind} is no error of Python or this package")
+    return found(*arguments)
 
 
 def _await(
@@ -167,9 +181,9 @@ def _await(
             f"rank {first} did not tell {purpose} within {timeout:g} s ({why}); is it still looking, or did "
             f"it not make this call? A longer timeout= may help"
         )
-    value, error = pickle.loads(found)
+    value, error = json.loads(found)
     if error is not None:
-        raise error
+        raise _error_of(*error)
     return value
 
 
@@ -187,24 +201,25 @@ def _find(
     log = WaitLog(logger, "this rank")
     deadline = time.monotonic() + timeout
     incarnation = rank_set.incarnation
-    while not incarnation.await_known(min(_LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
+    while not incarnation.await_known(min(_KNOWN_PAUSE, max(0.0, deadline - time.monotonic()))):
         log.look(missing)
         if incarnation.store_error is not None:
             raise RuntimeError(incarnation.store_error)
         if time.monotonic() > deadline:
             return None
-    pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * rank_set.world)
-    while not store.check([number]):
+
+    def check() -> None:
         log.look(missing)
-        if detector is not None and (lost := detector.lost_coordinator) is not None:
-            if store.check([number]):  # it has answered, and ended
-                break
+        lost = None if detector is None else detector.lost_coordinator
+        if lost is not None and not store.check([number]):  # it may have answered, and ended
             raise RankLostError(f"{missing}: {lost}")
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return None
-        time.sleep(min(pause, left))
-        pause = min(longest, 2 * pause)
+        if time.monotonic() > deadline:
+            raise _TooLate
+
+    try:
+        poll(lambda: store.check([number]), check, rank_set.world)
+    except _TooLate:
+        return None
     return store.get(number)
 
 

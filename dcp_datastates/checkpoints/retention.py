@@ -82,13 +82,13 @@ def retain(
     keep = Keep.of(keep)
     check_verification(verify)
     deleted = from_first_rank(
-        lambda: retain_here(directory, keep=keep, verify=verify).deleted,
+        lambda: [path.name for path in retain_here(directory, keep=keep, verify=verify).deleted],
         "retain",
         "which checkpoints were deleted",
         process_group,
         timeout,
     )
-    return [directory / path.name for path in deleted]
+    return [directory / name for name in deleted]
 
 
 @dataclass(frozen=True)

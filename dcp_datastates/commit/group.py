@@ -25,7 +25,7 @@ from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
-from dcp_datastates.ranks.beats import Beat, Loss
+from dcp_datastates.ranks.beats import Beat
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.bounded import finished_within, is_hung
@@ -177,13 +177,6 @@ class CommitGroup:
         with self._order_lock:
             return self._ready.popleft()
 
-    def explain(self, error: BaseException, resolve: Callable[[BaseException], None]) -> None:
-        """Call ``resolve``, in the commit thread, with :class:`RankLostError` if a lost rank caused ``error``, else
-        with ``error``.
-        """
-        if not self._worker.post(lambda: resolve(self._cause(error))):
-            resolve(error)
-
     def close(self) -> None:
         """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
 
@@ -197,12 +190,6 @@ class CommitGroup:
         if self.detector is not None:
             self.detector.close()
         self._voter.close()
-
-    def _cause(self, error: BaseException) -> BaseException:
-        if self.detector is None:
-            return error
-        losses = self.detector.await_loss()
-        return Loss.error_of(losses) if losses else error
 
     def _status(self) -> Beat:
         voter, reading = self._voter, self._reading

@@ -169,6 +169,10 @@ class ColumnPlanning:
                 self._found = self._learn(self._looks, self._known)
             planner.of_rank.finish(self._group, self._known if options.cache else None)
 
+    def refused(self) -> None:
+        with self._planner.lock:
+            self._planner.of_rank.finish(self._group, None)
+
     @collection_paused()
     def prepared(self) -> Prepared | None:
         if self._found is None or not self._staged.is_plain():

@@ -51,6 +51,10 @@ class SavePlanning(Protocol):
         """Take the coordinator's answer."""
         return
 
+    def refused(self) -> None:
+        """Note, instead, that the ranks do not save."""
+        return
+
     def prepared(self) -> Prepared | None:
         """The files of the part, prepared to be written from the staged state; None if that is impossible."""
         return None

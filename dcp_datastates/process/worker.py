@@ -35,9 +35,9 @@ class Worker:
         self._ended = False
         """The thread runs no more than what is in the queue now."""
         self._refusal = ENDING
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 
-    def post(self, work: Callable[[], None]) -> bool:
+    def post(self, work: Callable[[], object]) -> bool:
         """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start:
         :attr:`refusal` then says which. Any thread may call it.
         """
@@ -105,7 +105,7 @@ class Worker:
                     self._call(work)
                 del work
 
-    def _call(self, work: Callable[[], None]) -> None:
+    def _call(self, work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException:

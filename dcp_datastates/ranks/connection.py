@@ -152,7 +152,7 @@ class Connection:
         (name,) = self._names([key])
         self._client.ask(lambda store: store.set(name, value))
 
-    def multi_set(self, values: Mapping[str, str]) -> None:
+    def multi_set(self, values: Mapping[str, str | bytes]) -> None:
         names, contents = self._names(values), list(values.values())
         self._client.ask(lambda store: store.multi_set(names, contents))
 
@@ -173,7 +173,7 @@ class Connection:
         names = self._names(keys)
         return bool(self._client.ask(lambda store: store.check(names)))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str, desired: str | bytes) -> bytes:
         (name,) = self._names([key])
         return bytes(self._client.ask(lambda store: store.compare_set(name, expected, desired)))
 

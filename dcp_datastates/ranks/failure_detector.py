@@ -22,14 +22,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.ranks.beats import Beat, Loss, Watched
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.processes import is_gone, is_near
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
+__all__ = ["SILENCE_SECONDS", "FailureDetector", "LossWatch", "seconds_between_beats"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ D = TypeVar("D")
 
 SILENCE_SECONDS: Final = 60.0
 """A rank that has not beaten for this long counts as lost. A call that holds its GIL for half a minute is no loss."""
+
+RETURN_SECONDS: Final = 12.0
+"""How long it may take to notice that a silent rank is back: its beat, the coordinator's read and this rank's read,
+each after four seconds at most.
+"""
 
 _UNSEEN_SECONDS: Final = 300.0
 """How long a rank may stay silent that has never beaten: it may not have reached its first save yet."""
@@ -270,19 +275,6 @@ class FailureDetector(Generic[D]):
             coordinator = self._watched.get(0)
             return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
 
-    def await_loss(self) -> list[Loss]:
-        """Wait until ranks are lost, and return them; return none if no loss shows within the time that detection
-        takes.
-        """
-        deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
-        self.save_started()
-        try:
-            while not (losses := self.losses()) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            return losses
-        finally:
-            self.save_ended()
-
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
         with self._lock:
@@ -405,3 +397,25 @@ class FailureDetector(Generic[D]):
                 for rank, watched in self._watched.items()
                 if self._is_silent(watched)
             ]
+
+
+class LossWatch:
+    """Raises once a rank is lost for good.
+
+    Args:
+        patience: for how many seconds a rank may count as lost without a break, if its process is not known to be gone:
+            a silent rank may be back, and this rank may not have seen it yet.
+    """
+
+    def __init__(self, detector: FailureDetector[Any], patience: float = RETURN_SECONDS) -> None:
+        self._detector = detector
+        self._patience = patience
+        self._since: float | None = None
+
+    def look(self) -> None:
+        """Called repeatedly while waiting. Raises :class:`RankLostError`, which names the lost ranks."""
+        losses, now = self._detector.losses(), time.monotonic()
+        self._since = (self._since or now) if losses else None
+        late = self._since is not None and now - self._since >= self._patience
+        if losses and (late or any(loss.certain for loss in losses)):
+            raise Loss.error_of(losses)

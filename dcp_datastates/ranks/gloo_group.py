@@ -243,51 +243,24 @@ class GlooGroup:
             if pending is not None:
                 let_go(gloo, pending)
 
-    def max(self, values: torch.Tensor, check: Check) -> None:
-        """On rank 0, set ``values`` to the elementwise maximum over all ranks."""
-        for each in self._collect(values, check):
-            torch.maximum(values, each, out=values)
-
     def broadcast(self, values: torch.Tensor, check: Check) -> None:
         """Set ``values`` to rank 0's."""
         self._do(lambda gloo: gloo.broadcast([values], dist.BroadcastOptions()), check)
 
     def gather(self, data: bytes, check: Check) -> list[bytes]:
         """All ranks' bytes on rank 0, elsewhere an empty list."""
-        sizes = self._collect(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), check)
-        if self._rank:
-            self._exchange(data, [len(data)] + [0] * (self._world - 1), [0] * self._world, check)
-            return []
+        mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        sizes = [] if self._rank else [torch.empty_like(mine) for _ in range(self._world)]
+        everyone = [] if self._rank else [sizes]
+        # Each rank sends one message; gloo's all-reduce is a ring.
+        self._do(lambda gloo: gloo.gather(everyone, [mine], dist.GatherOptions()), check)
         # Rank 0 does not send its own bytes.
-        coming = [0, *(int(size) for size in sizes[1:])]
-        return [data, *_cut(self._exchange(b"", [0] * self._world, coming, check), coming)[1:]]
-
-    def scatter(self, parts: Sequence[bytes], check: Check) -> bytes:
-        """This rank's element of the ``parts`` that rank 0 passes."""
-        sizes = torch.zeros(self._world, dtype=torch.int64, device="cpu")
-        if self._rank == 0:
-            sizes = torch.tensor([0, *map(len, parts[1:])], dtype=torch.int64, device="cpu")
-        self.broadcast(sizes, check)
-        if self._rank == 0:
-            self._exchange(b"".join(parts[1:]), sizes.tolist(), [0] * self._world, check)
-            return parts[0]
-        coming = [int(sizes[self._rank])] + [0] * (self._world - 1)
-        return self._exchange(b"", [0] * self._world, coming, check)
-
-    def _collect(self, values: torch.Tensor, check: Check) -> list[torch.Tensor]:
-        """All ranks' values on rank 0, elsewhere an empty list. Each rank sends one message; gloo's all-reduce is a
-        ring.
-        """
-        found = [] if self._rank else [torch.empty_like(values) for _ in range(self._world)]
-        everyone = [] if self._rank else [found]
-        self._do(lambda gloo: gloo.gather(everyone, [values], dist.GatherOptions()), check)
-        return found
-
-    def _exchange(self, data: bytes, going: list[int], coming: list[int], check: Check) -> bytes:
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _EMPTY
+        coming = [0, *(int(size) for size in sizes[1:])] if sizes else [0] * self._world
+        going = [len(data) if self._rank else 0] + [0] * (self._world - 1)
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if going[0] else _EMPTY
         got = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
         self._do(lambda gloo: gloo.alltoall_base(got, sent, coming, going), check)
-        return got.numpy().tobytes()
+        return [] if self._rank else [data, *_cut(got.numpy().tobytes(), coming)[1:]]
 
     def _do(self, start: Callable[[Any], Any], check: Check) -> None:
         gloo = self._gloo

@@ -1,4 +1,4 @@
-"""Collectives over a tree of small gloo groups: values are reduced up the tree, and results broadcast down.
+"""The vote's tree of small gloo groups: the ranks' bytes go up the tree, and what they come to goes down.
 
 One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks form groups of 8
 (mostly the ranks of one host), the first ranks of these form groups of 8 again, and so on. 16,384 ranks need five
@@ -67,26 +67,24 @@ class Place:
     Attributes:
         name: the group's name within the tree.
         rank: the rank within the group; the leader is 0.
-        span: the number of ranks that each member stands for, itself included; the last member may stand for fewer.
     """
 
     name: str
     rank: int
     size: int
-    span: int
 
 
 def places(rank: int, world: int) -> Iterator[Place]:
     """The groups that ``rank`` is in, from the lowest level up. The rank leads all of them but the last."""
-    level, span, count = 0, 1, world
+    level, count = 0, world
     while count > 1:
         index, place = divmod(rank, _WIDTH)
         size = min(_WIDTH, count - index * _WIDTH)
         if size > 1:
-            yield Place(f"{level}.{index}", place, size, span)
+            yield Place(f"{level}.{index}", place, size)
         if place:
             return
-        rank, count, span, level = index, -(-count // _WIDTH), span * _WIDTH, level + 1
+        rank, count, level = index, -(-count // _WIDTH), level + 1
 
 
 class GlooTree:
@@ -144,7 +142,8 @@ class GlooTree:
             self._met = True
             self._looked = time.monotonic()
             self._build(self._store, check)
-            self.max([0], check)
+            self.gather(b"", check)
+            self.broadcast(b"", check)  # now all ranks are connected
             self._meetings.clear()
             with said_as_broken("the store fails"):
                 self._clean_up(self._store, self._keys)
@@ -164,21 +163,6 @@ class GlooTree:
         with contextlib.suppress(GroupBroken):
             for meeting in reversed(meetings):
                 meeting.await_others(lambda: self._closed or time.monotonic() > deadline)
-
-    def meet(self, number: int, values: Sequence[int], check: Check) -> tuple[int, int, list[int]]:
-        """Connect if necessary, and learn the greatest and the least of the ranks' numbers, and the greatest of each of
-        their values. Ranks with different numbers have come for different things.
-
-        Raises :class:`GroupBroken`, after it has left the tree, or what ``check`` raises.
-        """
-        try:
-            self.join(check)
-            newest, oldest, *greatest = self.max([number, -number, *values], check)
-        except GroupBroken as broken:
-            logger.info("the ranks connect again: %s", broken)
-            self.leave()
-            raise
-        return newest, -oldest, greatest
 
     def leave(self) -> None:
         """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
@@ -206,16 +190,6 @@ class GlooTree:
         self._store = None
         self.leave()
 
-    def max(self, values: Sequence[int], check: Check) -> list[int]:
-        """Elementwise maximum of 64-bit integers over all ranks, on all ranks."""
-        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        groups = self._joined()
-        for _, group in groups:
-            group.max(tensor, self._while_waiting(check))
-        for _, group in reversed(groups):
-            group.broadcast(tensor, self._while_waiting(check))
-        return [int(value) for value in tensor.tolist()]
-
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:
         """All ranks' bytes, of any length, on rank 0; None elsewhere."""
         parts = [data]
@@ -225,14 +199,6 @@ class GlooTree:
                 return None
             parts = [part for each in gathered for part in _unpack(each)]
         return parts
-
-    def scatter(self, parts: Sequence[bytes] | None, check: Check) -> bytes:
-        """This rank's element of the ``parts`` that rank 0 passes, of any length."""
-        mine = list(parts or ())
-        for place, group in reversed(self._joined()):
-            shares = [_pack(mine[at : at + place.span]) for at in range(0, len(mine), place.span)]
-            mine = _unpack(group.scatter(shares, self._while_waiting(check)))
-        return mine[0]
 
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
         """The bytes that rank 0 passes, on all ranks."""

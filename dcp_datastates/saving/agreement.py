@@ -12,12 +12,14 @@ from dataclasses import astuple, dataclass, field
 from typing import Final
 
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
-from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.errors import CheckpointSkipped, SaveFailedError
 from dcp_datastates.planning.packing import pack, unpack
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.ranks.meetings import Met
+from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.storage.attempt import Ticket
 
-__all__ = ["Assignment", "NotAgreed", "Proposal", "SaveName", "agree"]
+__all__ = ["Answer", "Assignment", "NotAgreed", "Proposal", "SaveName", "agree"]
 
 _OTHER_PLANNERS: Final = (
     "some ranks plan with a planner that has hooks of its own, and some do not: pass planners of one class on all "
@@ -111,45 +113,53 @@ class NotAgreed(Exception):
         return told
 
 
+Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
+
+
 def agree(
-    gather: Callable[[bytes], Sequence[bytes] | None],
-    scatter: Callable[[Sequence[bytes] | None], bytes],
+    meet: Callable[[bytes, Answer], Met],
     propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
     draw: Callable[[], Ticket | None],
-) -> tuple[SavePlanning, Assignment]:
+) -> tuple[SavePlanning, Assignment, BaseException | None]:
     """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
 
-    The planning has yet to take its part of the assignment.
+    Returns the planning, which has yet to take its part; the assignment; and an error with which this rank has to fail
+    the save, because it came too late to leave the meeting.
 
     Args:
-        gather: returns all ranks' bytes on the coordinator, None elsewhere.
-        scatter: returns this rank's element of what the coordinator passes.
+        meet: meets the other ranks, as :meth:`~dcp_datastates.ranks.meetings.Meetings.meet`.
         propose: names the save, and returns its planning and this rank's message.
         draw: draws the coordinator's ticket.
 
-    Raises :class:`NotAgreed`, on all ranks, if a rank cannot save; and the errors of ``gather`` and ``scatter``.
+    Raises :class:`NotAgreed`, on all ranks, if a rank cannot save; :class:`CheckpointSkipped`, on all, if one leaves it
+    out; and the errors of ``meet``.
     """
     failure: BaseException | None = None
     planning: SavePlanning | None = None
+
+    def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
+        nonlocal failure
+        try:
+            return [each.encode() for each in _assign(messages, planning, draw)]
+        except BaseException as error:  # the other ranks wait for an answer
+            failure = error
+            return [Assignment(None, reasons={0: Reason.of(error)}).encode()] * len(messages)
+
     try:
         name, planning, plan = propose()
         mine = Proposal(name, plan)
     except BaseException as error:  # the other ranks wait for it
         failure, mine = error, Proposal(SaveName(""), reason=Reason.of(error))
-    gathered = gather(mine.encode())
-    answers: list[bytes] | None = None
-    if gathered is not None:
-        try:
-            answers = [each.encode() for each in _assign(gathered, planning, draw)]
-        except BaseException as error:
-            failure = error
-            refusal = Assignment(None, reasons={0: Reason.of(error)})
-            answers = [refusal.encode()] * len(gathered)
-    assignment = Assignment.decode(scatter(answers))
+    met = meet(mine.encode(), answer)
+    assignment = Assignment.decode(met.answer)
     if assignment.reasons:
+        if planning is not None:
+            planning.refused()
+        if any(each.kind == CheckpointSkipped.__name__ for each in assignment.reasons.values()):
+            raise CheckpointSkipped(LEFT_OUT)
         raise NotAgreed(assignment.reasons, assignment.paths) from failure
     assert planning is not None
-    return planning, assignment
+    return planning, assignment, met.error
 
 
 def _assign(

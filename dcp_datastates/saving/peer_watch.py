@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.saving.operation import SaveOperation
 
 __all__ = ["GATE_SECONDS", "GATE_SECONDS_AFTER_A_MISS", "PeerWatch"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save to which a rank has not come."""
@@ -60,6 +63,7 @@ class PeerWatch:
         """Whether it has failed a wait for which the step gate held training."""
         self._all_are_here = False
         self._group = group
+        self._losses = None if group.detector is None else LossWatch(group.detector)
         self._timeout = timeout
         self._number = number
         self._own = save is None or save.call.own
@@ -71,16 +75,23 @@ class PeerWatch:
         """The save belongs to the ranks' next call."""
         self._number += 1
 
-    def all_are_here(self) -> None:
-        """On the first rank: all ranks have come, and the others may wait for its answer."""
-        self._all_are_here = True
-        self._group.tell_planning(_ALL_ARE_HERE)
+    def told_of(self, answer: Callable[[T], R]) -> Callable[[T], R]:
+        """The first rank's ``answer``, which notes that all ranks have come."""
+
+        def answering(messages: T) -> R:
+            self._all_are_here = True
+            self._group.tell_planning(_ALL_ARE_HERE)
+            return answer(messages)
+
+        return answering
 
     def look(self) -> None:
-        """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds; for a rank that has
-        not called, after the step gate has held training for ``gate_seconds``.
+        """Called repeatedly while waiting. Raises :class:`RankLostError` if a rank is lost, and after ``timeout``
+        seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
         """
         self._check_open()
+        if self._losses is not None:
+            self._losses.look()
         waited = self._log.seconds
         if waited < 1:
             return

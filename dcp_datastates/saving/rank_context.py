@@ -14,13 +14,12 @@ this rank's call goes on to the next number.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
@@ -28,7 +27,6 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import (
     CheckpointSkipped,
-    DataStatesError,
     RankLostError,
     SaveAbandonedError,
     SaveFailedError,
@@ -39,10 +37,9 @@ from dcp_datastates.planning.column_planning import RankPlanner
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
-from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange, OtherEntryGivenUp
+from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.admission import finish_saves
-from dcp_datastates.saving.agreement import NotAgreed, SaveName, agree
-from dcp_datastates.saving.call import LEFT_OUT
+from dcp_datastates.saving.agreement import Answer, NotAgreed, SaveName, agree
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.peer_watch import GATE_SECONDS, GATE_SECONDS_AFTER_A_MISS, PeerWatch
@@ -76,10 +73,10 @@ class RankContext:
         """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
         self._reader = Worker("dcp_datastates-reading")
-        self._collectives: Collectives | None = None
+        self._meetings: Meetings | None = None
         self._hook: DestroyHook | None = None
         if group.detector is not None:
-            self._collectives = Collectives(group.rank_set, group.detector)
+            self._meetings = Meetings(group.rank_set, "saves")
             # Register now, in the thread of the call: torch names some groups by the number of existing groups.
             self._hook = DestroyHook(f"dcp_datastates/{group.rank_set.digest}", finish_saves)
         self._closed_at: float | None = None
@@ -88,7 +85,8 @@ class RankContext:
         self._moved_on = 0  # how many entries more than calls this rank has come to
         self._dcp_lock = threading.RLock()  # held while the ranks agree on a save that DCP runs
         self._dcp_thread: threading.Thread | None = None  # that holds it
-        self._dcp_collectives: Collectives | None = None  # made when first needed
+        self._dcp_meetings: Meetings | None = None  # made when first needed
+        self._dcp_entries = 0  # number of the latest of these meetings
         self._stray: set[str] = set()  # other ranks' paths in a meeting with different calls
 
     # ---- any thread --------------------------------------------------------------------------
@@ -129,7 +127,7 @@ class RankContext:
     def refuse(self, path: object, error: BaseException) -> None:
         """Tell the other ranks, which wait for this rank, that its call failed."""
         number = self.group.count_call()
-        if self._collectives is None:
+        if self._meetings is None:
             return
         name = _last_part(path)
 
@@ -139,8 +137,7 @@ class RankContext:
         def run() -> None:
             try:
                 watch = self._watch(f"the save to {str(path)!r}", _REFUSING_SECONDS, number)
-                with self._meet(watch, name) as ranks:
-                    agree(ranks.gather, ranks.scatter, fail, lambda: None)
+                agree(functools.partial(self._meet, watch, name), fail, lambda: None)
             except NotAgreed:
                 pass  # expected: this is how the ranks learn of it
             except Exception as failed:
@@ -160,8 +157,9 @@ class RankContext:
 
         def run() -> None:
             try:
-                with self._meet(self._watch(what, timeout, number), "") as ranks:
-                    planning, assignment = agree(ranks.gather, ranks.scatter, propose, lambda: None)
+                watch = self._watch(what, timeout, number)
+                meet = functools.partial(self._meet, watch, "")
+                planning, assignment, _ = agree(meet, propose, lambda: None)
                 planning.take(assignment.plan)
                 planning.release()
                 ended.set_result(None)
@@ -179,9 +177,6 @@ class RankContext:
         it ends while a thread is in torch's code. Idempotent.
         """
         self._closed_at = time.monotonic()
-        for each in (self._collectives, self._dcp_collectives):
-            if each is not None:
-                self._worker.post(each.close)
         self._worker.close(_CLOSE_SECONDS)
         self._reader.close(_CLOSE_SECONDS)
         if self._hook is not None:
@@ -206,11 +201,11 @@ class RankContext:
         watch = self._watch(what, timeout, save.call.number, save)
         try:
             meet = self._meet if save.call.own else self._meet_in_dcp
-            with meet(watch, save.directory().name, int(save.left_out)) as on:
-                gather = functools.partial(_gather, on, watch)
-                agreed, assignment = agree(gather, on.scatter, propose, save.draw_ticket)
-                assert assignment.ticket is not None
-                save.agree(assignment.ticket)
+            agreed, assignment, failure = agree(
+                functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
+            )
+            assert assignment.ticket is not None
+            save.agree(assignment.ticket)
         finally:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
@@ -219,6 +214,8 @@ class RankContext:
         self._stray.clear()
         try:
             agreed.take(assignment.plan)
+            if failure is not None:
+                raise failure
             return begin_write(save, agreed)
         except BaseException as error:
             fail_write(save, error)
@@ -257,41 +254,37 @@ class RankContext:
         save.begin()
         return self.plan(save, planning)
 
-    @contextlib.contextmanager
-    def _meet(self, watch: PeerWatch, name: str, left_out: int = 0) -> Iterator[Exchange]:
+    def _meet(self, watch: PeerWatch, name: str, message: bytes, answer: Answer) -> Met:
         """Meet the other ranks for the next entry, or the one after those that they have given up for other saves."""
-        if self._collectives is None:
-            _leave_out(left_out)
-            yield ALONE
-            return
-        with contextlib.ExitStack() as stack:
-            exchange: Exchange | None = None
-            while exchange is None:
-                self._entries += 1
-                entry = self._collectives.entry(
-                    self._entries, watch.look, left_out, _leave_out, name
+        if self._meetings is None:
+            return Met(answer([message])[0])
+        while True:
+            self._entries += 1
+            try:
+                return self._meetings.meet(
+                    self._entries, message, watch.told_of(answer), watch.look, name
                 )
-                try:
-                    exchange = stack.enter_context(entry)
-                except OtherEntryGivenUp as other:
-                    logger.warning(
-                        "the other ranks have made one call more than this one, for another path, and it has failed "
-                        "(%s): this rank's call for %r counts as their next one",
-                        other,
-                        name,
-                    )
-                    self._moved_on += 1
-                    self.group.count_call()
-                    watch.move_on()
-            yield exchange
+            except GivenUp as stop:
+                if not (name and stop.name) or stop.name == name:
+                    raise RankLostError(stop.why) from None
+                logger.warning(
+                    "the other ranks have made one call more than this one, for another path, and it has failed "
+                    "(%s): this rank's call for %r counts as their next one",
+                    stop.why,
+                    name,
+                )
+                self._moved_on += 1
+                self.group.count_call()
+                watch.move_on()
 
-    @contextlib.contextmanager
-    def _meet_in_dcp(self, watch: PeerWatch, name: str, left_out: int = 0) -> Iterator[Exchange]:
-        """Meet the ranks whose calls DCP has paired, apart from the meetings for calls of this package."""
-        detector = self.group.detector
-        if detector is None:
-            yield ALONE
-            return
+    def _meet_in_dcp(self, watch: PeerWatch, name: str, message: bytes, answer: Answer) -> Met:
+        """Meet the ranks whose calls DCP has paired, apart from the meetings for calls of this package.
+
+        DCP pairs the calls, and the ranks number those that come so far. If one comes no further (in ``finish_plan``),
+        the others give the meeting up: it is another save's, and this rank's is the next.
+        """
+        if self.group.detector is None:
+            return Met(answer([message])[0])
         if self._dcp_thread is threading.current_thread():
             raise SaveFailedError(
                 "a signal handler cannot call dcp.save() or dcp.async_save() while it interrupts a save that the ranks "
@@ -300,19 +293,25 @@ class RankContext:
         with self._dcp_lock:
             self._dcp_thread = threading.current_thread()
             try:
-                if self._dcp_collectives is None:
-                    self._dcp_collectives = Collectives(
-                        self.group.rank_set, detector, "planning in DCP", numbered=False
-                    )
-                with self._dcp_collectives.entry(0, watch.look, left_out, _leave_out) as exchange:
-                    yield exchange
+                if self._dcp_meetings is None:
+                    self._dcp_meetings = Meetings(self.group.rank_set, "saves that DCP runs")
+                while True:
+                    self._dcp_entries += 1
+                    try:
+                        return self._dcp_meetings.meet(
+                            self._dcp_entries, message, watch.told_of(answer), watch.look, name
+                        )
+                    except GivenUp as stop:
+                        if not stop.early:
+                            raise RankLostError(stop.why) from None
             finally:
                 self._dcp_thread = None
 
     def _watch(
         self, what: str, timeout: float, number: int, save: SaveOperation | None = None
     ) -> PeerWatch:
-        number += self._moved_on
+        if save is None or save.call.own:
+            number += self._moved_on
         return PeerWatch(
             self.group, what, timeout, number, self.check_open, save, self._gate_seconds
         )
@@ -354,10 +353,8 @@ class RankContext:
             return
         elif isinstance(error, CheckpointSkipped):
             save.fail(error)
-        elif world == 1 or isinstance(error, DataStatesError):
+        else:
             save.fail(self._named(error, save))
-        else:  # a connection broke; the failure detector finds the cause within seconds
-            self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
         if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
@@ -369,19 +366,12 @@ class RankContext:
         return told
 
 
-def _gather(on: Exchange, watch: PeerWatch, mine: bytes) -> Sequence[bytes] | None:
-    gathered = on.gather(mine)
-    if gathered is not None:
-        watch.all_are_here()
-    return gathered
-
-
 # No closure: the traceback of an error would keep what it has.
 def _propose(
     save: SaveOperation, planning: SavePlanning | None
 ) -> tuple[SaveName, SavePlanning, bytes]:
     if save.error is not None:
-        raise save.error
+        raise save.error  # also if this rank leaves the save out
     assert planning is not None
     check_path(save)
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
@@ -395,12 +385,6 @@ def _last_part(path: object) -> str:
         return os.path.basename(str(os.fspath(path)).rstrip("/"))  # type: ignore[call-overload]
     except TypeError:
         return ""
-
-
-def _leave_out(any_does: int) -> None:
-    """Raise on all ranks if any rank leaves the save out."""
-    if any_does:
-        raise CheckpointSkipped(LEFT_OUT)
 
 
 def _release_outcome(committed: Future[None]) -> None:

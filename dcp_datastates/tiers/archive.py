@@ -8,6 +8,7 @@ go on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import threading
@@ -167,7 +168,7 @@ class Archive:
             logger.error("nothing of %s is archived: %s", fast, error)
             opened.set_exception(error)
             return
-        items = [_Item(fast / name, attempt) for name, attempt in found]
+        items = [_Item(fast / name, Attempt(*numbers)) for name, *numbers in found]
         with self._lock:
             self._items += items  # before the future is done: who waits for both misses none
         opened.set_result(None)
@@ -176,9 +177,9 @@ class Archive:
             logger.info("%s is not archived yet: going on", item.path)
             self._carry(item)
 
-    def _unfinished(self, fast: Location) -> list[tuple[str, Attempt]]:
-        """On the first rank: the checkpoints that an earlier process has pinned, the oldest first. Removes the rests of
-        copies that no fast tier has any more.
+    def _unfinished(self, fast: Location) -> list[tuple[str, int, int]]:
+        """On the first rank: the checkpoints that an earlier process has pinned, the oldest first, by their names and
+        the numbers of their attempts. Removes the rests of copies that no fast tier has any more.
         """
         if not check_one_run(fast, self.slow, [item.path for item in list(self._items)]):
             raise another_run(fast, self.slow)
@@ -192,7 +193,7 @@ class Archive:
                     unpin(found.path, name)  # the checkpoint that it kept was replaced
         self._sweep({found.path.name for found in pinned})
         return [
-            (found.path.name, found.attempt)
+            (found.path.name, *dataclasses.astuple(found.attempt))
             for found in reversed(pinned)
             if not self.holds(found.path)
         ]

@@ -433,3 +433,21 @@ def test_an_error_late_in_one_ranks_call_is_told_to_the_others(shared_dir):
     ours = writer(shared_dir / "c", process_group=group)
     dcp.async_save(model.state_dict(), storage_writer=ours, process_group=group)
     ours.committed.result(60)
+
+
+@ranks(2)
+def test_destroying_the_jobs_groups_tells_of_it(shared_dir):
+    told = []
+    hook = DestroyHook("dcp_datastates/test", lambda: told.append(dist.is_initialized()))
+    books = dist.distributed_c10d._world.pg_names
+    assert hook in books
+    hook.close()
+    assert hook not in books
+    hook = DestroyHook("dcp_datastates/test", lambda: told.append(dist.is_initialized()))
+    rank = dist.get_rank()
+    dist.barrier()  # the other rank may still be connecting
+    dist.destroy_process_group()
+    assert told == [True]
+    hook.close()
+    store = dist.FileStore(str(shared_dir / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

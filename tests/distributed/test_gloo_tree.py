@@ -45,6 +45,12 @@ def _joined(world, store=None, **options):
     return trees
 
 
+def _greatest(tree, rank, check=_nothing):
+    """Of all ranks, on all of them."""
+    gathered = tree.gather(b"%d" % rank, check)
+    return int(tree.broadcast(gathered and b"%d" % max(map(int, gathered)), check))
+
+
 def _close(trees):
     together(trees, lambda tree, _: tree.close())
 
@@ -70,15 +76,9 @@ def test_values_and_bytes_of_any_length_go_up_and_down(world):
     before = Residue.now()
     trees = _joined(world)
     assert not trees[0].join(_nothing), "met twice"
-    assert (
-        together(trees, lambda tree, rank: tree.max([rank, -rank, 2**62], _nothing))
-        == [[world - 1, 0, 2**62]] * world
-    )
     parts = [bytes([rank % 251]) * (0, 1, 70_000, 3)[rank % 4] for rank in range(world)]
     gathered = together(trees, lambda tree, rank: tree.gather(parts[rank], _nothing))
     assert gathered == [parts] + [None] * (world - 1)
-    given = [parts[::-1]] + [None] * (world - 1)
-    assert together(trees, lambda tree, rank: tree.scatter(given[rank], _nothing)) == parts[::-1]
     for told in (b"", b"of rank 0"):
         says = [told] + [None] * (world - 1)
         heard = together(trees, lambda tree, rank, says=says: tree.broadcast(says[rank], _nothing))
@@ -110,7 +110,7 @@ def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generatio
             tree.leave()  # changes nothing
             return None
         try:
-            return tree.max([rank], lambda: waiting.add(rank))
+            return _greatest(tree, rank, lambda: waiting.add(rank))
         finally:
             tree.leave()
 
@@ -122,7 +122,7 @@ def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generatio
     assert {tree.generation for tree in trees} == {generation + 1}, (
         "met twice in one, or left one out"
     )
-    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[world - 1]] * world
+    assert together(trees, _greatest) == [world - 1] * world
     _close(trees)
     del trees, outcomes  # the errors' tracebacks hold a tree
     assert_nothing_left(before)
@@ -132,9 +132,7 @@ def test_a_rank_that_has_left_is_not_told_what_it_says_itself():
     trees = _joined(2)
     trees[0].leave()
     for operation in (
-        lambda: trees[0].max([1], _nothing),
         lambda: trees[0].gather(b"", _nothing),
-        lambda: trees[0].scatter([b"", b""], _nothing),
         lambda: trees[0].broadcast(b"", _nothing),
     ):
         with pytest.raises(GroupBroken, match="given up"):
@@ -148,7 +146,7 @@ def test_keys_do_not_grow_with_generations_or_operations():
     keys = store.real.num_keys()
     assert keys == 3, "more than the generation, who leads, and how many have asked to be admitted"
     for _ in range(3):
-        together(trees, lambda tree, rank: tree.max([rank], _nothing))
+        together(trees, _greatest)
         together(trees, lambda tree, _: tree.leave())
         assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 20
     assert store.real.num_keys() == keys
@@ -167,8 +165,7 @@ def test_building_asks_the_store_for_little():
     # Without looks for those who are late: there are a few, as threads come one after the other.
     assert store.requests < 40 * 13
     built = store.requests
-    together(trees, lambda tree, rank: tree.max([rank], _nothing))
-    together(trees, lambda tree, rank: tree.gather(b"x", _nothing))
+    together(trees, _greatest)
     assert store.requests == built, "an operation asks the store"
     _close(trees)
 
@@ -185,7 +182,7 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
 
     def wait(tree, _):
         try:
-            tree.max([1], check)
+            _greatest(tree, 1, check)
         finally:
             tree.leave()
 
@@ -202,7 +199,7 @@ def test_a_rank_looks_by_itself_whether_others_have_left(monkeypatch):
     trees[0]._generation += 1
     trees[0]._count_up(trees[0]._store)
     with pytest.raises(GroupBroken, match="given these connections up"):
-        trees[1].max([1], _nothing)
+        trees[1].gather(b"", _nothing)
     trees[1].leave()
     _close(trees)
 
@@ -266,7 +263,7 @@ def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monke
 
     monkeypatch.setattr(gloo_group.Meeting, "wait", lacking)
     trees = _joined(3, _PlainStore())
-    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
+    assert together(trees, _greatest) == [2] * 3
     _close(trees)
 
 
@@ -307,7 +304,7 @@ def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
             with pytest.raises(GroupBroken):
                 trees[0].join(_nothing)
             with pytest.raises(GroupBroken):
-                trees[0].max([1], _nothing)
+                trees[0].gather(b"", _nothing)
             seen.append(True)
             raise MemoryError
 
@@ -458,19 +455,19 @@ def test_ranks_that_give_up_wait_until_a_slow_one_is_connected(monkeypatch):
 
     monkeypatch.setattr(Meeting, "_exchange", slow)
 
-    def give_up(values, check):
+    def give_up(data, check):
         given_up.set()
         raise InterruptedError("no use")
 
     for tree in trees[:3]:
-        tree.max = give_up
+        tree.gather = give_up
     *others, last = together(trees, lambda tree, _: tree.join(_nothing))
     assert all(isinstance(each, InterruptedError) for each in others), others
     assert isinstance(last, GroupBroken)
     assert "could not connect" not in str(last)
     monkeypatch.undo()
     for tree in trees[:3]:
-        del tree.max
+        del tree.gather
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 4
     _close(trees)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -23,8 +25,9 @@ from support.state.planned_saves import (
     saver,
     state_of,
 )
-from support.state.planners import own_step
+from support.state.planners import FailingPlanner, own_step
 from support.state.states import filled
+from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -236,3 +239,26 @@ def test_the_default_planner_and_this_packages_go_together(stock, how, shared_di
         assert found["0"].eq(1).all()
         assert found["1"].eq(1).all()
         dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["set_up_planner", "create_local_plan", "resolve_data"])
+def test_an_error_that_is_kept_keeps_nothing_that_the_save_was_given(where, shared_dir):
+    weight, planner = torch.ones(1000), FailingPlanner(where)
+    gone = [weakref.ref(weight)]
+    if (
+        where != "resolve_data"
+    ):  # DCP's function that calls it is a closure: its frame keeps the planner
+        gone.append(weakref.ref(planner))
+    response = dcp_datastates.async_save(
+        {"weight": weight},
+        shared_dir / "c",
+        planner=planner,
+        read_window="immediate",
+        host_cache_size=CACHE,
+    )
+    kept = response.upload_completion.exception(60)
+    assert "refused in" in str(kept)
+    del weight, planner
+    await_that(lambda: gc.collect() >= 0 and all(each() is None for each in gone), 10)
+    dist.barrier()
