@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_datastates import ConfigurationError, SaveFailedError
+from dcp_datastates import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.commit.vote import Reason
+from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
+from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.storage.attempt import Attempt, Ticket
 
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -43,6 +45,11 @@ def test_a_message_that_is_cut_off_is_refused(message, data):
 class _Planning:
     """Each rank proposes its name, and is assigned all of them."""
 
+    was_refused = False
+
+    def refused(self):
+        self.was_refused = True
+
     def assign(self, proposals):
         return [b"+".join(proposals)] * len(proposals)
 
@@ -67,20 +74,17 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
     sent, answered, both = [b""] * world, [b""] * world, threading.Barrier(world)
 
     def run(rank):
-        def gather(data):
-            sent[rank] = data
+        def meet(message, answer):
+            sent[rank] = message
             both.wait(30)
-            return sent if rank == 0 else None
-
-        def scatter(parts):
             if rank == 0:
-                answered[:] = parts
+                answered[:] = answer(sent)
             both.wait(30)
-            return answered[rank]
+            return Met(answered[rank])
 
         try:
-            found[rank] = agree(gather, scatter, proposals[rank], draw)[1]
-        except NotAgreed as error:
+            found[rank] = agree(meet, proposals[rank], draw)[1]
+        except (NotAgreed, CheckpointSkipped) as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
@@ -131,6 +135,18 @@ def test_an_error_of_the_coordinator_is_told_to_all():
 
     for found in _outcomes(_meaning(), _meaning(), draw=draw):
         assert "rank 0 of 2: OSError: no space" in str(found.told("'c'", 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_one_rank_leaves_out_is_skipped_by_all_and_the_coordinator_has_taken_no_plan(
+    rank,
+):
+    planning = _Planning()
+    proposals = [lambda: (SaveName("c", "k"), planning, b"c")] * 2
+    proposals[rank] = _refused(CheckpointSkipped(LEFT_OUT))
+    outcomes = _outcomes(*proposals)
+    assert [type(each) for each in outcomes] == [CheckpointSkipped] * 2
+    assert planning.was_refused
 
 
 def test_a_rank_alone_gets_its_own_error():
