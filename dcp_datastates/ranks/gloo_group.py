@@ -4,21 +4,14 @@ Once one operation of a gloo group has failed or timed out, the group is unusabl
 until gloo's timeout. So every wait here calls a ``check`` that may raise; :meth:`GlooGroup.leave` then makes the
 pending operations fail. Groups are never repaired: ``gloo_tree.py`` makes a new one under a name that was never used.
 
-Connecting does not use torch's rendezvous, in which each of N ranks asks the store twice for each other rank. Here a
-rank writes all of gloo's values under one key, and reads the other ranks' values by one request.
-
-In gloo's constructor a rank waits for connections from all others, and nobody can tell it that one has left. So the
-ranks enter it all or not at all: a rank that finds all keys writes "go", a rank that leaves before writes "stop", and
-the first word under the group's key counts for all. And a rank that leaves soon after waits until the others have come
-out of it (:meth:`Meeting.await_others`): gloo resets connections that it closes, also those that a slow rank has not
-accepted yet.
+In gloo's constructor a rank waits for connections from all others, up to a timeout. So the ranks meet
+(``meetings.py``) before they enter it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import threading
@@ -33,13 +26,14 @@ import torch.distributed as dist
 
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.meetings import poll
 
-__all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]
+__all__ = ["GlooGroup", "GroupBroken", "Rendezvous", "abandoned", "let_go", "said_as_broken"]
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=20)
-"""Limit for connecting, once all ranks have written their keys."""
+"""Limit for connecting. The ranks have met before."""
 
 _OPERATION_TIMEOUT: Final = timedelta(days=1)
 """gloo must not time out: a late rank is not a lost rank, and ``check`` knows the difference."""
@@ -76,122 +70,53 @@ def said_as_broken(what: str) -> Iterator[None]:
         raise GroupBroken(f"{what}: {error}") from error
 
 
-class Meeting(dist.Store):  # type: ignore[name-defined,misc]
-    """The rendezvous of one group: its gloo group is constructed with this as its store. It has the methods that
-    ``ProcessGroupGloo`` of torch 2.11 to 2.15 calls.
+class Rendezvous(dist.Store):  # type: ignore[name-defined,misc]
+    """The job's store as gloo sees it, for one group. It has the methods that ``ProcessGroupGloo`` of torch 2.11 to
+    2.15 calls.
 
     Args:
         name: the group's name, never used before.
-        pause: longest time between two requests for the other ranks' keys, in seconds.
-        check: called while waiting for the other ranks; it raises to end the wait.
+        check: called while waiting for the other ranks' addresses; it raises to end the wait.
     """
 
-    def __init__(
-        self, store: Connection, name: str, rank: int, world: int, pause: float, check: Check
-    ) -> None:
+    def __init__(self, store: Connection, name: str, check: Check) -> None:
         super().__init__()
-        self.rank: Final = rank
-        self.world: Final = world
         self._store = store
         self._name = name
-        self._pause = pause
         self._check = check
-        self._mine: dict[str, str] | None = {}
-        self._found: dict[str, str] = {}
+        self.keys: list[str] = []
+        """The keys that this rank has written. They are not needed once all ranks are connected."""
         self.error: BaseException | None = None  # gloo may raise it as another type
 
     def set(self, key: str, value: Any) -> None:
-        if self._mine is None:
-            raise NotImplementedError("gloo publishes in two steps")
-        self._mine[key] = (value.encode() if isinstance(value, str) else bytes(value)).hex()
+        self.keys.append(self._key(key))
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        with self._noting_errors():
+            self._store.set(self._key(key), data)
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return bytes.fromhex(self._found[key])
+        """The value; gloo has waited for it."""
+        with self._noting_errors():
+            return self._store.get(self._key(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        self.wait(keys)
-        return True
+        with self._noting_errors():
+            return self._store.check(list(map(self._key, keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when ``keys`` are there. The first call returns when all ranks have written theirs; it alone may
-        leave the others.
-        """
+        with self._noting_errors():
+            poll(lambda: self.check(keys), self._check, world=1)
+
+    def _key(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
         try:
-            if self._mine is not None:
-                self._exchange()
+            yield
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
             raise
-        if missing := [key for key in keys if key not in self._found]:
-            raise NotImplementedError(f"gloo asks for {missing}")
-
-    def _exchange(self) -> None:
-        keys = [self.key(rank) for rank in range(self.world)]
-        mine, self._mine = json.dumps(self._mine), None
-        self._check()
-        with said_as_broken("the store fails"):
-            self._store.set(self.key(self.rank), mine)
-        try:
-            pause = min(_FIRST_PAUSE, self._pause)
-            while not self._are_there(keys):
-                self._check()
-                time.sleep(pause)
-                pause = min(self._pause, 2 * pause)
-        except BaseException:
-            if self._decide("stop") == "stop":
-                raise
-            # Else the others connect, and wait for this rank: what it was told will end the next operation.
-        if self._decide("go") == "stop":
-            raise GroupBroken("another rank has given these connections up")
-        with said_as_broken("the store fails"):
-            for value in self._store.multi_get(keys):
-                self._found.update(json.loads(value))
-
-    def _are_there(self, keys: list[str]) -> bool:
-        with said_as_broken("the store fails"):
-            return self._store.check(keys)
-
-    def _decide(self, word: str) -> str:
-        """Whether the ranks "go" or "stop": the first ``word`` counts. "stop" if the store fails."""
-        try:
-            return self._store.compare_set(self.decision_key, "", word).decode()
-        except RuntimeError as error:
-            logger.info("the store fails: %s", error)
-            return "stop"
-
-    def key(self, rank: int) -> str:
-        """The key under which this ``rank`` of the group publishes. It is not needed once all ranks are connected."""
-        return f"{self._name}/{rank}"
-
-    def count_in(self) -> None:
-        """This rank is connected to all others."""
-        with contextlib.suppress(RuntimeError):  # the next request will show that the store fails
-            self._store.add(self.count_key, 1)
-
-    def await_others(self, is_over: Callable[[], bool]) -> None:
-        """Wait until all ranks are connected, or it ``is_over``: one of them may have died.
-
-        Raises :class:`GroupBroken` if the store fails.
-        """
-        with said_as_broken("the store fails"):
-            while not is_over():
-                # When all are connected, the group's leader deletes the key.
-                if not self._store.check([self.count_key]):
-                    return
-                if self._store.add(self.count_key, 0) >= self.world:
-                    return
-                time.sleep(self._pause)
-
-    @property
-    def count_key(self) -> str:
-        """The key of how many ranks are connected, which is needed as long as the :attr:`decision_key`."""
-        return f"{self._name}/connected"
-
-    @property
-    def decision_key(self) -> str:
-        """The key of the first word, which is needed until all ranks are connected, here or in another group."""
-        return f"{self._name}/word"
 
 
 class GlooGroup:
@@ -200,26 +125,36 @@ class GlooGroup:
     The operations raise :class:`GroupBroken`, or what their ``check`` raises. The caller must then call :meth:`leave`.
 
     Args:
-        meeting: the rendezvous of its ranks.
+        rank, world: this rank's place in the group, and how many ranks it has. They enter at the same time.
+        rendezvous: the store at which they find each other.
         plain_store: makes a c10d store under the group's own prefix, in case a release of torch asks for more than
-            ``meeting`` offers.
+            ``rendezvous`` offers.
         address: this machine's address for the other ranks; empty: gloo's default, that of the machine's name.
 
-    Raises :class:`GroupBroken`, and what the meeting's ``check`` raises.
+    Raises :class:`GroupBroken`, and what the rendezvous' ``check`` raises.
     """
 
-    def __init__(self, meeting: Meeting, plain_store: Callable[[], Any], address: str = "") -> None:
-        self._rank, self._world = meeting.rank, meeting.world
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        rendezvous: Rendezvous,
+        plain_store: Callable[[], Any],
+        address: str = "",
+    ) -> None:
+        self._rank, self._world = rank, world
         self._address = address
         self._pending: Any = None
         _alive.add(self)
         # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
-        # The caller holds the meeting until it returns: C++ does not keep the Python object alive.
+        # The caller holds the rendezvous until it returns: C++ does not keep the Python object alive.
         try:
-            self._gloo = self._connected(meeting)
+            self._gloo = self._connected(rendezvous)
         except Exception as error:
-            if meeting.error is not None:
-                raise meeting.error from None
+            if isinstance(rendezvous.error, RuntimeError):
+                raise GroupBroken(f"the store fails: {rendezvous.error}") from error
+            if rendezvous.error is not None:
+                raise rendezvous.error from None
             if not _is_unknown(error):
                 raise GroupBroken(f"the ranks could not connect: {error}") from error
             logger.info("gloo meets by torch's own rendezvous: %s", error)
@@ -319,7 +254,7 @@ def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def _is_unknown(error: BaseException) -> bool:
-    """Whether gloo called a method that :class:`Meeting` does not have. If so, it did on every rank."""
+    """Whether gloo called a method that :class:`Rendezvous` does not have. If so, it did on every rank."""
     return "pure virtual" in str(error) or "NotImplementedError" in str(error)
 
 

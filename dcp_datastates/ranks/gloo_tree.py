@@ -5,9 +5,9 @@ One gloo group of N ranks costs 2 N² requests to the store and N sockets per ra
 levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some eight requests per rank to connect. Up to 8 ranks
 form one group.
 
-When a connection breaks, all ranks leave the whole tree and connect anew: that is cheap, and the ranks need to agree
-only on the *generation*, a counter in the store. A rank that leaves increments the generation and closes its sockets:
-its neighbours' operations fail, so the neighbours leave too, then their neighbours.
+When a connection breaks, all ranks leave the whole tree and connect anew. Each time is a *generation*: the ranks meet
+(``meetings.py``) under its number, then connect. A rank that leaves closes its sockets: its neighbours' operations
+fail, so the neighbours leave too, then their neighbours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from typing import Final
 import torch
 
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.gloo_group import Check, GlooGroup, GroupBroken, Meeting, said_as_broken
+from dcp_datastates.ranks.gloo_group import (
+    Check,
+    GlooGroup,
+    GroupBroken,
+    Rendezvous,
+    said_as_broken,
+)
+from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -35,29 +42,14 @@ logger = logging.getLogger(__name__)
 _WIDTH: Final = 8
 """Ranks in a group: consecutive ranks share a host, and most hosts have 8."""
 
-_STORE_PAUSE: Final = 0.1
-_STORE_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
-only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it.
+_LOOK_SECONDS: Final = 5.0
+_LOOK_SECONDS_PER_RANK: Final = 1e-3
+"""Time between two requests for whether a rank has left, while an operation waits, in seconds. A closed socket usually
+shows it earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
 """
 
 _KNOWN_PAUSE: Final = 0.05
 """Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
-
-_LOOK_SECONDS: Final = 5.0
-_LOOK_SECONDS_PER_RANK: Final = 1e-3
-"""Time between two requests for the generation while an operation waits, in seconds. A closed socket usually shows a
-departure earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
-"""
-
-_CONNECTING_SECONDS: Final = 10.0
-"""How long a rank that gives connections up waits for others that are still connecting. Without that, these would try
-for 20 seconds per rank.
-"""
-
-_MEETING_LOOK_SECONDS: Final = 0.5
-_MEETING_LOOK_SECONDS_PER_RANK: Final = 300e-6
-"""The same while the ranks connect, when there are no sockets yet: 4 % of the store's thread."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +93,19 @@ class GlooTree:
     def __init__(self, rank_set: RankSet, name: str) -> None:
         self._rank_set = rank_set
         self._name = name
+        self._meetings: Meetings | None = None
         self._store: Connection | None = None
         self._generation = 0
-        # Whether this rank takes part in the generation: it is connected, or is connecting.
-        self._met = False
+        self._met = False  # whether this rank takes part in the generation: it is connected, or is connecting
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
-        # Set by this rank; deleted once all ranks are connected, or this one has left.
         self._keys: list[str] = []
-        # Of the groups that this rank leads, also of former generations; deleted once all ranks are connected.
-        self._decision_keys: list[str] = []
-        # Of the groups in which this rank is connected, and others perhaps not yet.
-        self._meetings: list[Meeting] = []
+        """Set by this rank; deleted once all ranks are connected."""
         self._looked = 0.0
 
     @property
     def generation(self) -> int:
-        """The newest generation that this rank knows of. Any thread may ask."""
+        """The newest generation that this rank has come to. Any thread may ask."""
         return self._generation
 
     def join(self, check: Check) -> bool:
@@ -126,43 +114,57 @@ class GlooTree:
 
         Raises :class:`GroupBroken`, or what ``check`` raises, after it has left the tree.
         """
-        if self._closed:
-            raise GroupBroken("these connections were closed: the process is ending")
+        self._check_open()
         if self._met:
             return False
+
+        def look() -> None:
+            self._check_open()
+            check()
+
+        late = self._meet(look)
+        self._met = True
         try:
-            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
-                check()
-                if self._closed:
-                    raise GroupBroken("these connections were closed: the process is ending")
-            with said_as_broken("the store fails"):
-                if self._store is None:
-                    self._store = self._rank_set.connect(self._name)
-                self._count_up(self._store)
-            self._met = True
-            self._looked = time.monotonic()
-            self._build(self._store, check)
+            self._build(self._while_waiting(look))
             self.gather(b"", check)
             self.broadcast(b"", check)  # now all ranks are connected
-            self._meetings.clear()
-            with said_as_broken("the store fails"):
-                self._clean_up(self._store, self._keys)
-                self._clean_up(self._store, self._decision_keys)
+            if late is not None:
+                raise late
+            self._clean_up()
         except BaseException:
-            try:
-                self._await_others()
-            finally:
-                self.leave()
+            self.leave()
             raise
         return True
 
-    def _await_others(self) -> None:
-        """Let the others connect before this rank leaves the groups in which it is connected."""
-        meetings, self._meetings = self._meetings, []
-        deadline = time.monotonic() + _CONNECTING_SECONDS
-        with contextlib.suppress(GroupBroken):
-            for meeting in reversed(meetings):
-                meeting.await_others(lambda: self._closed or time.monotonic() > deadline)
+    def _meet(self, check: Check) -> BaseException | None:
+        """Come to the next generation, with all ranks. Returns an error if it was too late to stay away: the others
+        connect.
+        """
+        while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
+            check()
+        if self._meetings is None or self._store is None:
+            self._meetings = Meetings(self._rank_set, self._name)
+            self._store = self._rank_set.connect(self._name)
+        store = self._store
+        while True:
+            with said_as_broken("the store fails"):
+                if self._rank_set.rank == 0:
+                    store.set(_NEWEST, str(self._generation + 1))
+                else:  # the others may have come to many while this rank was stopped
+                    newest = store.find([_NEWEST]).get(_NEWEST, b"0")
+                    self._generation = max(self._generation, int(newest) - 1)
+            self._generation += 1
+            try:
+                return self._meetings.meet(self._generation, b"", list, check).error
+            except GivenUp as stop:
+                if not stop.early:
+                    why = f"another rank has given these connections up: {stop.why}"
+                    raise GroupBroken(why) from None
+            check()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupBroken("these connections were closed: the process is ending")
 
     def leave(self) -> None:
         """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
@@ -174,12 +176,12 @@ class GlooTree:
                 group.leave()
             except Exception:
                 logger.exception("a group could not be left")
-        if was_met:
-            self._generation += 1
-            if self._store is not None:
-                with contextlib.suppress(Exception):  # then it is counted up in join()
-                    self._clean_up(self._store, self._keys)
-                    self._count_up(self._store)
+        if was_met and (store := self._store) is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # then the other ranks learn of it by their sockets
+                store.set(_left(self._generation), "")
+            self._clean_up()
 
     def close(self) -> None:
         """Close the groups when this process no longer takes part; the store may be gone already.
@@ -187,7 +189,7 @@ class GlooTree:
         Any thread. An operation in progress raises, and so does :meth:`join` from now on.
         """
         self._closed = True
-        self._store = None
+        self._store = None  # it may not answer any more
         self.leave()
 
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:
@@ -219,24 +221,20 @@ class GlooTree:
             raise GroupBroken("these connections were given up")
         return groups
 
-    def _build(self, store: Connection, check: Check) -> None:
-        """Connect the lowest group first: a rank joins a group above only when all ranks below it are connected."""
-        world = self._rank_set.world
-        pause = max(_STORE_PAUSE, _STORE_PAUSE_PER_RANK * world)
-        looking = self._while_waiting(
-            check, max(_MEETING_LOOK_SECONDS, _MEETING_LOOK_SECONDS_PER_RANK * world)
-        )
-        address = self._own_address()
-        for place in places(self._rank_set.rank, world):
+    def _build(self, check: Check) -> None:
+        """Connect the lowest group first."""
+        address, store = self._own_address(), self._store
+        if store is None:
+            raise GroupBroken("these connections were given up")
+        for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self._generation}/{place.name}"
-            meeting = Meeting(store, name, place.rank, place.size, pause, looking)
-            self._keys.append(meeting.key(place.rank))
-            if place.rank == 0:
-                self._decision_keys += [meeting.decision_key, meeting.count_key]
+            rendezvous = Rendezvous(store, name, check)
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
-            self._groups.append((place, GlooGroup(meeting, plain_store, address)))
-            meeting.count_in()
-            self._meetings.append(meeting)
+            try:
+                group = GlooGroup(place.rank, place.size, rendezvous, plain_store, address)
+            finally:
+                self._keys += rendezvous.keys
+            self._groups.append((place, group))
 
     def _own_address(self) -> str:
         """This machine's address for the other ranks; empty if it is not known."""
@@ -246,10 +244,9 @@ class GlooTree:
             logger.info("gloo chooses its address: %s", error)
             return ""
 
-    def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
-        """A check that calls ``check``, and asks the store every ``seconds`` whether another rank has left."""
-        if seconds is None:
-            seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._rank_set.world)
+    def _while_waiting(self, check: Check) -> Check:
+        """A check that calls ``check``, and now and then asks the store whether another rank has left."""
+        seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._rank_set.world)
 
         def look() -> None:
             check()
@@ -257,24 +254,28 @@ class GlooTree:
             if now - self._looked > seconds and self._store is not None:
                 self._looked = now
                 with said_as_broken("the store fails"):
-                    newest = int(self._store.get("generation"))
-                if newest > self._generation:
+                    has_left = self._store.check([_left(self._generation)])
+                if has_left:
                     raise GroupBroken("another rank has given these connections up")
 
         return look
 
-    def _count_up(self, store: Connection) -> None:
-        """Raise the generation in the store, or here, to the greater of the two."""
-        newest = int(store.compare_set("generation", "", str(self._generation)))
-        while newest < self._generation:
-            newest = int(store.compare_set("generation", str(newest), str(self._generation)))
-        self._generation = newest
+    def _clean_up(self) -> None:
+        """Delete this rank's keys, and on rank 0 those of the generation before."""
+        keys, self._keys = self._keys, []
+        if self._rank_set.rank == 0:
+            keys.append(_left(self._generation - 1))
+        with contextlib.suppress(Exception):
+            for key in keys:
+                if self._store is not None:
+                    self._store.delete_key(key)
 
-    def _clean_up(self, store: Connection, keys: list[str]) -> None:
-        """Delete ``keys``, also of former generations."""
-        while keys:
-            store.delete_key(keys[-1])
-            keys.pop()
+
+_NEWEST: Final = "generation"
+
+
+def _left(generation: int) -> str:
+    return f"left/{generation}"
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:

