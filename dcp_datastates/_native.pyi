@@ -335,7 +335,10 @@ class RestoreJob:
     """
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all is scattered and verified, or the job has failed; False on timeout."""
+        """Wait until all is scattered and verified, or the job has failed; False on timeout.
+
+        A failed job counts once no thread writes to its memory any more. A thread may still read a file.
+        """
     def requests(self) -> Iterator[ReadRequest]:
         """Of ``Engine.restore_streamed``: what to fetch. Ends when the job is done or has failed.
 
@@ -513,15 +516,6 @@ class Engine:
         """
     def limit_patience(self) -> None:
         """The process is about to end: waits for a device that hangs end in time from now on."""
-    def limit_file_patience(self) -> None:
-        """Nothing more is to be waited for: from now on, a thread in a file operation that has not returned for
-        10 s is given up. Its job fails with an ``io`` fault that names the path and the operation (``errno`` is
-        ETIMEDOUT), and so do all others that its threads and segments are needed for; new ones are refused.
-        Idempotent.
-        """
-    @property
-    def given_up(self) -> list[Fault]:
-        """The file operations that threads were given up for until now, by this or by ``shutdown``."""
     @property
     def devices_prepared(self) -> bool:
         """Whether all that ``open_device`` and ``grow`` have begun in a thread is done, or has failed."""
@@ -538,10 +532,12 @@ class Engine:
         """The process is about to end: the host cache is never unpinned nor unmapped. Unpinning would wait for a
         device that hangs.
         """
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float = 10.0) -> list[str]:
         """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent.
 
-        Devices that hang, and file operations that do not return, are waited for 10 s more.
+        Devices that hang are waited for 10 s more, file operations that do not return ``timeout`` seconds. Threads that
+        are in one then stay there, with all that they use, until the process has ended. Returns, once, a path of each
+        job that is not done because of that.
         """
     @property
     def alive(self) -> bool:

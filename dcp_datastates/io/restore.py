@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
@@ -11,7 +13,7 @@ from typing import Final, TypeVar
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from dcp_datastates._native import Engine, Fault, RestorePlan, Transfer
+from dcp_datastates._native import Engine, Fault, RestoreJob, RestorePlan, Transfer
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -25,6 +27,7 @@ from dcp_datastates.io.download import ReadRange, fetch
 from dcp_datastates.io.requests import Request, add_to, choose_devices, request_of, storage_of
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import local_tensor
+from dcp_datastates.process.ending import Phase, patience_is_over
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
@@ -217,15 +220,28 @@ def _read(
     try:
         if read_range is not None:
             fetch(job, read_range)
-        while not job.wait(_POLL_SECONDS):
-            pass
+        _await(job, place)
     except BaseException:
         job.cancel()
-        while not job.wait(_POLL_SECONDS):
+        while not job.wait(_POLL_SECONDS):  # until it writes to no memory any more
             pass
         raise
     _say_written(requests)
     return job.fault
+
+
+def _await(job: RestoreJob, place: Location) -> None:
+    """Wait for ``job``, which reads below ``place``; at the end of the process, only while there is progress."""
+    done, since = job.bytes_read, time.monotonic()
+    while not job.wait(_POLL_SECONDS):
+        if job.bytes_read != done:
+            done, since = job.bytes_read, time.monotonic()
+        elif patience_is_over(since, Phase.GIVE_UP):
+            raise StorageError(
+                errno.ETIMEDOUT,
+                f"the process ends, and a load has waited {time.monotonic() - since:.0f} s for storage",
+                str(place),
+            )
 
 
 @collection_paused()
