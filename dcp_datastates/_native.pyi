@@ -23,12 +23,6 @@ MIN_HOST_CACHE_BYTES: int
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC32C (Castagnoli, RFC 3720) of ``data``, continuing from ``crc``."""
 
-def crc32c_portable(data: Buffer, crc: int = 0) -> int:
-    """The table-driven implementation, whatever the CPU has (for tests)."""
-
-def crc32c_implementation() -> Literal["sse4.2", "armv8", "table"]:
-    """What ``crc32c`` uses on this CPU."""
-
 def sample_words(
     addresses: Sequence[int], sizes: Sequence[int], seed: int, guarded: bool = False
 ) -> list[int]:
@@ -164,8 +158,6 @@ class Window:
         """Opens by itself ``deadline`` seconds from now, at the latest (0: open already)."""
     def open(self) -> None:
         """Open it now. Idempotent, any thread, never waits for I/O."""
-    @property
-    def is_open(self) -> bool: ...
 
 @final
 class Slab:
@@ -264,8 +256,6 @@ class SaveJob:
     def difference(self) -> tuple[int, int, int] | None:
         """For a ``"torn"`` fault: the tensor's number, and begin and end of bytes of it that differ."""
     @property
-    def done(self) -> bool: ...
-    @property
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int:
@@ -302,9 +292,6 @@ class ReadRequest:
     It has a segment of the host cache until it is filled or dropped. Dropped before it is filled, it cancels the job.
     """
 
-    @property
-    def file(self) -> int:
-        """The number of the file in the plan."""
     @property
     def path(self) -> str: ...
     @property
@@ -365,13 +352,6 @@ class CacheStats:
     def total_segments(self) -> int: ...
     @property
     def free_segments(self) -> int: ...
-    @property
-    def slab_segments(self) -> int: ...
-    @property
-    def waiting(self) -> int:
-        """Requests blocked for a segment or slab right now."""
-    @property
-    def peak_used_segments(self) -> int: ...
     @property
     def returned_segments(self) -> int:
         """Segments given back so far: a number that grows while anything makes progress."""

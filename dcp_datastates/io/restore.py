@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -66,12 +67,15 @@ def restore(
     if release is not None:
         release({s for request in requests if (s := storage_of(request)) is not None})
     sharing = source.sharing
-    batches = _batches(requests) if sharing is None else _batches_by_file(requests)
-    reading: AbstractContextManager[ReadRange | None] = (
-        nullcontext() if sharing is None else sharing.reading(plan.items)
-    )
+    most_bytes = math.inf
+    reading: AbstractContextManager[ReadRange | None] = nullcontext()
+    if sharing is not None:
+        # In the order of the files, whose bytes all ranks want at about the same time: within a job, that is the order
+        # in which their tables come.
+        requests.sort(key=lambda each: (_file_of(each), each.info.offset))
+        most_bytes, reading = _SHARED_BYTES, sharing.reading(plan.items)
     with reading as shared:
-        for batch in batches:
+        for batch in _batches(requests, most_bytes):
             left = batch
             while left:
                 left = _read_nearest(left, source, engine, copies, shared)
@@ -135,32 +139,17 @@ def _wrong_size(
     )
 
 
-def _batches(requests: list[Request]) -> Iterator[list[Request]]:
-    """All direct requests at once; detours in batches of bounded memory."""
-    batch = [request for request in requests if not request.detour]
-    room = _DETOUR_BYTES
-    for request in requests:
-        if request.detour:
-            if request.nbytes > room and batch:
-                yield batch
-                batch, room = [], _DETOUR_BYTES
-            batch.append(request)
-            room -= request.nbytes
-    if batch:
-        yield batch
-
-
-def _batches_by_file(requests: list[Request]) -> Iterator[list[Request]]:
-    """Batches in the order of the files, whose bytes all ranks want at about the same time: within a job, the order of
-    files is that in which their tables come. At least a file each, if its detours have room.
+def _batches(requests: list[Request], most_bytes: float) -> Iterator[list[Request]]:
+    """Batches of at most about ``most_bytes``, whose detours have bounded memory. At least a file each, if its detours
+    have room.
     """
     batch: list[Request] = []
-    room, left = _DETOUR_BYTES, _SHARED_BYTES
-    for request in sorted(requests, key=lambda each: (_file_of(each), each.info.offset)):
+    room, left = _DETOUR_BYTES, most_bytes
+    for request in requests:
         detour = request.nbytes if request.detour else 0
         if batch and (detour > room or (left <= 0 and _file_of(batch[-1]) != _file_of(request))):
             yield batch
-            batch, room, left = [], _DETOUR_BYTES, _SHARED_BYTES
+            batch, room, left = [], _DETOUR_BYTES, most_bytes
         batch.append(request)
         room -= detour
         left -= request.nbytes
