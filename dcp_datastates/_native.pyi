@@ -23,12 +23,6 @@ MIN_HOST_CACHE_BYTES: int
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC32C (Castagnoli, RFC 3720) of ``data``, continuing from ``crc``."""
 
-def crc32c_portable(data: Buffer, crc: int = 0) -> int:
-    """The table-driven implementation, whatever the CPU has (for tests)."""
-
-def crc32c_implementation() -> Literal["sse4.2", "armv8", "table"]:
-    """What ``crc32c`` uses on this CPU."""
-
 def sample_words(
     addresses: Sequence[int], sizes: Sequence[int], seed: int, guarded: bool = False
 ) -> list[int]:
@@ -164,8 +158,6 @@ class Window:
         """Opens by itself ``deadline`` seconds from now, at the latest (0: open already)."""
     def open(self) -> None:
         """Open it now. Idempotent, any thread, never waits for I/O."""
-    @property
-    def is_open(self) -> bool: ...
 
 @final
 class Slab:
@@ -264,8 +256,6 @@ class SaveJob:
     def difference(self) -> tuple[int, int, int] | None:
         """For a ``"torn"`` fault: the tensor's number, and begin and end of bytes of it that differ."""
     @property
-    def done(self) -> bool: ...
-    @property
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int:
@@ -303,9 +293,6 @@ class ReadRequest:
     """
 
     @property
-    def file(self) -> int:
-        """The number of the file in the plan."""
-    @property
     def path(self) -> str: ...
     @property
     def offset(self) -> int: ...
@@ -335,7 +322,10 @@ class RestoreJob:
     """
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all is scattered and verified, or the job has failed; False on timeout."""
+        """Wait until all is scattered and verified, or the job has failed; False on timeout.
+
+        A failed job counts once no thread writes to its memory any more. A thread may still read a file.
+        """
     def requests(self) -> Iterator[ReadRequest]:
         """Of ``Engine.restore_streamed``: what to fetch. Ends when the job is done or has failed.
 
@@ -362,13 +352,6 @@ class CacheStats:
     def total_segments(self) -> int: ...
     @property
     def free_segments(self) -> int: ...
-    @property
-    def slab_segments(self) -> int: ...
-    @property
-    def waiting(self) -> int:
-        """Requests blocked for a segment or slab right now."""
-    @property
-    def peak_used_segments(self) -> int: ...
     @property
     def returned_segments(self) -> int:
         """Segments given back so far: a number that grows while anything makes progress."""
@@ -513,15 +496,6 @@ class Engine:
         """
     def limit_patience(self) -> None:
         """The process is about to end: waits for a device that hangs end in time from now on."""
-    def limit_file_patience(self) -> None:
-        """Nothing more is to be waited for: from now on, a thread in a file operation that has not returned for
-        10 s is given up. Its job fails with an ``io`` fault that names the path and the operation (``errno`` is
-        ETIMEDOUT), and so do all others that its threads and segments are needed for; new ones are refused.
-        Idempotent.
-        """
-    @property
-    def given_up(self) -> list[Fault]:
-        """The file operations that threads were given up for until now, by this or by ``shutdown``."""
     @property
     def devices_prepared(self) -> bool:
         """Whether all that ``open_device`` and ``grow`` have begun in a thread is done, or has failed."""
@@ -538,10 +512,12 @@ class Engine:
         """The process is about to end: the host cache is never unpinned nor unmapped. Unpinning would wait for a
         device that hangs.
         """
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float = 10.0) -> list[str]:
         """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent.
 
-        Devices that hang, and file operations that do not return, are waited for 10 s more.
+        Devices that hang are waited for 10 s more, file operations that do not return ``timeout`` seconds. Threads that
+        are in one then stay there, with all that they use, until the process has ended. Returns, once, a path of each
+        job that is not done because of that.
         """
     @property
     def alive(self) -> bool:

@@ -19,6 +19,7 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, StorageError
 from dcp_datastates.format import save_trace
+from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
@@ -206,8 +207,9 @@ class Voter:
             while not round_.part.wait(_POLL_SECONDS):
                 if (event := self._notice(round_)) is not None:
                     return event
-                if self._rank_set.world == 1:  # else the failure detector names the rank
-                    stall.look(round_.part.progress, "its files to be written")
+                # Of several ranks, the failure detector names the one that makes no progress.
+                if self._rank_set.world == 1 or has_reached(Phase.GIVE_UP):
+                    stall.look(round_.part.progress, "its files to be written", storage=True)
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)

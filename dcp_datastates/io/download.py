@@ -44,22 +44,17 @@ def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> Non
 
 def _unit(job: RestoreJob, request: ReadRequest, read_range: ReadRange) -> Unit:
     def run(done: Done) -> None:
+        begin, end = request.offset, request.offset + request.nbytes
         try:
-            _fetch(request, read_range)
+            data = read_range(request.path, begin, end)
+            if (nbytes := memoryview(data).nbytes) != request.nbytes:
+                raise StorageError(
+                    f"'{request.path}': the store returned {nbytes} bytes for the range from {begin} to {end}, "
+                    f"which has {request.nbytes}"
+                )
+            request.fill(data)
         except BaseException as error:
             fail(job, error, request.path)
             raise
 
     return run
-
-
-def _fetch(request: ReadRequest, read_range: ReadRange) -> None:
-    begin, end = request.offset, request.offset + request.nbytes
-    data = read_range(request.path, begin, end)
-    nbytes = memoryview(data).nbytes
-    if nbytes != request.nbytes:
-        raise StorageError(
-            f"'{request.path}': the store returned {nbytes} bytes for the range from {begin} to {end}, "
-            f"which has {request.nbytes}"
-        )
-    request.fill(data)

@@ -24,7 +24,7 @@ from dcp_datastates._native import (
 )
 from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.ending import Phase, at_end, at_exit
+from dcp_datastates.process.ending import at_end, at_exit
 from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
@@ -198,9 +198,11 @@ def _shut_down() -> None:
     with _lock:
         if _engine is None:
             return
-        _engine.shutdown()
-        for message in sorted({fault.message for fault in _engine.given_up}):
-            logger.error("the process ends without waiting for storage any longer: %s", message)
+        for path in _engine.shutdown():
+            logger.error(
+                "the process ends without waiting for storage any longer: a file operation for %r does not return",
+                path,
+            )
         _engine = None
 
 
@@ -211,4 +213,3 @@ def _at_exit() -> None:
 
 at_exit(_at_exit)
 at_end(functools.partial(_tell, Engine.limit_patience))
-at_end(functools.partial(_tell, Engine.limit_file_patience), Phase.GIVE_UP)

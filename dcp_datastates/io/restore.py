@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
@@ -11,7 +14,7 @@ from typing import Final, TypeVar
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from dcp_datastates._native import Engine, Fault, RestorePlan, Transfer
+from dcp_datastates._native import Engine, Fault, RestoreJob, RestorePlan, Transfer
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -25,6 +28,7 @@ from dcp_datastates.io.download import ReadRange, fetch
 from dcp_datastates.io.requests import Request, add_to, choose_devices, request_of, storage_of
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import local_tensor
+from dcp_datastates.process.ending import Phase, patience_is_over
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
@@ -63,12 +67,15 @@ def restore(
     if release is not None:
         release({s for request in requests if (s := storage_of(request)) is not None})
     sharing = source.sharing
-    batches = _batches(requests) if sharing is None else _batches_by_file(requests)
-    reading: AbstractContextManager[ReadRange | None] = (
-        nullcontext() if sharing is None else sharing.reading(plan.items)
-    )
+    most_bytes = math.inf
+    reading: AbstractContextManager[ReadRange | None] = nullcontext()
+    if sharing is not None:
+        # In the order of the files, whose bytes all ranks want at about the same time: within a job, that is the order
+        # in which their tables come.
+        requests.sort(key=lambda each: (_file_of(each), each.info.offset))
+        most_bytes, reading = _SHARED_BYTES, sharing.reading(plan.items)
     with reading as shared:
-        for batch in batches:
+        for batch in _batches(requests, most_bytes):
             left = batch
             while left:
                 left = _read_nearest(left, source, engine, copies, shared)
@@ -132,32 +139,17 @@ def _wrong_size(
     )
 
 
-def _batches(requests: list[Request]) -> Iterator[list[Request]]:
-    """All direct requests at once; detours in batches of bounded memory."""
-    batch = [request for request in requests if not request.detour]
-    room = _DETOUR_BYTES
-    for request in requests:
-        if request.detour:
-            if request.nbytes > room and batch:
-                yield batch
-                batch, room = [], _DETOUR_BYTES
-            batch.append(request)
-            room -= request.nbytes
-    if batch:
-        yield batch
-
-
-def _batches_by_file(requests: list[Request]) -> Iterator[list[Request]]:
-    """Batches in the order of the files, whose bytes all ranks want at about the same time: within a job, the order of
-    files is that in which their tables come. At least a file each, if its detours have room.
+def _batches(requests: list[Request], most_bytes: float) -> Iterator[list[Request]]:
+    """Batches of at most about ``most_bytes``, whose detours have bounded memory. At least a file each, if its detours
+    have room.
     """
     batch: list[Request] = []
-    room, left = _DETOUR_BYTES, _SHARED_BYTES
-    for request in sorted(requests, key=lambda each: (_file_of(each), each.info.offset)):
+    room, left = _DETOUR_BYTES, most_bytes
+    for request in requests:
         detour = request.nbytes if request.detour else 0
         if batch and (detour > room or (left <= 0 and _file_of(batch[-1]) != _file_of(request))):
             yield batch
-            batch, room, left = [], _DETOUR_BYTES, _SHARED_BYTES
+            batch, room, left = [], _DETOUR_BYTES, most_bytes
         batch.append(request)
         room -= detour
         left -= request.nbytes
@@ -217,15 +209,28 @@ def _read(
     try:
         if read_range is not None:
             fetch(job, read_range)
-        while not job.wait(_POLL_SECONDS):
-            pass
+        _await(job, place)
     except BaseException:
         job.cancel()
-        while not job.wait(_POLL_SECONDS):
+        while not job.wait(_POLL_SECONDS):  # until it writes to no memory any more
             pass
         raise
     _say_written(requests)
     return job.fault
+
+
+def _await(job: RestoreJob, place: Location) -> None:
+    """Wait for ``job``, which reads below ``place``; at the end of the process, only while there is progress."""
+    done, since = job.bytes_read, time.monotonic()
+    while not job.wait(_POLL_SECONDS):
+        if job.bytes_read != done:
+            done, since = job.bytes_read, time.monotonic()
+        elif patience_is_over(since, Phase.GIVE_UP):
+            raise StorageError(
+                errno.ETIMEDOUT,
+                f"the process ends, and a load has waited {time.monotonic() - since:.0f} s for storage",
+                str(place),
+            )
 
 
 @collection_paused()

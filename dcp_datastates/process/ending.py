@@ -1,5 +1,6 @@
 """The end of the process: the functions that run, in order, before the interpreter waits for threads, and after that;
-and how long threads wait for a hanging device from then on. At the end of a forked child (``forks.py``) none runs.
+and how long threads wait for a hanging device, or for storage, from then on. At the end of a forked child
+(``forks.py``) none runs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from typing import Final
 
 from dcp_datastates.process.forks import in_child
 
-__all__ = ["Phase", "at_end", "at_exit", "patience_is_over"]
+__all__ = ["Phase", "at_end", "at_exit", "has_reached", "patience_is_over"]
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS: Final = 10.0
-
-_began: float | None = None
 
 
 class Phase(enum.IntEnum):
@@ -32,7 +31,7 @@ class Phase(enum.IntEnum):
     FINISH = 1
     """Wait for saves in flight, within a bound."""
     GIVE_UP = 2
-    """From now on, give up file operations that do not return, too."""
+    """From now on, give up waits for storage that does not answer, too."""
     LEAVE = 3
     """Last: wait, within a bound, for other processes that use this one."""
 
@@ -59,19 +58,27 @@ def at_exit(function: Callable[[], None]) -> Callable[[], None]:
     return atexit.register(call)
 
 
-def patience_is_over(since: float) -> bool:
-    """Whether a wait for a device that began at ``since`` (of ``time.monotonic``) must give up: never before the
-    process ends.
+_reached: Final[dict[Phase, float]] = {}
+
+
+def has_reached(phase: Phase) -> bool:
+    """Whether the end of the process has come to ``phase``."""
+    return phase in _reached
+
+
+def patience_is_over(since: float, phase: Phase = Phase.BEGIN) -> bool:
+    """Whether a wait that has made no progress since ``since`` (of ``time.monotonic``) must give up: 10 s after the end
+    of the process has come to ``phase``, and never before. That is BEGIN for a device, GIVE_UP for storage.
     """
-    return _began is not None and time.monotonic() - max(since, _began) > _PATIENCE_SECONDS
+    reached = _reached.get(phase)
+    return reached is not None and time.monotonic() - max(since, reached) > _PATIENCE_SECONDS
 
 
 def _end() -> None:
-    global _began
     if in_child():
         return
-    _began = time.monotonic()
     for phase in Phase:
+        _reached[phase] = time.monotonic()
         for function in reversed(_functions[phase]):
             try:
                 function()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from dcp_datastates.errors import SaveStalledError
+from dcp_datastates.process.ending import Phase, patience_is_over
 
 __all__ = ["FIRST_LINE_SECONDS", "Latch", "Stall", "WaitLog"]
 
@@ -72,20 +73,23 @@ class Stall:
         self._moved = patience
         self._progress: Hashable = None
 
-    def look(self, progress: Hashable, what: str) -> None:
+    def look(self, progress: Hashable, what: str, *, storage: bool = False) -> None:
         """Call this repeatedly while waiting for ``what``; ``progress`` is a value that changes while there is
-        progress.
+        progress. ``storage``: without progress, storage holds it up.
 
-        Raises :class:`SaveStalledError` when ``progress`` has not changed for the limit.
+        Raises :class:`SaveStalledError` when ``progress`` has not changed for the limit, or, if it waits for
+        ``storage``, when the process ends and has waited long enough.
         """
         waited = self._log.seconds
         if progress != self._progress:
             self._progress, self._moved = progress, max(waited, self._moved)
         idle = waited - self._moved
-        if idle >= self._limit:
+        ends = storage and patience_is_over(time.monotonic() - idle, Phase.GIVE_UP)
+        if ends or idle >= self._limit:
+            limit = "the process ends" if ends else f"commit_timeout={self._limit:g}"
             raise SaveStalledError(
                 f"{self._who} has waited for {waited:.0f} s, the last {idle:.0f} s without any progress "
-                f"(commit_timeout={self._limit:g}): {what}"
+                f"({limit}): {what}"
             )
         self._log.look(what)
 

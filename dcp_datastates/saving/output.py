@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import time
 import weakref
@@ -48,7 +47,8 @@ __all__ = ["Output", "WrittenPart", "cancel", "check_fits", "error_of", "output_
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS: Final = 0.1
+_CANCEL_SECONDS: Final = 3.0
+"""How long a failed save waits for its reads and writes to end, before it reports the failure."""
 
 
 class WrittenPart:
@@ -217,12 +217,10 @@ def output_to(folder: Location) -> Output:
     return _Prefix(folder) if isinstance(folder, ObjectPath) else _Directory(folder)
 
 
-def cancel(job: SaveJob, seconds: float = math.inf) -> None:
-    """Returns when no read or write is in progress, or after ``seconds``."""
+def cancel(job: SaveJob) -> None:
+    """Returns when no read or write is in progress, or after some seconds, if a device or storage holds one up."""
     job.cancel()
-    until = time.monotonic() + seconds
-    while not job.wait(_POLL_SECONDS) and time.monotonic() < until:
-        pass
+    job.wait(_CANCEL_SECONDS)
 
 
 def error_of(fault: Fault, nbytes: int) -> DataStatesError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Engine, SaveJob, Window
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
@@ -32,9 +31,6 @@ __all__ = ["Writing", "begin_write", "fail_write"]
 
 logger = logging.getLogger(__name__)
 
-_STALLED_SECONDS: Final = 3.0
-"""How long a save that made no progress waits for its writes to end, before it reports the failure."""
-
 
 @dataclass(frozen=True, eq=False)
 class Writing:
@@ -51,8 +47,8 @@ class Writing:
     def finish(self) -> None:
         """Wait until all data are read, and check that they are unchanged; then the files are for the commit thread.
 
-        Raises :class:`SnapshotTornError` and errors of storage; then no read or write is in progress.
-        :class:`SaveStalledError`: then a write may be, which storage holds up.
+        Raises :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then no read or write is in
+        progress but one that a device or storage holds up.
         """
         save, content, job, planning = self._save, self._content, self._job, self._planning
         part = self._output.part(job, save.stats, content.nbytes)
@@ -67,9 +63,6 @@ class Writing:
                     save.reads.raise_failure()
             if (error := part.error) is not None:
                 raise error
-        except SaveStalledError:
-            cancel(job, _STALLED_SECONDS)
-            raise
         except BaseException:
             cancel(job)
             raise

@@ -385,4 +385,4 @@ def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False)
     wait = job.wait_queued if queued else job.wait_read
     while not wait(group, _POLL_SECONDS):
         done = f"{job.bytes_read >> 20} MiB are done; the rest may wait for room in the host cache"
-        stall.look(moved(job), f"its reads ({done}, and so for storage)")
+        stall.look(moved(job), f"its reads ({done}, and so for storage)", storage=True)

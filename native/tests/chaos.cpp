@@ -252,7 +252,6 @@ void Caller::settle(Saved saved) {
                 break;
             case FaultKind::kCorrupt:
             case FaultKind::kLost:
-            case FaultKind::kStuck:
                 check(false, describe(*fault));
         }
     } else {

@@ -439,7 +439,7 @@ void fences_are_waited_for_although_the_first_wait_fails() {
 }
 
 /// A thread of a device's could not be given up in a `close` that never returns.
-void files_are_closed_by_threads_that_can_be_given_up() {
+void files_are_closed_by_threads_that_a_shutdown_need_not_wait_for() {
     const TemporaryDirectory directory;
     const HostileDriver driver;
     std::mutex mutex;

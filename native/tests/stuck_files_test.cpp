@@ -1,12 +1,10 @@
-// File operations that do not return: at the end, jobs fail by name, all waits end, and a thread
-// that comes back late touches nothing.
+// File operations that do not return: a shutdown ends in time and names their jobs, nothing waits
+// for them that need not, and a thread that comes back late touches nothing that is gone.
 
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
@@ -15,14 +13,12 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include "check.h"
-#include "files/watched_file_ops.h"
 #include "pipeline/engine.h"
 #include "support.h"
 
@@ -48,11 +44,6 @@ class StuckFileOps final : public FileOps {
         std::unique_lock lock(mutex_);
         check(changed_.wait_until(lock, in(60), [&] { return stuck_ >= threads; }), operation_);
     }
-    void wait_returned() {
-        std::unique_lock lock(mutex_);
-        check(changed_.wait_until(lock, in(60), [&] { return stuck_ == 0; }), operation_);
-    }
-    [[nodiscard]] int calls() const { return calls_; }
 
     SysResult open(const std::string& path, int flags, mode_t mode) override {
         return pass("open", [&] { return system_->open(path, flags, mode); });
@@ -104,23 +95,17 @@ class StuckFileOps final : public FileOps {
   private:
     template <typename Operation>
     SysResult pass(std::string_view name, const Operation& operation) {
-        ++calls_;
         if (name != operation_) return operation();
         std::unique_lock lock(mutex_);
         ++stuck_;
         changed_.notify_all();
         changed_.wait(lock, [&] { return released_; });
         lock.unlock();
-        const SysResult result = operation();
-        lock.lock();
-        --stuck_;
-        changed_.notify_all();
-        return result;
+        return operation();
     }
 
     const std::string operation_;
     const std::shared_ptr<FileOps> system_ = posix_file_ops();
-    std::atomic<int> calls_ = 0;
     std::mutex mutex_;  // guards what follows
     std::condition_variable changed_;
     int stuck_ = 0;
@@ -129,10 +114,9 @@ class StuckFileOps final : public FileOps {
 
 /// An engine whose `operation` is stuck, and memory to save and to restore into.
 struct Scene {
-    explicit Scene(std::string_view operation, ThreadCounts threads = {},
-                   Clock::duration patience = kPatience)
+    explicit Scene(std::string_view operation, ThreadCounts threads = {})
         : ops(std::make_shared<StuckFileOps>(operation)),
-          engine(std::make_unique<Engine>(kCache, threads, ops, nullptr, patience)) {
+          engine(std::make_unique<Engine>(kCache, threads, ops)) {
         write_file(directory.file("saved"), reference_file(source->stream));
     }
 
@@ -149,16 +133,16 @@ struct Scene {
             {RestoreFile(directory.file("saved"), file_bytes(kSize), kSize, transfer)});
     }
 
-    /// All that jobs use goes; then the operation returns, and its thread does nothing any more.
+    /// The engine and the sources go; then the operation returns, and its thread ends.
     void check_late_return_is_harmless() {
+        const std::weak_ptr<HostCache> cache = engine->shared_cache();
         engine.reset();
         source.reset();
-        out.reset();
-        const int calls = ops->calls();
+        check(!cache.expired(), "the operation may use its segment");
         ops->release();
-        ops->wait_returned();
-        std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        check_equal(ops->calls(), calls);
+        const auto deadline = in(60);
+        while (!cache.expired() && Clock::now() < deadline) std::this_thread::yield();
+        check(cache.expired(), "the last thread takes all with it");
     }
 
     TemporaryDirectory directory;
@@ -168,81 +152,68 @@ struct Scene {
     std::unique_ptr<Engine> engine;
 };
 
-void check_stuck(const std::optional<Fault>& fault, const std::string& operation,
-                 const std::string& path) {
-    check(fault.has_value(), operation + " did not fail the job");
-    const std::string words = describe(*fault);
-    check(fault->kind == FaultKind::kStuck, words);
-    check(fault->operation == operation, words);
-    check(fault->path == path, words);
-    check(words.starts_with(operation + " of '" + path + "' has not returned for "), words);
-    check(words.ends_with(" s; given up as the process ends"), words);
-    check(kind_name(fault->kind) == "io" && fault->error == ETIMEDOUT);
-}
-
 void check_takes_about_patience(Clock::time_point since) {
     const auto took = Clock::now() - since;
     check(took >= kPatience && took < kPatience + std::chrono::seconds(30), "it is patient");
 }
 
-void a_save_ends_before(const std::string& operation) {
-    Scene scene(operation);
-    const auto job = scene.save("f");
-    scene.ops->wait_stuck();
-    if (operation == "close") {  // at its end, as the file's last operation
-        check((*job)->wait_read(kEveryGroup, in(60)));
-    }
-    const auto limited = Clock::now();
-    scene.engine->limit_file_patience();
-    scene.engine->limit_file_patience();
-    check((*job)->wait(in(60)), operation);
-    check_takes_about_patience(limited);
-    const auto path = operation == "fsync" ? scene.directory.path() : scene.directory.file("f");
-    check_stuck((*job)->fault(), operation, path);
-    check((*job)->wait_read(kEveryGroup, in(60)), operation);
-    check(!scene.engine->given_up().empty());
-    check_throws<std::runtime_error>("shut down", [&] { static_cast<void>(scene.save("g")); });
+/// Ends the engine, which says that `name` is held up.
+void check_shutdown_names(const Scene& scene, const std::string& name) {
     const auto began = Clock::now();
-    scene.engine->shutdown();
-    check(Clock::now() - began < kPatience + std::chrono::seconds(30));
+    const auto held_up = scene.engine->shutdown(kPatience);
+    check_takes_about_patience(began);
+    check_equal(held_up.size(), 1U);
+    check(held_up.front() == scene.directory.file(name), held_up.front());
+    check(scene.engine->shutdown(kPatience).empty(), "it says so once");
 }
 
-void stuck_saves_end_in_time() {
+void a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return() {
     for (const char* operation : {"open", "fcntl", "fallocate", "pwrite", "sync_file_range",
                                   "ftruncate", "fdatasync", "close", "fsync"}) {
-        a_save_ends_before(operation);
-    }
-}
-
-void stuck_restores_end_in_time() {
-    for (const std::string operation : {"open", "fcntl", "fstat", "pread"}) {
         Scene scene(operation);
-        const auto restore = scene.restore();
+        auto job = scene.save("f");
         scene.ops->wait_stuck();
-        const auto limited = Clock::now();
-        scene.engine->limit_file_patience();
-        check((*restore)->wait(in(60)), operation);
-        check_takes_about_patience(limited);
-        check_stuck((*restore)->fault(), operation, scene.directory.file("saved"));
-        scene.engine->shutdown();
+        check_shutdown_names(scene, "f");
+        check((*job)->wait_read(kEveryGroup, in(60)), operation);
+        check(!(*job)->done(), operation);
+        check((*job)->fault()->kind == FaultKind::kShutdown, operation);
+        job.reset();  // waits only for what reads its sources
+        scene.check_late_return_is_harmless();
     }
 }
 
-void a_restore_whose_file_does_not_close_is_done() {
-    Scene scene("close");
-    const auto restore = scene.restore();
-    scene.ops->wait_stuck();
-    check(!(*restore)->wait(in(0.1)));
-    scene.engine->limit_file_patience();
-    check((*restore)->wait(in(60)));
-    check(!(*restore)->fault(), "all was restored");
-    check(*scene.out == scene.source->stream);
-    scene.check_late_return_is_harmless();
+void a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return() {
+    for (const char* operation : {"open", "fcntl", "fstat", "pread"}) {
+        Scene scene(operation);
+        auto job = scene.restore();
+        scene.ops->wait_stuck();
+        check_shutdown_names(scene, "saved");
+        check((*job)->wait(in(60)), operation);
+        check((*job)->fault()->kind == FaultKind::kShutdown, operation);
+        job.reset();
+        scene.check_late_return_is_harmless();
+        check(*scene.out == Bytes(kSize), "what was read late goes nowhere");
+    }
 }
 
-void a_failed_save_whose_file_does_not_close_ends() {
+void a_cancelled_restore_waits_for_no_file_operation() {
+    for (const char* operation : {"open", "fcntl", "fstat", "pread"}) {
+        Scene scene(operation);
+        auto job = scene.restore();
+        scene.ops->wait_stuck();
+        check(!(*job)->wait(in(0.05)), operation);
+        job->cancel();
+        check((*job)->wait(in(60)), operation);
+        job.reset();
+        scene.ops->release();
+        check(scene.engine->shutdown().empty(), operation);
+        check(*scene.out == Bytes(kSize), "what was read late goes nowhere");
+    }
+}
+
+void a_failed_save_whose_file_does_not_close_keeps_no_caller() {
     Scene scene("close");
-    const auto job =
+    auto job =
         scene.engine->save({SaveFile(scene.directory.file("f"), kSize, scene.source->transfer)}, {},
                            0, std::make_shared<Window>(in(600)));
     while (!std::filesystem::exists(scene.directory.file("f"))) std::this_thread::yield();
@@ -250,111 +221,58 @@ void a_failed_save_whose_file_does_not_close_ends() {
     job->cancel();  // returns at once: others close the file
     scene.ops->wait_stuck();
     check(!(*job)->wait(in(0.1)));
-    scene.engine->shutdown();
-    check((*job)->wait(Clock::now()));
-    check_stuck((*job)->fault(), "close", scene.directory.file("f"));
+    check_shutdown_names(scene, "f");
+    job.reset();
     scene.check_late_return_is_harmless();
 }
 
-void late_returns_touch_nothing() {
-    for (const char* operation : {"open", "pwrite", "ftruncate", "fdatasync", "fsync"}) {
-        Scene scene(operation);
-        auto job = scene.save("f");
-        scene.ops->wait_stuck();
-        scene.engine->shutdown();
-        job.reset();
-        scene.check_late_return_is_harmless();
-    }
-    for (const char* operation : {"open", "fstat", "pread"}) {
-        Scene scene(operation);
-        auto job = scene.restore();
-        scene.ops->wait_stuck();
-        scene.engine->limit_file_patience();
-        job.reset();  // waits until nothing writes to its memory
-        scene.check_late_return_is_harmless();
-    }
-}
-
-void a_shutdown_alone_is_patient_and_bounded() {
-    Scene scene("pwrite", {.copy = 2, .flush = 2});
-    const auto stuck = scene.save("f");
-    scene.ops->wait_stuck(2);  // both threads write f, so that the fault below is f's
-    const auto behind = scene.save("g", 1);
-    const auto began = Clock::now();
-    scene.engine->shutdown();
-    check_takes_about_patience(began);
-    check((*stuck)->wait(Clock::now()));
-    check((*behind)->wait(Clock::now()));
-    check_stuck((*stuck)->fault(), "pwrite", scene.directory.file("f"));
-    check_equal(scene.engine->given_up().size(), 2U);
-}
-
-void what_waits_behind_a_stuck_save_ends_with_it() {
+void what_waits_behind_stuck_saves_fails_with_the_shutdown() {
     Scene scene("pwrite", {.copy = 2, .flush = 2});
     const auto stuck = scene.save("f");
     scene.ops->wait_stuck(2);
     std::vector<std::shared_ptr<SaveHandle>> behind;
     for (std::uint64_t i = 1; i < 6; ++i) behind.push_back(scene.save(std::to_string(i), i));
-    scene.engine->limit_file_patience();
+    check(!scene.engine->shutdown(kPatience).empty());
     for (const auto& job : behind) {
-        check((*job)->wait(in(60)));
         check((*job)->wait_read(kEveryGroup, in(60)));
-        check_stuck((*job)->fault(), "pwrite", scene.directory.file("f"));
+        check((*job)->fault()->kind == FaultKind::kShutdown);
     }
-    check((*stuck)->wait(in(60)));
     behind.clear();
-    scene.check_late_return_is_harmless();
-}
-
-void operations_that_return_in_time_are_not_given_up() {
-    const Scene scene("pwrite", {}, kLongPatience);
-    const auto job = scene.save("f");
-    scene.ops->wait_stuck();
-    scene.engine->limit_file_patience();
-    check(!(*job)->wait(in(0.2)));
+    // What is queued behind them is theirs to end: their files are closed when storage answers.
     scene.ops->release();
-    check((*job)->wait(in(60)));
-    check(!(*job)->fault());
-    check(scene.engine->given_up().empty());
-    check(read_file(scene.directory.file("f")) == reference_file(scene.source->stream));
-    check_all_free(scene.engine->cache());
+    check((*stuck)->wait(in(60)));
+    check((*stuck)->fault()->kind == FaultKind::kShutdown);
 }
 
-void nothing_is_given_up_before_the_end() {
+void what_a_stuck_save_has_is_used_again_when_it_returns() {
     const Scene scene("pwrite");
     const auto job = scene.save("f");
     scene.ops->wait_stuck();
-    check(!(*job)->wait(Clock::now() + 2 * kPatience));
+    job->cancel();
+    check(!(*job)->wait(in(0.1)), "a thread is at work on its files");
+    check(scene.engine->cache().stats().free_segments < kCache / kSegmentBytes);
+    const auto restore = scene.restore();
+    check((*restore)->wait(in(60)), "loads go on meanwhile");
+    check(*scene.out == scene.source->stream);
     scene.ops->release();
     check((*job)->wait(in(60)));
-    check(!(*job)->fault());
-}
-
-void restores_go_on_when_saves_are_given_up() {
-    const Scene scene("ftruncate");
-    const auto job = scene.save("f");
-    scene.ops->wait_stuck();
-    scene.engine->limit_file_patience();
-    check((*job)->wait(in(60)));
-    const auto restore = scene.restore();
-    check((*restore)->wait(in(60)));
-    const auto fault = (*restore)->fault();
-    check(!fault || fault->kind == FaultKind::kStuck, "or the machine was that slow");
-    if (!fault) check(*scene.out == scene.source->stream);
+    check_all_free(scene.engine->cache());
+    const auto next = scene.save("g", 1);
+    check((*next)->wait(in(60)));
+    check(!(*next)->fault());
 }
 
 void a_shutdown_waits_for_what_returns_in_time() {
-    const Scene scene("fdatasync", {}, kLongPatience);
+    const Scene scene("fdatasync");
     const auto job = scene.save("f");
     scene.ops->wait_stuck();
     const std::jthread releases([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         scene.ops->release();
     });
-    scene.engine->shutdown();
+    check(scene.engine->shutdown(kLongPatience).empty());
     check((*job)->wait(Clock::now()));
     check((*job)->fault()->kind == FaultKind::kShutdown);
-    check(scene.engine->given_up().empty());
     check_equal(scene.engine->cache().stats().free_segments, kCache / kSegmentBytes);
 }
 
@@ -374,20 +292,6 @@ void a_file_that_does_not_open_keeps_no_other_thread() {
     check((*stuck)->fault()->kind == FaultKind::kCancelled);
 }
 
-void a_failpoint_that_sleeps_is_given_up() {
-    const TemporaryDirectory directory;
-    const Source source(kSize, kMiB, 1);
-    const std::vector<Failpoint> points{sleep_at("flush.write.before", 1000)};
-    const Watch watch{.failpoints = std::make_shared<Failpoints>(points, ""), .trace_path = {}};
-    Engine engine(kCache, {}, watched_file_ops(posix_file_ops(), watch), nullptr, kPatience);
-    const auto job =
-        engine.save({SaveFile(directory.file("f"), kSize, source.transfer)}, {}, 0, open_window());
-    check((*job)->wait_read(kEveryGroup, in(60)));
-    engine.limit_file_patience();
-    check((*job)->wait(in(60)));
-    check_stuck((*job)->fault(), "pwrite", directory.file("f"));
-}
-
 constexpr int kStatus = 7;
 
 /// What the processes of the next case do: end with threads that are stuck; or with some that come
@@ -404,7 +308,7 @@ int end_with_stuck_threads(bool late) try {
     }
     const auto job = scene.save("f");
     scene.ops->wait_stuck();
-    scene.engine->shutdown();
+    check(!scene.engine->shutdown(kPatience).empty());
     return kStatus;
 } catch (const std::exception& error) {
     (void)std::fprintf(stderr, "%s\n", error.what());
@@ -436,24 +340,21 @@ int main(int argc, char** argv) {
     using namespace datastates::testing;
     if (argc > 1) return end_with_stuck_threads(std::string_view(argv[1]) == "late");
     return run_cases(
-        {{"stuck_saves_end_in_time", stuck_saves_end_in_time},
-         {"stuck_restores_end_in_time", stuck_restores_end_in_time},
-         {"a_restore_whose_file_does_not_close_is_done",
-          a_restore_whose_file_does_not_close_is_done},
-         {"a_failed_save_whose_file_does_not_close_ends",
-          a_failed_save_whose_file_does_not_close_ends},
-         {"late_returns_touch_nothing", late_returns_touch_nothing},
-         {"a_shutdown_alone_is_patient_and_bounded", a_shutdown_alone_is_patient_and_bounded},
-         {"what_waits_behind_a_stuck_save_ends_with_it",
-          what_waits_behind_a_stuck_save_ends_with_it},
-         {"operations_that_return_in_time_are_not_given_up",
-          operations_that_return_in_time_are_not_given_up},
-         {"nothing_is_given_up_before_the_end", nothing_is_given_up_before_the_end},
-         {"restores_go_on_when_saves_are_given_up", restores_go_on_when_saves_are_given_up},
+        {{"a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return",
+          a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return},
+         {"a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return",
+          a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return},
+         {"a_cancelled_restore_waits_for_no_file_operation",
+          a_cancelled_restore_waits_for_no_file_operation},
+         {"a_failed_save_whose_file_does_not_close_keeps_no_caller",
+          a_failed_save_whose_file_does_not_close_keeps_no_caller},
+         {"what_waits_behind_stuck_saves_fails_with_the_shutdown",
+          what_waits_behind_stuck_saves_fails_with_the_shutdown},
+         {"what_a_stuck_save_has_is_used_again_when_it_returns",
+          what_a_stuck_save_has_is_used_again_when_it_returns},
          {"a_shutdown_waits_for_what_returns_in_time", a_shutdown_waits_for_what_returns_in_time},
          {"a_file_that_does_not_open_keeps_no_other_thread",
           a_file_that_does_not_open_keeps_no_other_thread},
-         {"a_failpoint_that_sleeps_is_given_up", a_failpoint_that_sleeps_is_given_up},
          {"a_process_with_stuck_threads_ends_with_its_own_status",
           a_process_with_stuck_threads_ends_with_its_own_status}});
 }

@@ -126,6 +126,43 @@ def test_a_process_ends_although_storage_hangs(where, tmp_path):
     assert committed(tmp_path / "c")
 
 
+WRITES = {"one write": "flush.write.before@1", "every write": "flush.write.before"}
+
+
+@pytest.mark.parametrize("hangs", WRITES)
+def test_while_a_data_file_hangs_saves_fail_in_time_and_training_and_the_process_go_on(
+    hangs, tmp_path
+):
+    ended = run_script(
+        f"""
+        import dcp_datastates as ds
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "{WRITES[hangs]}=sleep:600"
+        parameter = torch.nn.Parameter(torch.ones(24 << 20))  # more than the host cache
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        track(optimizer)
+        parameter.grad = torch.ones_like(parameter)
+        for number in range(3):
+            handle = ds.async_save(
+                {{"w": parameter}}, f"{{path}}-{{number}}", host_cache_size="64MiB", commit_timeout=2, exit_timeout=1
+            )
+            optimizer.step()
+            try:
+                handle.result({LIMIT})
+                print(number, "committed", flush=True)
+            except ds.DataStatesError as error:
+                print(number, type(error).__name__, flush=True)
+        sys.exit(3)
+        """,
+        tmp_path / "c",
+    )
+    assert ended.returncode == 3, ended.stderr
+    told = [line.split()[1] for line in ended.stdout.splitlines()]
+    assert told[0] == "SaveStalledError", ended.stderr
+    later = "committed" if hangs == "one write" else "SaveStalledError"
+    assert told[1:] == [later, later], ended.stderr
+    assert f"a file operation for '{tmp_path / 'c'}-0" in ended.stderr, ended.stderr
+
+
 COORDINATOR, OTHER = 0, 1
 ON_TWO = {
     "the coordinator claims": (COORDINATOR, "plan.mkdir.before@4=sleep:600", None),

@@ -3,7 +3,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <utility>
 
 namespace datastates {
@@ -44,20 +43,6 @@ Fault not_transferred(std::string message, int error, std::string path) {
             .detail = std::move(message)};
 }
 
-void replace_end(Fault& fault, Fault cause) {
-    const bool ended = fault.kind == FaultKind::kCancelled || fault.kind == FaultKind::kShutdown;
-    if (ended) fault = std::move(cause);
-}
-
-Fault copy_of(const Fault& fault) noexcept {
-    try {
-        return fault;
-    } catch (const std::bad_alloc&) {
-        return {
-            .kind = fault.kind, .error = fault.error, .path = {}, .operation = {}, .detail = {}};
-    }
-}
-
 Fault cache_lost() {
     return {.kind = FaultKind::kDevice,
             .path = {},
@@ -68,7 +53,6 @@ Fault cache_lost() {
 std::string_view kind_name(FaultKind kind) {
     switch (kind) {
         case FaultKind::kIo:
-        case FaultKind::kStuck:
         case FaultKind::kTransfer:
             return "io";
         case FaultKind::kCorrupt:
@@ -95,7 +79,6 @@ std::string describe(const Fault& fault) {
     if (fault.kind == FaultKind::kDevice) return fault.operation + " failed: " + fault.detail;
     std::string text = fault.operation;
     if (!fault.path.empty()) text += " of '" + fault.path + "'";
-    if (fault.kind == FaultKind::kStuck) return text + " " + fault.detail;
     if (fault.kind == FaultKind::kTransfer) return text + " failed: " + fault.detail;
     text += " failed at offset " + std::to_string(fault.offset) + ": ";
     if (fault.error != 0) {

@@ -16,7 +16,6 @@ enum class FaultKind : std::uint8_t {
     kLost,       ///< memory that was to be read is not mapped any more
     kTorn,       ///< memory that was to be read has changed
     kDevice,     ///< an accelerator's driver refused; `error` is its code, `detail` its words
-    kStuck,      ///< a system call did not return, and the process ends; to Python, `kIo`
     kTransfer,   ///< the caller could not send or fetch; `detail` has its words; to Python, `kIo`
 };
 
@@ -40,12 +39,6 @@ Fault cancelled();
 
 /// The caller could not send a file, or fetch from it, and says why.
 Fault not_transferred(std::string message, int error, std::string path);
-
-/// Makes a fault that only says that the job was ended into the one that kept it from its end.
-void replace_end(Fault& fault, Fault cause);
-
-/// Without its words, if there is no memory for them.
-Fault copy_of(const Fault& fault) noexcept;
 
 /// What is left to say when devices that hang have all memory that a job would need.
 Fault cache_lost();

@@ -1,5 +1,5 @@
-// How long those who wait for a device, or for a file operation, go on when the process, or the
-// engine, is about to end: it may hang.
+// How long those who wait for a device go on when the process, or the engine, is about to end: it
+// may hang.
 
 #pragma once
 

@@ -43,7 +43,7 @@ bool cpu_has_instruction() {
 }
 
 bool use_hardware() {
-    static const bool use = crc32c_hardware_name != nullptr && cpu_has_instruction();
+    static const bool use = has_crc32c_hardware && cpu_has_instruction();
     return use;
 }
 
@@ -72,10 +72,6 @@ std::uint32_t crc32c_portable(std::span<const std::byte> data, std::uint32_t crc
         state = (state >> 8U) ^ kSlices[0][(state ^ std::to_integer<std::uint32_t>(*next)) & 0xFFU];
     }
     return ~state;
-}
-
-std::string_view crc32c_implementation() {
-    return use_hardware() ? crc32c_hardware_name : "table";
 }
 
 }  // namespace datastates

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 namespace datastates {
 
@@ -14,8 +13,5 @@ std::uint32_t crc32c(std::span<const std::byte> data, std::uint32_t crc = 0);
 
 /// The same by tables alone (slicing by 8), whatever the CPU has.
 std::uint32_t crc32c_portable(std::span<const std::byte> data, std::uint32_t crc = 0);
-
-/// What `crc32c` uses here: "sse4.2", "armv8" or "table".
-std::string_view crc32c_implementation();
 
 }  // namespace datastates

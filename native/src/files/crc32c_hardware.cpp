@@ -80,11 +80,7 @@ std::uint32_t crc32c_hardware(std::uint32_t state, const std::byte* data, std::s
     return state;
 }
 
-#if defined(__x86_64__)
-const char* const crc32c_hardware_name = "sse4.2";
-#else
-const char* const crc32c_hardware_name = "armv8";
-#endif
+const bool has_crc32c_hardware = true;
 
 #else
 
@@ -93,7 +89,7 @@ std::uint32_t crc32c_hardware(std::uint32_t state, const std::byte* /*data*/,
     return state;
 }
 
-const char* const crc32c_hardware_name = nullptr;
+const bool has_crc32c_hardware = false;
 
 #endif
 

@@ -33,10 +33,6 @@ class InputFile : public Immovable {
     /// Whether the page cache has had all that was read so far.
     [[nodiscard]] bool is_cached() const { return way_ == Way::kCached; }
 
-    /// Nothing closes it any more but the end of the process: it may take for ever. No thread
-    /// reads.
-    void leave_open() { fd_ = -1; }
-
   private:
     enum class Way : std::uint8_t { kCached, kDirect, kBuffered };
 

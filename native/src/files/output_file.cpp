@@ -152,7 +152,6 @@ Status OutputFile::finish() {
 }
 
 void OutputFile::abandon() {
-    if (left_open_) return;
     const int fd = fd_.exchange(-1);
     if (fd >= 0) ops_->close(fd);  // its errors matter no more
 }

@@ -27,8 +27,6 @@ class OutputFile : public Immovable {
     OutputFile(std::shared_ptr<FileOps> ops, std::string path, std::uint64_t nbytes);
     ~OutputFile() { abandon(); }
 
-    /// Another path than the one given at first. No thread has opened the file, or does so now.
-
     /// Creates the file (it must not exist) and allocates its space. Only the first call does;
     /// others wait for it, or for `cancel`.
     Status ensure_open();
@@ -46,9 +44,6 @@ class OutputFile : public Immovable {
 
     /// Closes the file as it is. No write is under way.
     void abandon();
-
-    /// Nothing closes it any more but the end of the process: it may take for ever. Any thread.
-    void leave_open() { left_open_ = true; }
 
     /// False once the file had to be written through the page cache.
     [[nodiscard]] bool direct() const { return direct_; }
@@ -71,7 +66,6 @@ class OutputFile : public Immovable {
     Status opened_;  // when kTried
     std::atomic<int> fd_ = -1;
     std::atomic<bool> direct_ = true;
-    std::atomic<bool> left_open_ = false;
     std::deque<Range> behind_;  // buffered writes whose write-back was started, oldest first
 };
 

@@ -1,13 +1,10 @@
 #include "pipeline/engine.h"
 
-#include <chrono>
 #include <optional>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include "base/sizes.h"
-#include "base/threads.h"
 
 namespace datastates {
 namespace {
@@ -63,12 +60,12 @@ RestoreHandle::Requests RestoreHandle::requests() const {
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
                std::shared_ptr<DeviceApi> api, Clock::duration patience, Limits limits)
-    : ops_(std::make_shared<AbandonableFileOps>(std::move(ops), patience)),
+    : ops_(std::move(ops)),
       cache_(make_cache(host_cache_bytes, threads)),
       devices_(std::make_shared<Devices>(cache_, std::move(api), patience, limits.copy_rate)),
-      saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush,
+      saves_(std::make_shared<SavePipeline>(cache_, devices_, threads.copy, threads.flush,
                                             limits.write_rate, limits.io_priority)),
-      restores_(std::make_shared<RestorePipeline>(cache_, devices_, ops_, threads.restore)) {}
+      restores_(std::make_shared<RestorePipeline>(cache_, devices_, threads.restore)) {}
 
 void Engine::grow(std::uint64_t nbytes) {
     devices_->pinner().grow(nbytes);
@@ -154,33 +151,18 @@ std::shared_ptr<RestoreHandle> Engine::submit(const std::shared_ptr<RestoreJob>&
     return handle;
 }
 
-void Engine::limit_file_patience() {
+std::vector<std::string> Engine::shutdown(Clock::duration patience) {
     const std::scoped_lock lock(shutdown_mutex_);
-    if (!alive_ || watch_.joinable()) return;
-    ops_->limit_patience();
-    try {
-        watch_ = start_thread("ds-patience", [this] {
-            for (; alive_; std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
-                saves_->give_up_stuck();
-                restores_->give_up_stuck();
-            }
-        });
-    } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch): `shutdown` looks, too
-    }
-}
-
-void Engine::shutdown() {
-    const std::scoped_lock lock(shutdown_mutex_);
-    if (!alive_.exchange(false)) return;
-    if (watch_.joinable()) watch_.join();
+    if (!alive_.exchange(false)) return {};
     cache_->close();
-    ops_->begin_shutdown();
     devices_->begin_shutdown();
     saves_->stop();
     restores_->stop();
     devices_->shutdown();  // before the threads end, to which goes what devices are done with
-    saves_->join();
-    restores_->join();
+    const auto deadline = Clock::now() + patience;
+    auto held_up = saves_->join(deadline);
+    for (std::string& name : restores_->join(deadline)) held_up.push_back(std::move(name));
+    return held_up;
 }
 
 }  // namespace datastates

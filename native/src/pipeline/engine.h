@@ -10,13 +10,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fault.h"
 #include "base/immovable.h"
 #include "device/devices.h"
-#include "files/abandonable_file_ops.h"
 #include "files/file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/restore_job.h"
@@ -84,8 +82,7 @@ class Engine : public Immovable {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
     /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
-    /// that hang, and for file operations that do not return; it abandons the memory that they may
-    /// still use, and the threads that are in such operations.
+    /// that hang, and abandons the memory that they may still use.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
                     std::shared_ptr<DeviceApi> api = nullptr,
@@ -131,17 +128,10 @@ class Engine : public Immovable {
     Enqueued copy_to_host(const StreamContent& content, std::byte* out, int device,
                           StreamHandle stream);
 
-    /// The process is about to end: from now on, threads in a file operation that does not return
-    /// are given up when patience with it is over, and what is in flight in their pipeline fails
-    /// then. Idempotent, any thread.
-    void limit_file_patience();
-
-    /// What threads were given up for until now.
-    [[nodiscard]] std::vector<Fault> given_up() const { return ops_->abandoned(); }
-
-    /// Fails what is in flight and joins all threads, but for those that it gives up. Idempotent,
-    /// any thread.
-    void shutdown();
+    /// Fails what is in flight and joins all threads. If file operations do not return within
+    /// `patience`, their threads are left in them, with all that they use, and the names of their
+    /// jobs are returned: once. Idempotent, any thread.
+    std::vector<std::string> shutdown(Clock::duration patience = Patience::kDefault);
 
     [[nodiscard]] bool alive() const { return alive_; }
 
@@ -151,14 +141,13 @@ class Engine : public Immovable {
     std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
     std::shared_ptr<RestoreHandle> submit(const std::shared_ptr<RestoreJob>& job);
 
-    const std::shared_ptr<AbandonableFileOps> ops_;
+    const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<Devices> devices_;
     const std::shared_ptr<SavePipeline> saves_;
     const std::shared_ptr<RestorePipeline> restores_;
     std::atomic<bool> alive_ = true;
     std::mutex shutdown_mutex_;  // held during `shutdown`: a second caller returns after the first
-    std::jthread watch_;         // gives up what is stuck, until not alive_; joined by `shutdown`
 };
 
 }  // namespace datastates

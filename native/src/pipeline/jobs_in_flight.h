@@ -5,15 +5,12 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
-#include <utility>
+#include <string>
 #include <vector>
-
-#include "base/fault.h"
-#include "pipeline/crew.h"
 
 namespace datastates {
 
-/// Any thread. `fail` is the pipeline's: it fails a job and drops what is queued of it.
+/// Any thread.
 template <typename Job>
 class JobsInFlight {
   public:
@@ -37,23 +34,13 @@ class JobsInFlight {
         }
     }
 
-    /// Fails the jobs of `losses`, which are not empty, and all others, which would only wait for
-    /// what those hold. When no more are added.
-    template <typename Fail>
-    void give_up(std::vector<typename Crew<Job>::Loss> losses, const Fail& fail) {
-        const Fault first = copy_of(losses.front().fault);
-        for (auto& [job, fault] : losses) {
-            if (!job) continue;
-            job->give_up(copy_of(fault));
-            fail(job, std::move(fault));
-        }
+    /// The names of those that are not done.
+    std::vector<std::string> unfinished() {
+        std::vector<std::string> names;
         for_all([&](const auto& job) {
-            job->give_up(copy_of(first));
-            fail(job, copy_of(first));
+            if (!job->done()) names.push_back(job->name());
         });
-        for (const auto& loss : losses) {
-            if (loss.job) loss.job->lose_pin();
-        }
+        return names;
     }
 
   private:

@@ -42,13 +42,32 @@ RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_
 
 RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
                        Fences fences, Input input)
-    : input_(input), fences_(std::move(fences)) {
+    : name_(files.empty() ? "" : files.front().path), input_(input), fences_(std::move(fences)) {
     for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
 }
 
 bool RestoreJob::wait(Clock::time_point deadline) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_until(lock, deadline, [&] { return done_; });
+    return changed_.wait_until(lock, deadline,
+                               [&] { return done_ || (fault_.has_value() && writing_ == 0); });
+}
+
+bool RestoreJob::done() const {
+    const std::scoped_lock lock(mutex_);
+    return done_;
+}
+
+RestoreJob::Writing RestoreJob::begin_writing() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return nullptr;
+    ++writing_;
+    return Writing(this);
+}
+
+void RestoreJob::end_writing() {
+    const std::scoped_lock lock(mutex_);
+    --writing_;
+    changed_.notify_all();
 }
 
 std::optional<Fault> RestoreJob::fault() const {
@@ -67,20 +86,6 @@ bool RestoreJob::fail(Fault fault) {
     fetching_ = 0;
     changed_.notify_all();
     return true;
-}
-
-void RestoreJob::give_up(Fault fault) {
-    const std::scoped_lock lock(mutex_);
-    leave_open_ = true;
-    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
-}
-
-void RestoreJob::lose_pin() {
-    const std::scoped_lock lock(mutex_);
-    if (!ending_ && --pins_ > 0) return;
-    ending_ = true;  // or it was lost while it closed the files
-    done_ = true;
-    changed_.notify_all();
 }
 
 RestoreStep RestoreJob::table_step(std::size_t file, std::uint64_t begin) const {
@@ -223,11 +228,8 @@ void RestoreJob::unpin() {
         const std::scoped_lock lock(mutex_);
         if (--pins_ > 0 || ending_) return;
         ending_ = true;
-        if (leave_open_) {
-            for (const auto& file : files_) file->input.leave_open();
-        }
     }
-    files_.clear();  // closes them; a thread that would use them has a pin, or was given up
+    files_.clear();  // closes them; a thread that would use them has a pin
     const std::scoped_lock lock(mutex_);
     done_ = true;
     changed_.notify_all();

@@ -64,8 +64,8 @@ class RestoreJob {
 
     // --- for the handle -------------------------------------------------------------------
 
-    /// Until all is scattered, or the job has failed and no thread is at work on it any more, but
-    /// for those that were given up: they write no more.
+    /// Until all is scattered, or the job has failed and writes to its memory no more: a thread may
+    /// still be in a file operation, and touches none of it when that returns.
     bool wait(Clock::time_point deadline);
     [[nodiscard]] std::optional<Fault> fault() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
@@ -108,21 +108,27 @@ class RestoreJob {
     /// What copies to devices come after.
     [[nodiscard]] JobFences& fences() { return fences_; }
 
+    /// The path of its first file.
+    [[nodiscard]] const std::string& name() const { return name_; }
     [[nodiscard]] bool failed() const { return failed_; }
+    /// Whether no thread is at work on it any more.
+    [[nodiscard]] bool done() const;
 
     /// The first fault wins. Returns whether it was this one.
     bool fail(Fault fault);
 
-    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
-    /// and its files are not closed any more. The caller fails it.
-    void give_up(Fault fault);
-
-    /// A pin never goes: the thread that has it was given up.
-    void lose_pin();
-
     /// Keeps the job at work: it is done when the last pin goes. Every step, queued or under way,
     /// has one.
     using Pin = JobPin<RestoreJob>;
+
+    struct EndWriting {
+        void operator()(RestoreJob* job) const { job->end_writing(); }
+    };
+    /// Writes to the job's memory: who waits for the job waits until it goes. It goes before the
+    /// pin of its thread.
+    using Writing = std::unique_ptr<RestoreJob, EndWriting>;
+    /// Null if the job has failed: its memory may be gone.
+    [[nodiscard]] Writing begin_writing();
 
   private:
     friend Pin;
@@ -142,7 +148,9 @@ class RestoreJob {
     [[nodiscard]] std::vector<RestoreStep> plan_reads(std::size_t index, const File& file) const;
     void pin();
     void unpin();
+    void end_writing();
 
+    const std::string name_;
     const Input input_;
     JobFences fences_;
     std::vector<std::unique_ptr<File>> files_;  // until the last pin goes
@@ -152,10 +160,10 @@ class RestoreJob {
     mutable std::mutex mutex_;         // guards what follows
     std::condition_variable changed_;  // any of it
     std::size_t pins_ = 0;
+    std::size_t writing_ = 0;
     std::deque<RestoreStep> unfetched_;
     std::size_t fetching_ = 0;  // steps that the caller has taken
     std::optional<Fault> fault_;
-    bool leave_open_ = false;
     bool ending_ = false;  // the last pin went
     bool done_ = false;
 };

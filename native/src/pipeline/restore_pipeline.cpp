@@ -25,12 +25,11 @@ void ReadRequest::fill(std::span<const std::byte> bytes) {
 }
 
 RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                                 std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
+                                 std::size_t threads)
     : cache_(std::move(cache)),
       devices_(std::move(devices)),
       reading_threads_(threads),
-      using_threads_((threads + 1) / 2),
-      threads_(std::move(ops)) {}
+      using_threads_((threads + 1) / 2) {}
 
 bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     const RestoreJob::Pin until_queued(job);  // a plan of no files is done when this goes
@@ -58,20 +57,6 @@ void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) 
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
 
-void RestorePipeline::give_up_stuck() {
-    auto losses = threads_.give_up_stuck();
-    if (losses.empty()) return;
-    {
-        const std::scoped_lock lock(mutex_);
-        stopping_ = true;
-        all_failed_ = true;
-        ended_ = true;
-        changed_.notify_all();
-    }
-    jobs_.give_up(std::move(losses),
-                  [this](const auto& job, Fault fault) { fail(job, std::move(fault)); });
-}
-
 void RestorePipeline::stop() {
     {
         const std::scoped_lock lock(mutex_);
@@ -82,15 +67,16 @@ void RestorePipeline::stop() {
     cache_->interrupt();
 }
 
-void RestorePipeline::join() {
+std::vector<std::string> RestorePipeline::join(Clock::time_point deadline) {
     {
         const std::scoped_lock lock(mutex_);
         all_failed_ = true;
         changed_.notify_all();
     }
-    threads_.join([this] { give_up_stuck(); });
+    if (!threads_.join(deadline)) return jobs_.unfinished();
     const std::scoped_lock lock(mutex_);
     ended_ = true;
+    return {};
 }
 
 /// With mutex_ held. A call that fails leaves the rest to the next one.
@@ -99,15 +85,14 @@ void RestorePipeline::start_threads() {
         const bool reads = i < reading_threads_;
         const std::string name = reads ? "ds-restore-" + std::to_string(i)
                                        : "ds-place-" + std::to_string(i - reading_threads_);
-        threads_.start(name, [self = shared_from_this(), reads](Thread& thread) {
-            self->loop(thread, reads ? self->tasks_ : self->read_);
+        threads_.start(name, [self = shared_from_this(), reads] {
+            self->loop(reads ? self->tasks_ : self->read_);
         });
     }
 }
 
-void RestorePipeline::loop(Thread& self, NodeQueue<Task>& tasks) {
+void RestorePipeline::loop(NodeQueue<Task>& tasks) {
     while (auto task = next_task(tasks)) {
-        self.works_on(task->job.job());
         try {
             run(*task);
         } catch (const std::exception&) {  // only memory can have run out
@@ -160,13 +145,17 @@ void RestorePipeline::hand_over(const Task& task, Lease memory) {
 }
 
 void RestorePipeline::use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory) {
+    auto writing = job->begin_writing();
+    if (!writing) return;
     auto next = job->use(step, memory.data());
     if (!next.ok()) {
         fail(job.job(), std::move(next).fault());
         return;
     }
     auto& [steps, work] = *next;
-    if (!work.empty()) copy_to_devices(job, std::move(memory), std::move(work));
+    if (!work.empty()) {
+        copy_to_devices(job, std::move(writing), std::move(memory), std::move(work));
+    }
     if (!steps.empty()) queue(job, steps);
 }
 
@@ -222,16 +211,18 @@ void RestorePipeline::fetched(const std::shared_ptr<RestoreJob>& job, const Rest
 }
 
 /// The segment, and the job, are kept until the devices are done with it.
-void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
-                                      std::map<int, DeviceWork> work) {
+void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, RestoreJob::Writing writing,
+                                      Lease memory, std::map<int, DeviceWork> work) {
     struct Copying {
         NodeQueue<Task>::Node last;  // keeps the job
+        RestoreJob::Writing writing;
         Lease memory;
         std::map<int, DeviceWork> work;
     };
     const auto copying = std::make_shared<Copying>();
     copying->last =
         NodeQueue<Task>::Node({.job = RestoreJob::Pin(job.job()), .step = {}, .memory = {}});
+    copying->writing = std::move(writing);
     copying->memory = std::move(memory);
     copying->work = std::move(work);
     devices_->copy(
@@ -242,6 +233,7 @@ void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
             if (!outcome.status.ok()) self->fail(of, std::move(outcome.status).fault());
             if (!outcome.finished) copying->memory.abandon();
             copying->memory.release();
+            copying->writing.reset();
             self->let_go(std::move(copying->last));
         });
 }

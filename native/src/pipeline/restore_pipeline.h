@@ -20,13 +20,13 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/immovable.h"
 #include "base/node_queue.h"
 #include "device/devices.h"
-#include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/crew.h"
 #include "pipeline/jobs_in_flight.h"
@@ -61,7 +61,7 @@ class ReadRequest : public Immovable {
 class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, public Immovable {
   public:
     RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                    std::shared_ptr<AbandonableFileOps> ops, std::size_t threads);
+                    std::size_t threads);
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<RestoreJob>& job);
@@ -78,16 +78,11 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     void fetched(const std::shared_ptr<RestoreJob>& job, const RestoreStep& step,
                  Lease memory) noexcept;
 
-    /// Gives up threads in file operations that patience is over for; if there are some, takes no
-    /// jobs any more and fails all that there are: the others would only wait for what those hold.
-    /// One call of this or `shutdown` at a time.
-    void give_up_stuck();
-
     /// Fails all jobs with a shutdown fault, and takes no more.
     void stop();
-    /// Then, when devices are done with what they were given: joins the threads, but for those that
-    /// it gives up. One call at a time.
-    void join();
+    /// Then, when devices are done with what they were given: joins the threads. Returns the names
+    /// of the jobs that storage holds up, if threads have not ended by `deadline`. Once.
+    std::vector<std::string> join(Clock::time_point deadline);
 
   private:
     struct Task {
@@ -96,10 +91,8 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
         Lease memory;                     ///< what was read, if the step is to be used
     };
 
-    using Thread = Crew<RestoreJob>::Member;
-
     void start_threads();
-    void loop(Thread& self, NodeQueue<Task>& tasks);
+    void loop(NodeQueue<Task>& tasks);
     std::optional<Task> next_task(NodeQueue<Task>& tasks);
     void run(Task& task);
     void hand_over(const Task& task, Lease memory);
@@ -107,7 +100,8 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     void use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory);
     Result<Lease> acquire_segment(const RestoreJob& job,
                                   Clock::time_point deadline = Clock::time_point::max());
-    void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
+    void copy_to_devices(const RestoreJob::Pin& job, RestoreJob::Writing writing, Lease memory,
+                         std::map<int, DeviceWork> work);
     void let_go(NodeQueue<Task>::Node last);
 
     const std::shared_ptr<HostCache> cache_;
@@ -124,7 +118,7 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     bool stopping_ = false;            // takes no jobs
     bool all_failed_ = false;          // threads end when no tasks are left
     bool ended_ = false;               // no thread takes tasks any more
-    Crew<RestoreJob> threads_;         // joined by `shutdown`; has its own lock, taken after mutex_
+    Crew threads_;                     // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

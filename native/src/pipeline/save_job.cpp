@@ -25,6 +25,12 @@ std::shared_ptr<const ExpectedBytes> indexed(std::shared_ptr<ExpectedBytes> expe
     return expected;
 }
 
+std::string name_of(const std::vector<SaveFile>& files,
+                    const std::vector<std::string>& directories) {
+    if (!files.empty()) return files.front().path;
+    return directories.empty() ? "" : directories.front();
+}
+
 void check_path(const std::string& path) {
     if (path.empty()) throw std::invalid_argument("path is empty");
     if (path.find('\0') != std::string::npos) {
@@ -89,7 +95,8 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
 SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
                  std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops,
                  Fences fences, std::shared_ptr<ExpectedBytes> expected, Output output)
-    : order_(order),
+    : name_(name_of(files, sync_directories)),
+      order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
       expected_(indexed(std::move(expected))),
@@ -423,20 +430,6 @@ bool SaveJob::fail(Fault fault) {
     }
     changed_.notify_all();
     return true;
-}
-
-void SaveJob::give_up(Fault fault) {
-    for (const auto& file : files_) file->output.leave_open();
-    const std::scoped_lock lock(mutex_);
-    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
-}
-
-void SaveJob::lose_pin() {
-    const std::scoped_lock lock(mutex_);
-    if (!ending_ && --pins_ > 0) return;
-    ending_ = true;  // or it was lost while it closed the files
-    done_ = true;
-    changed_.notify_all();
 }
 
 void SaveJob::pin() {

@@ -108,8 +108,7 @@ class SaveJob {
     /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is
     /// read.
     [[nodiscard]] Fences events(Group group) const;
-    /// Until durable, or failed and no thread is at work on it any more, but for those that were
-    /// given up.
+    /// Until durable, or failed and no thread is at work on it any more.
     bool wait(Clock::time_point deadline);
     /// Until no thread reads the job's sources. Only after a failure, or when all is read.
     void wait_not_reading();
@@ -139,6 +138,8 @@ class SaveJob {
 
     // --- for the pipeline -------------------------------------------------------------------
 
+    /// The path of its first file or directory.
+    [[nodiscard]] const std::string& name() const { return name_; }
     [[nodiscard]] std::uint64_t order() const { return order_; }
     [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
     [[nodiscard]] std::size_t file_count() const { return files_.size(); }
@@ -204,13 +205,6 @@ class SaveJob {
     /// The first fault wins. Returns whether it was this one; what waits to be written is dropped.
     bool fail(Fault fault);
 
-    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
-    /// and its files are not closed any more. The caller fails it.
-    void give_up(Fault fault);
-
-    /// A pin never goes: the thread that has it was given up.
-    void lose_pin();
-
     /// Keeps the job at work: a failed job is done when the last pin goes. Every queue entry and
     /// every thread that touches the job's files or sources has one.
     using Pin = JobPin<SaveJob>;
@@ -261,6 +255,7 @@ class SaveJob {
     void pin();
     void unpin();
 
+    const std::string name_;
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;

@@ -8,16 +8,14 @@
 
 namespace datastates {
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                           std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
-                           std::size_t flush_threads, std::uint64_t write_rate,
-                           IoPriority io_priority)
+                           std::size_t copy_threads, std::size_t flush_threads,
+                           std::uint64_t write_rate, IoPriority io_priority)
     : cache_(std::move(cache)),
       devices_(std::move(devices)),
       copy_threads_(copy_threads),
       flush_threads_(flush_threads),
       pace_(write_rate),
-      io_priority_(io_priority),
-      threads_(std::move(ops)) {}
+      io_priority_(io_priority) {}
 
 bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
     job->window()->attach(weak_from_this());
@@ -52,11 +50,10 @@ void SavePipeline::start_threads() {
     const auto self = shared_from_this();
     for (std::size_t i = threads_.size(); i < copy_threads_ + flush_threads_; ++i) {
         if (i < copy_threads_) {
-            threads_.start("ds-copy-" + std::to_string(i),
-                           [self](Thread& thread) { self->copy_loop(thread); });
+            threads_.start("ds-copy-" + std::to_string(i), [self] { self->copy_loop(); });
         } else {
             threads_.start("ds-flush-" + std::to_string(i - copy_threads_),
-                           [self](Thread& thread) { self->flush_loop(thread); });
+                           [self] { self->flush_loop(); });
         }
     }
 }
@@ -97,28 +94,6 @@ void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexce
     wake_copy_threads();
 }
 
-void SavePipeline::give_up_stuck() {
-    auto losses = threads_.give_up_stuck();
-    if (losses.empty()) return;
-    {
-        const std::scoped_lock lock(mutex_);
-        stopping_ = true;
-        all_failed_ = true;
-        ended_ = true;
-        jobs_changed_.notify_all();
-        tasks_changed_.notify_all();
-    }
-    jobs_.give_up(std::move(losses),
-                  [this](const auto& job, Fault fault) { fail(job, std::move(fault)); });
-    drop_tasks();
-}
-
-void SavePipeline::drop_tasks() {
-    NodeQueue<Task> left;  // destroyed after the lock
-    const std::scoped_lock lock(mutex_);
-    std::swap(left, tasks_);
-}
-
 void SavePipeline::stop() {
     {
         const std::scoped_lock lock(mutex_);
@@ -129,26 +104,27 @@ void SavePipeline::stop() {
     cache_->interrupt();
 }
 
-void SavePipeline::join() {
+std::vector<std::string> SavePipeline::join(Clock::time_point deadline) {
     {
         const std::scoped_lock lock(mutex_);
         all_failed_ = true;
         tasks_changed_.notify_all();
     }
-    threads_.join([this] { give_up_stuck(); });
-    {
-        const std::scoped_lock lock(mutex_);
-        ended_ = true;
-    }
-    drop_tasks();
+    // What is queued is left to a thread that storage holds up: it closes files, which may hang,
+    // too.
+    if (!threads_.join(deadline)) return jobs_.unfinished();
+    NodeQueue<Task> left;  // destroyed after the lock
+    const std::scoped_lock lock(mutex_);
+    ended_ = true;
+    std::swap(left, tasks_);
+    return {};
 }
 
 // --- copy threads ------------------------------------------------------------------------------
 
-void SavePipeline::copy_loop(Thread& self) {
+void SavePipeline::copy_loop() {
     Clock::duration waited{};
     while (true) {
-        self.works_on({});
         const std::uint64_t epoch = cache_->epoch();
         const auto next = wait_for_open_job();
         if (!next) return;
@@ -159,7 +135,6 @@ void SavePipeline::copy_loop(Thread& self) {
         auto reading = take_unit();
         if (!reading) continue;
         const auto& [job, taken] = *reading;
-        self.works_on(job.job());
         job->waited(std::exchange(waited, {}));
         if (taken.last) wake_copy_threads();  // a newer, streamed job may be read now
         try {
@@ -284,10 +259,9 @@ std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
 
 // --- flush threads -----------------------------------------------------------------------------
 
-void SavePipeline::flush_loop(Thread& self) {
+void SavePipeline::flush_loop() {
     set_io_priority(io_priority_);
     while (auto task = next_task()) {
-        self.works_on(task->job.job());
         try {
             run(*task);
         } catch (const std::exception&) {

@@ -34,13 +34,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/node_queue.h"
 #include "base/pace.h"
 #include "base/threads.h"
 #include "device/devices.h"
-#include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/crew.h"
 #include "pipeline/jobs_in_flight.h"
@@ -53,8 +53,8 @@ namespace datastates {
 class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
   public:
     SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                 std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
-                 std::size_t flush_threads, std::uint64_t write_rate, IoPriority io_priority);
+                 std::size_t copy_threads, std::size_t flush_threads, std::uint64_t write_rate,
+                 IoPriority io_priority);
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
@@ -62,16 +62,11 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     /// Fails `job` and drops what is queued of it. Returns at once.
     void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
 
-    /// Gives up threads in file operations that patience is over for; if there are some, takes no
-    /// jobs any more and fails all that there are: the others would only wait for what those hold.
-    /// One call of this or `shutdown` at a time.
-    void give_up_stuck();
-
     /// Fails all jobs with a shutdown fault, and takes no more.
     void stop();
-    /// Then, when devices are done with what they were given: joins the threads, but for those that
-    /// it gives up. One call at a time.
-    void join();
+    /// Then, when devices are done with what they were given: joins the threads. Returns the names
+    /// of the jobs that storage holds up, if threads have not ended by `deadline`. Once.
+    std::vector<std::string> join(Clock::time_point deadline);
 
     void window_opened() override { wake_copy_threads(); }
 
@@ -91,13 +86,10 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     };
 
     void start_threads();
-    void drop_tasks();
     void queue_opening(const std::shared_ptr<SaveJob>& job);
     void wake_copy_threads();
 
-    using Thread = Crew<SaveJob>::Member;
-
-    void copy_loop(Thread& self);
+    void copy_loop();
     [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
     std::shared_ptr<SaveJob> wait_for_open_job();
     Lease acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch);
@@ -107,7 +99,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
     void push_ahead(NodeQueue<Task>::Node task);
 
-    void flush_loop(Thread& self);
+    void flush_loop();
     std::optional<Task> next_task();
     void enqueue(Task task);
     void run(Task& task);
@@ -131,7 +123,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     bool stopping_ = false;    // copy threads end
     bool all_failed_ = false;  // flush threads end when no tasks are left
     bool ended_ = false;       // no thread takes tasks any more
-    Crew<SaveJob> threads_;    // joined by `shutdown`; has its own lock, taken after mutex_
+    Crew threads_;             // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

@@ -23,12 +23,11 @@ namespace {
 /// Below this, giving up the GIL costs more than the work.
 constexpr std::size_t kReleaseGilBytes = std::size_t{256} << 10U;
 
-template <typename Checksum>
-std::uint32_t checksum(const py::buffer& data, std::uint32_t crc, const Checksum& compute) {
+std::uint32_t checksum(const py::buffer& data, std::uint32_t crc) {
     const PyBufferView view(data, PyBUF_SIMPLE);
-    if (view.bytes().size() < kReleaseGilBytes) return compute(view.bytes(), crc);
+    if (view.bytes().size() < kReleaseGilBytes) return crc32c(view.bytes(), crc);
     const GilRelease release;
-    return compute(view.bytes(), crc);
+    return crc32c(view.bytes(), crc);
 }
 
 std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::sequence& sizes,
@@ -62,17 +61,7 @@ PYBIND11_MODULE(_native, module) {
     module.attr("BLOCK_BYTES") = kBlockBytes;
     module.attr("MIN_HOST_CACHE_BYTES") = kMinSegments * kSegmentBytes;
 
-    module.def(
-        "crc32c",
-        [](const py::buffer& data, std::uint32_t crc) { return checksum(data, crc, crc32c); },
-        py::arg("data"), py::arg("crc") = 0);
-    module.def(
-        "crc32c_portable",
-        [](const py::buffer& data, std::uint32_t crc) {
-            return checksum(data, crc, crc32c_portable);
-        },
-        py::arg("data"), py::arg("crc") = 0);
-    module.def("crc32c_implementation", &crc32c_implementation);
+    module.def("crc32c", &checksum, py::arg("data"), py::arg("crc") = 0);
     module.def("sample_words", &sample, py::arg("addresses"), py::arg("sizes"), py::arg("seed"),
                py::arg("guarded") = false);
 

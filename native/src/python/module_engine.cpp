@@ -209,9 +209,6 @@ void bind_engine(const py::module_& module) {
     py::class_<CacheStats>(module, "CacheStats", py::is_final())
         .def_readonly("total_segments", &CacheStats::total_segments)
         .def_readonly("free_segments", &CacheStats::free_segments)
-        .def_readonly("slab_segments", &CacheStats::slab_segments)
-        .def_readonly("waiting", &CacheStats::waiting)
-        .def_readonly("peak_used_segments", &CacheStats::peak_used_segments)
         .def_readonly("returned_segments", &CacheStats::returned_segments);
 
     const ThreadCounts defaults;
@@ -249,15 +246,6 @@ void bind_engine(const py::module_& module) {
              [](const PyEngine& self) {
                  required(self.engine, "engine")->devices().limit_patience();
              })
-        .def("limit_file_patience",
-             [](const PyEngine& self) {
-                 const auto engine = required(self.engine, "engine");
-                 const GilRelease release;  // a shutdown may be under way
-                 engine->limit_file_patience();
-             })
-        .def_property_readonly(
-            "given_up",
-            [](const PyEngine& self) { return required(self.engine, "engine")->given_up(); })
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))
@@ -283,12 +271,21 @@ void bind_engine(const py::module_& module) {
             })
         .def("keep_memory",
              [](const PyEngine& self) { required(self.engine, "engine")->cache().keep(); })
-        .def("shutdown",
-             [](const PyEngine& self) {
-                 const auto engine = required(self.engine, "engine");
-                 const GilRelease release;
-                 engine->shutdown();
-             })
+        .def(
+            "shutdown",
+            [](const PyEngine& self, double timeout) {
+                const auto engine = required(self.engine, "engine");
+                const auto patience = after(timeout, "timeout") - Clock::now();
+                std::vector<std::string> held_up;
+                {
+                    const GilRelease release;
+                    held_up = engine->shutdown(patience);
+                }
+                py::list names;
+                for (const std::string& name : held_up) names.append(to_text(name));
+                return names;
+            },
+            py::arg("timeout") = 10.0)
         .def_property_readonly("alive", [](const PyEngine& self) {
             const auto engine = self.engine.get();
             return engine != nullptr && engine->alive();

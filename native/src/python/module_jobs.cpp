@@ -107,13 +107,9 @@ void bind_window(const py::module_& module) {
                  return std::make_unique<PyWindow>(std::move(window));
              }),
              py::arg("deadline"))
-        .def("open",
-             [](const PyWindow& self) {
-                 const GilRelease release;
-                 if (const auto window = self.window.get()) window->open();
-             })
-        .def_property_readonly("is_open", [](const PyWindow& self) {
-            return required(self.window, "window")->is_open();
+        .def("open", [](const PyWindow& self) {
+            const GilRelease release;
+            if (const auto window = self.window.get()) window->open();
         });
 }
 
@@ -214,8 +210,6 @@ void bind_save(const py::module_& module) {
                 if (!found) return std::nullopt;
                 return std::tuple(found->tensor, found->begin, found->end);
             })
-        .def_property_readonly("done",
-                               [](const PySaveJob& self) { return (*handle_of(self))->done(); })
         .def_property_readonly(
             "bytes_read", [](const PySaveJob& self) { return (*handle_of(self))->bytes_read(); })
         .def_property_readonly(

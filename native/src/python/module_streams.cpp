@@ -67,8 +67,6 @@ void bind_streams(const py::module_& module) {
     bind_items<PySegment, Piece>(module, "SegmentStream");
 
     py::class_<PyReadRequest>(module, "ReadRequest", py::is_final())
-        .def_property_readonly("file",
-                               [](const PyReadRequest& self) { return self.fetch.step.file; })
         .def_property_readonly("path",
                                [](const PyReadRequest& self) { return to_text(self.fetch.path); })
         .def_property_readonly(

@@ -232,15 +232,6 @@ def test_a_slab_that_can_never_fit_is_refused_at_once_and_one_that_may_is_awaite
     assert engine.slab(1, 0, 1.0) is not None
 
 
-def test_streams_keep_two_segments_whatever_slabs_take(engine, data, tmp_path):
-    slab = engine.slab(engine.max_slab_bytes, 0, 1.0)
-    job = save(engine, tmp_path / "file", data, _native.Window(0))
-    assert job.wait(60)
-    assert job.fault is None
-    assert (tmp_path / "file").stat().st_size > data.nbytes
-    slab.release()
-
-
 def test_growing_adds_segments_and_never_takes_any(engine):
     before = engine.host_cache_bytes
     engine.grow(before // 2)
@@ -277,7 +268,6 @@ def test_overlapping_regions_are_refused(data):
         _native.SaveFile("file", 2 * data.nbytes, content)
 
 
-def test_crc32c_has_the_known_value_in_every_implementation():
-    for implementation in (_native.crc32c, _native.crc32c_portable):
-        assert implementation(b"123456789") == 0xE3069283  # RFC 3720, and every other source
-        assert implementation(b"56789", implementation(b"1234")) == 0xE3069283
+def test_crc32c_has_the_known_value():
+    assert _native.crc32c(b"123456789") == 0xE3069283  # RFC 3720, and every other source
+    assert _native.crc32c(b"56789", _native.crc32c(b"1234")) == 0xE3069283

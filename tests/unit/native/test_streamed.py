@@ -9,11 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.jobs.scripts import run_script
 from support.state.objects import Objects, restore, save, sources
-from support.tiers import sampled
 from support.waiting import await_that
 
 from dcp_datastates import _native
@@ -44,59 +41,6 @@ def fetch(job, objects):
     for request in job.requests():
         begin = request.offset
         request.fill(objects.read_range(request.path, begin, begin + request.nbytes))
-
-
-near_limits = st.builds(
-    lambda units, unit, words: max(0, units * unit + 4 * words),
-    st.integers(0, 2),
-    st.sampled_from([SEGMENT, _native.BLOCK_BYTES]),
-    st.integers(-20, 20),
-)
-
-
-@pytest.mark.parametrize("run", sampled(range(8), keep=[0]))
-def test_streams_are_the_files_that_a_save_writes_and_come_back(run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-
-    @settings(max_examples=8, derandomize=False, database=None)
-    @given(st.lists(near_limits, min_size=1, max_size=3))
-    def holds(sizes):
-        engine = _native.Engine(CACHE)
-        data = sources(*sizes)
-        objects = Objects()
-        job, names = save(engine, data)
-        send(job, names, objects)
-        assert job.wait(60)
-        assert job.fault is None
-        assert job.bytes_written == sum(map(len, objects.stored.values()))
-        files = []
-        for index, each in enumerate(data):
-            content = _native.Transfer()
-            content.add_buffer(0, each)
-            (folder / f"{index}").unlink(missing_ok=True)
-            files.append(_native.SaveFile(str(folder / f"{index}"), each.nbytes, content))
-        local = engine.save(files, [], 1, _native.Window(0), data)
-        assert local.wait(60)
-        for index, name in enumerate(names):
-            assert objects.stored[name] == (folder / f"{index}").read_bytes()
-        found = [np.zeros_like(each) for each in data]
-        read = restore(engine, objects, names, found)
-        fetch(read, objects)
-        assert read.wait(60)
-        assert read.fault is None
-        assert all(map(np.array_equal, found, data))
-        wait_until_cache_is_free(engine)
-        engine.shutdown()
-
-    holds()
-
-
-def test_memory_is_bounded_by_the_cache(engine):
-    data = sources(5 * SEGMENT, 5 * SEGMENT)
-    job, names = save(engine, data)
-    send(job, names, Objects(lambda name, at: gc.collect()))
-    assert job.wait(60)
-    assert engine.stats().peak_used_segments <= 3  # one is for restores
 
 
 def test_a_segment_is_a_read_only_buffer_whose_views_keep_its_memory(engine):
@@ -288,22 +232,6 @@ def test_an_interpreter_that_ends_while_daemon_threads_hold_all_ends_cleanly(tmp
     ).assert_clean()
 
 
-@pytest.mark.parametrize("flip", [0, 12 << 20])
-def test_a_flipped_bit_is_a_corrupt_fault(engine, flip):
-    data = sources(12 << 20)
-    objects = Objects()
-    job, names = save(engine, data)
-    send(job, names, objects)
-    damaged = bytearray(objects.stored[names[0]])
-    damaged[flip] ^= 1
-    objects.stored[names[0]] = bytes(damaged)
-    read = restore(engine, objects, names, data)
-    fetch(read, objects)
-    assert read.wait(60)
-    assert (read.fault.kind, read.fault.path, read.fault.offset) == ("corrupt", names[0], flip)
-    wait_until_cache_is_free(engine)
-
-
 def test_a_request_is_filled_once_with_what_it_asks_for(engine):
     data = sources(SEGMENT)
     objects = Objects()
@@ -313,7 +241,7 @@ def test_a_request_is_filled_once_with_what_it_asks_for(engine):
     read = restore(engine, objects, names, found)
     requests = read.requests()
     request = next(requests)
-    assert (request.file, request.path) == (0, names[0])
+    assert request.path == names[0]
     assert (request.offset, request.nbytes) == (SEGMENT, 4 * 9)
     with pytest.raises(ValueError, match="35 bytes instead of 36"):
         request.fill(bytes(35))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from support.state.checkpoints import raises
 
 from dcp_datastates import SaveStalledError
+from dcp_datastates.process import waiting
+from dcp_datastates.process.ending import Phase
 from dcp_datastates.process.waiting import Stall
 
 logger = logging.getLogger("dcp_datastates.test")
@@ -51,6 +54,28 @@ def test_time_counts_only_after_patience():
     clock.now += 1
     with pytest.raises(SaveStalledError, match="110 s, the last 10 s"):
         stall.look(None, "its reads")
+
+
+def test_at_the_end_of_the_process_waits_for_storage_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    stall = Stall(logger, "a save", 1000.0, clock)
+
+    def is_over(since: float, phase: Phase) -> bool:
+        assert phase is Phase.GIVE_UP
+        return since + 10 < time.monotonic()
+
+    stall.look(0, "its files", storage=True)
+    monkeypatch.setattr(waiting, "patience_is_over", is_over)
+    clock.now += 9
+    stall.look(0, "its files", storage=True)
+    clock.now += 9
+    stall.look(1, "its files", storage=True)
+    clock.now += 11
+    stall.look(1, "its plan")
+    with raises(SaveStalledError, "a save has waited for 29 s, the last 11 s", "the process ends"):
+        stall.look(1, "its files", storage=True)
 
 
 def test_a_wait_of_five_seconds_is_logged_and_then_ever_more_rarely(
