@@ -71,7 +71,7 @@ def newest_numbered(
         leave_out: names of directories that do not count: of checkpoints that could not be loaded.
     """
 
-    def look() -> Location | None:
+    def look() -> str | None:
         def counts(path: Location) -> bool:
             return number_of(path, prefix) >= 0 and path.name not in leave_out
 
@@ -88,9 +88,10 @@ def newest_numbered(
                 newest, highest = path, number
         if newest is None and damaged is not None:
             raise damaged
-        return newest
+        return None if newest is None else newest.name
 
-    return from_first_rank(look, "newest", "the newest checkpoint")
+    name = from_first_rank(look, "newest", "the newest checkpoint")
+    return None if name is None else folder / name
 
 
 class StepDirectories:
