@@ -33,7 +33,6 @@ _MOST_FAILURES: Final = 5
 @dataclass(eq=False)
 class _Save:
     path: Location
-    number: int
     handle: SaveHandle | None = None
     """None: it could not begin."""
     noted: bool = False
@@ -50,17 +49,11 @@ class _Save:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Work that waits for a commit."""
+    """Work that waits for the commit of a save."""
 
     work: Callable[[], object]
     save: _Save
     deletes: Location | None
-
-    def is_due(self, newest: int) -> bool:
-        """``newest``: the number of the newest committed save."""
-        if self.deletes is None:
-            return self.save.number <= newest
-        return self.save.committed is True
 
 
 def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
@@ -115,11 +108,9 @@ class SaveTracker:
         self._in_a_row = 0
         self._last: BaseException | None = None  # the last failure, if there is a limit
         self._hopeless: ConfigurationError | None = None  # why no save can succeed
-        self._begun = 0
         self._newest: _Save | None = None
         self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
         self._lock = threading.RLock()  # guards what follows, and the failures
-        self._committed = 0  # the number of the newest committed save
         self._waiting: list[_Waiting] = []
 
     def in_flight(self, path: Location | None = None) -> list[SaveHandle]:
@@ -131,8 +122,7 @@ class SaveTracker:
         ``call`` raises.
         """
         enter("a save")
-        self._begun += 1
-        self._newest = save = _Save(path, self._begun)
+        self._newest = save = _Save(path)
         with self._lock:
             self._waiting = [each for each in self._waiting if each.deletes != path]
         try:
@@ -141,7 +131,7 @@ class SaveTracker:
             if self._on_save is not None:
                 self._note(save, record_of_call(error))
             raise
-        when_done(handle.committed, lambda _: self._ended(save))
+        when_done(handle.committed, lambda _: self._request())
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:
@@ -188,7 +178,7 @@ class SaveTracker:
             # A signal handler that saves may have come in between.
             if self._open.pop(save, None) is None:
                 continue
-            self._ended(save)  # the callback may come later
+            self._request()  # the callback may come later
             error = handle.committed.exception()
             if error is None:
                 self._in_a_row, self._last = 0, None
@@ -248,12 +238,12 @@ class SaveTracker:
     def when_committed(
         self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
     ) -> None:
-        """Have ``work`` done once the newest save, or a later one, is committed; at once if there is none.
+        """Have ``work`` done once the newest save is committed; immediately if there is none. If that save fails,
+        ``work`` is dropped.
 
-        If that save fails, the next call for a later save replaces this one. If ``deletes`` names the path that
-        ``work`` deletes, since the newest save replaces what is there: ``work`` waits for this save alone, or, if it
-        fails, for the one that replaces it; and a save to that path cancels it. Where the save to that path itself has
-        failed, only an empty directory is left, and is removed.
+        If ``deletes`` names the path that ``work`` deletes, since the newest save replaces what is there: ``work``
+        stays if that save fails, and waits for the one that replaces it; and a save to that path cancels it. Where the
+        save to that path itself has failed, only an empty directory is left, and is removed.
         """
         save = self._newest
         if save is None:
@@ -261,32 +251,29 @@ class SaveTracker:
             return
         path = None if deletes is None else locate(deletes)
         with self._lock:
-            waiting = [each for each in self._waiting if each.save.committed is False]
-            if path is None:
-                replaced = [each for each in waiting if each.deletes is None]
-                self._waiting = [each for each in self._waiting if each not in replaced]
+            replaced = [
+                each
+                for each in self._waiting
+                if each.save.path == path and each.save.committed is False
+            ]
+            for each in replaced:
+                each.save = save
+            if path is not None and replaced:
+                self.deletions.request(partial(_remove_empty, path))
             else:
-                replaced = [each for each in waiting if each.deletes and each.save.path == path]
-                for each in replaced:
-                    each.save = save
-                if replaced:
-                    self.deletions.request(partial(_remove_empty, path))
-                    return
-            self._waiting.append(_Waiting(work, save, path))
-            self._request()
-
-    def _ended(self, save: _Save) -> None:
-        """Also in the commit thread, which must not wait for storage."""
-        with self._lock:  # wait() comes behind what is requested here
-            if save.committed:
-                self._committed = max(self._committed, save.number)
+                self._waiting.append(_Waiting(work, save, path))
             self._request()
 
     def _request(self) -> None:
-        due = [each for each in self._waiting if each.is_due(self._committed)]
-        self._waiting = [each for each in self._waiting if each not in due]
-        for each in due:
-            self.deletions.request(each.work)
+        """Request what is due. Also in the commit thread, which must not wait for storage."""
+        with self._lock:  # wait() comes after what is requested here
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                committed = each.save.committed
+                if committed:
+                    self.deletions.request(each.work)
+                elif committed is None or each.deletes is not None:
+                    self._waiting.append(each)
 
 
 def _remove_empty(path: Location) -> None:

@@ -89,15 +89,6 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_a_rule_goes_by_any_later_commit(tmp_path: Path) -> None:
-    saves, called = BackgroundSaves({}), []
-    saves.start(REFUSED, tmp_path / "first")
-    saves.when_committed(lambda: called.append(1))
-    saves.start(STATE, tmp_path / "second")
-    saves.wait()
-    assert called == [1]
-
-
 def test_a_later_save_to_the_path_cancels_its_deletion(tmp_path: Path) -> None:
     saves, path = BackgroundSaves({}), tmp_path / "path"
     saves.start(REFUSED, tmp_path / "other")
