@@ -35,8 +35,6 @@ class _Save:
     path: Location
     handle: SaveHandle | None = None
     """None: it could not begin."""
-    noted: bool = False
-    """Whether its record is on its way to the hook."""
 
     @property
     def committed(self) -> bool | None:
@@ -107,7 +105,7 @@ class SaveTracker:
         """The path of the newest save that is committed."""
         self._in_a_row = 0
         self._last: BaseException | None = None  # the last failure, if there is a limit
-        self._hopeless: ConfigurationError | None = None  # why no save can succeed
+        self._hopeless: BaseException | None = None  # why no save can succeed
         self._newest: _Save | None = None
         self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
         self._lock = threading.RLock()  # guards what follows, and the failures
@@ -128,8 +126,7 @@ class SaveTracker:
         try:
             save.handle = self._open[save] = handle = call()
         except BaseException as error:
-            if self._on_save is not None:
-                self._note(save, record_of_call(error))
+            self._note(path, record_of_call(error))
             raise
         when_done(handle.committed, lambda _: self._request())
         return handle
@@ -147,19 +144,23 @@ class SaveTracker:
 
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
-        ended = [each for each in list(self._open.items()) if each[1].committed.done()]
-        if self._on_save is not None:
-            for save, handle in ended:
-                self._note(save, handle.record)
-        try:
-            self._tell_records()
-        finally:
-            self._tell_outcomes(ended)
+        for save, handle in list(self._open.items()):
+            # A signal handler that saves may come in between.
+            if not handle.committed.done() or self._open.pop(save, None) is None:
+                continue
+            self._request()  # the callback may come later
+            self._note(save.path, handle.record)
+            error = handle.committed.exception()
+            if error is None:
+                self._in_a_row, self._last = 0, None
+                self.commits, self.newest_commit = self.commits + 1, save.path
+            elif not isinstance(error, CheckpointSkipped):
+                self.failed(save.path, error)
+        self._tell_records()
 
-    def _note(self, save: _Save, record: SaveRecord | None) -> None:
-        if record is not None and not save.noted:
-            save.noted = True
-            self._records.append((save.path, record))
+    def _note(self, path: Location, record: SaveRecord | None) -> None:
+        if record is not None and self._on_save is not None:
+            self._records.append((path, record))
 
     def _tell_records(self) -> None:
         """Call the hook with each record once, also if it raises for one; then raises the first error."""
@@ -172,19 +173,6 @@ class SaveTracker:
                 failure = failure or error
         if failure is not None:
             raise failure
-
-    def _tell_outcomes(self, ended: list[tuple[_Save, SaveHandle]]) -> None:
-        for save, handle in ended:
-            # A signal handler that saves may have come in between.
-            if self._open.pop(save, None) is None:
-                continue
-            self._request()  # the callback may come later
-            error = handle.committed.exception()
-            if error is None:
-                self._in_a_row, self._last = 0, None
-                self.commits, self.newest_commit = self.commits + 1, save.path
-            elif not isinstance(error, CheckpointSkipped):
-                self.failed(save.path, error)
 
     def drain(self, until: float | None = None) -> None:
         """Wait until the outcomes of all saves are known. Starts their reads immediately. Those that are not known at
@@ -200,23 +188,22 @@ class SaveTracker:
         they decide that: all ranks see the same.
         """
         self.take()
-        self._raise_if_hopeless()
         if self._most is not None and self._in_a_row + len(self._open) >= self._most:
             self.finish()
-
-    def _raise_if_hopeless(self) -> None:
-        failure, self._hopeless = self._hopeless, None
-        if failure is not None:
-            raise failure
+        self._raise_at_limit()
 
     def finish(self, until: float | None = None) -> None:
         """:meth:`drain`, and raise the last failure if there are too many in a row; once."""
         self.drain(until)
         self.take()
-        self._raise_if_hopeless()
-        if self._most is not None and self._in_a_row >= self._most:
-            self._in_a_row, failure, self._last = 0, self._last, None
-            assert failure is not None
+        self._raise_at_limit()
+
+    def _raise_at_limit(self) -> None:
+        failure = self._hopeless
+        if failure is None and self._most is not None and self._in_a_row >= self._most:
+            failure = self._last
+        if failure is not None:
+            self._in_a_row, self._last, self._hopeless = 0, None, None
             raise failure
 
     def summary(self, root: Location) -> tuple[int, str] | None:
