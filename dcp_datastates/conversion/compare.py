@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.memory import scratch_tensor
+from dcp_datastates.conversion.files import scratch_tensor
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of

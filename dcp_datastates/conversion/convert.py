@@ -18,13 +18,13 @@ from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.hugging_face import GROUPS, small_files
+from dcp_datastates.conversion.hugging_face import TRAINER_STATE, small_files
 from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.trainer_folder import trainer_output, trainer_source
+from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
 from dcp_datastates.conversion.write_datastates import datastates_output
 from dcp_datastates.conversion.write_safetensors import hf_output, peft_output, safetensors_output
 from dcp_datastates.conversion.write_stock import stock_output
@@ -219,7 +219,11 @@ def convert(
     chosen_format = _target_format(opened, to, checked)
     check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
     small = small_files(opened) if chosen_format == "hf" and checked.config_from is None else {}
-    is_training = GROUPS in small and checked.selection.takes_all
+    is_training = (
+        checked.selection.takes_all
+        and TRAINER_STATE in small
+        and OPTIMIZER in optimizers_in(opened)
+    )
     selected = trainer_source(opened) if is_training else select(opened, checked.selection)
     companions: Location | Mapping[str, bytes] | None = checked.config_from
     if chosen_format == "peft":

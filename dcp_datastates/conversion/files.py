@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Part
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -22,10 +22,13 @@ from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["Array", "as_bytes", "opened", "read_parts", "read_whole", "stream_of"]
+__all__ = ["Array", "as_bytes", "opened", "read_parts", "read_whole", "scratch_tensor", "stream_of"]
 
 _BUFFER_BYTES: Final = 64 << 10
 """What a stream reads at a time: of an object, by one request."""
+
+_MAPPED_FROM: Final = 256 << 10
+"""Bytes from which a mapping is worth its cost."""
 
 
 @contextlib.contextmanager
@@ -111,6 +114,19 @@ class Array:
             )
         if not dense:
             into.copy_(data.as_strided(sizes, self.strides))
+
+
+def scratch_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of ``count`` elements, (N,), on the host; its values are undefined. Its memory goes back to the system
+    immediately: ``malloc`` keeps much of what threads allocate and free in sizes of megabytes.
+    """
+    nbytes = count * dtype.itemsize
+    if nbytes < _MAPPED_FROM:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a hundredth of the page faults
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

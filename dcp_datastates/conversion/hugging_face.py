@@ -13,14 +13,15 @@ from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
 
-__all__ = ["CONFIG", "GROUPS", "check_opens", "small_files"]
+__all__ = ["CONFIG", "TRAINER_STATE", "check_opens", "small_files"]
 
 logger = logging.getLogger(__name__)
 
 CONFIG: Final = "config.json"
 
-GROUPS: Final = "optimizer_groups.json"
-"""The Trainer's file with the names of the optimizer's groups in their order, which a checkpoint does not keep."""
+TRAINER_STATE: Final = "trainer_state.json"
+"""The Trainer's own file about its progress."""
+
 _FILE: Final = re.compile(r"files\.rank-(\d+)\.(.+)")
 """The name of a file that the Trainer has saved on a rank (``huggingface/files.py``)."""
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
+from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Source, TensorInfo, Want, unpickled, value_of
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
@@ -19,8 +18,8 @@ from dcp_datastates.manager.packed_optimizer import packed_optimizer
 from dcp_datastates.manager.structure import put_together, taken_apart
 
 __all__ = [
+    "COUNT",
     "FURTHER_TENSORS",
-    "GROUPS",
     "META",
     "MODEL",
     "NAMES",
@@ -41,8 +40,8 @@ FURTHER_TENSORS: Final = "dcp_datastates_tensors"
 NAMES: Final = "dcp_datastates_names"
 """The key of the model's own names of those values whose names here are others: ``torch.compile`` adds to them."""
 
-GROUPS: Final = "dcp_datastates_groups"
-"""The key of the names of each optimizer's groups, in their order."""
+COUNT: Final = "dcp_datastates_optimizers"
+"""The key of the number of optimizers."""
 
 _FILE: Final = f"files.rank-0.{META}"
 
@@ -61,13 +60,12 @@ def lightning_checkpoint(stored: Mapping[str, Any], meta: Mapping[str, Any]) -> 
     """
     found = dict(meta)
     own = found.pop(NAMES, {})
-    further, groups = found.pop(FURTHER_TENSORS, ()), found.pop(GROUPS, [])
+    further, optimizers = found.pop(FURTHER_TENSORS, ()), found.pop(COUNT, 0)
     found |= {name: stored[name] for name in further if name in stored}
     found[MODEL] = {own.get(name, name): value for name, value in stored.get(MODEL, {}).items()}
     if "lr_schedulers" in found:  # else ``save_weights_only``
         found[OPTIMIZERS] = [
-            packed_optimizer(stored.get(optimizer_name(number), {}), each)
-            for number, each in enumerate(groups)
+            packed_optimizer(stored.get(optimizer_name(number), {})) for number in range(optimizers)
         ]
     return found
 
@@ -77,26 +75,23 @@ def is_of_lightning(source: Source) -> bool:
     return _FILE in source.objects
 
 
-class LightningFile(Source):
+class LightningFile(Selected):
     """What Lightning has saved: the values of ``source``, which lie where they lie in Lightning's file."""
 
     def __init__(self, source: Source, allow_objects: bool) -> None:
-        self.path, self.format = source.path, source.format
-        self._source = source
+        # What else is not Lightning's own is left out when all is nested.
+        given = [*source.names(), *source.empty_dicts()]
+        ranks = frozenset({"files"})
+        super().__init__(source, {name: name for name in given if not is_under(name, ranks)})
         meta = unpickled(
             value_of(source, _FILE, allow_objects), f"{source.path}: {META}", allow_objects
         )
         self._own, self._structure = taken_apart(meta, META)
         self.tensors = {
-            **{name: info for name, info in source.tensors.items() if _is_taken(name)},
+            **self.tensors,
             **{n: TensorInfo(each.dtype, tuple(each.shape)) for n, each in self._own.items()},
         }
-        self.objects = [name for name in source.objects if _is_taken(name)]
-        self.paths = {
-            name: _path_in_model(name, path)
-            for name, path in source.paths.items()
-            if _is_taken(name)
-        }
+        self.paths = {name: _path_in_model(name, path) for name, path in self.paths.items()}
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """See :class:`Source`."""
@@ -104,20 +99,12 @@ class LightningFile(Source):
         meta = put_together(self._structure, lambda path, *_: values[path])
         return lightning_checkpoint(super().nested(stored), meta)
 
-    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
-        """See :class:`Source`."""
-        return super().chunks(name) if name in self._own else self._source.chunks(name)
-
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
         for want in wants:
             if (own := self._own.get(want.name)) is not None:
                 want.into.copy_(own.reshape(-1)[want.begin : want.end])
-        self._source.fill([want for want in wants if want.name not in self._own])
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        return self._source.object_bytes(name)
+        super().fill([want for want in wants if want.name not in self._own])
 
 
 def _path_in_model(name: str, path: KeyPath) -> KeyPath:
@@ -125,8 +112,3 @@ def _path_in_model(name: str, path: KeyPath) -> KeyPath:
     if path[0] == MODEL or not is_under(name, frozenset({MODEL})):
         return path
     return MODEL, name.removeprefix(f"{MODEL}.")
-
-
-def _is_taken(name: str) -> bool:
-    """Whether it is no file of a rank. (What else is not Lightning's own is left out when all is nested.)"""
-    return not is_under(name, frozenset({"files"}))

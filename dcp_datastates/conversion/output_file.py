@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.conversion.files import as_bytes
-from dcp_datastates.conversion.memory import scratch_tensor
+from dcp_datastates.conversion.files import as_bytes, scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.checksums import blocks, table_words

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.memory import scratch_tensor
+from dcp_datastates.conversion.files import scratch_tensor
 from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.name_patterns import (

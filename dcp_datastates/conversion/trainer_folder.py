@@ -7,18 +7,14 @@ and each rank's small files under ``files``. In the Trainer's folder, the model 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
 from dcp_datastates.checkpoints.inventory import names_at
-from dcp_datastates.conversion.hugging_face import GROUPS
 from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source, Want
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.write_safetensors import hf_output
 from dcp_datastates.conversion.write_torch import torch_output
 from dcp_datastates.format.stored_names import is_under
@@ -58,12 +54,11 @@ def trainer_output(
     model = hf_output(
         Selected(source, dict(zip(names, names, strict=True))), folder, shard_bytes, files
     )
-    groups = json.loads(files[GROUPS])
-    optimizer = torch_output(_Optimizer(source, groups), folder / "optimizer.pt", allow_objects)
+    optimizer = torch_output(_Optimizer(source), folder / "optimizer.pt", allow_objects)
 
     def finish() -> None:
         model.finish()
-        for name in files.keys() - set(names_at(folder)) - {GROUPS}:
+        for name in files.keys() - set(names_at(folder)):
             path = folder / name
             local.make_directories(path.parent, "convert")
             write_small_file(path, files[name])
@@ -71,29 +66,13 @@ def trainer_output(
     return Output([*model.files, *optimizer.files], finish)
 
 
-class _Optimizer(Source):
+class _Optimizer(Selected):
     """The optimizer in ``source``, as its ``state_dict()`` gave it."""
 
-    def __init__(self, source: Source, groups: Sequence[str]) -> None:
-        self.path, self.format = source.path, source.format
-        self._source, self._groups = source, groups
+    def __init__(self, source: Source) -> None:
         below = frozenset({OPTIMIZER})
-        self.tensors = {n: each for n, each in source.tensors.items() if is_under(n, below)}
-        self.objects = [name for name in source.objects if is_under(name, below)]
-        self.paths = {n: path for n, path in source.paths.items() if is_under(n, below)}
+        super().__init__(source, {name: name for name in source.names() if is_under(name, below)})
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """See :class:`Source`."""
-        return packed_optimizer(super().nested(values)[OPTIMIZER], self._groups)
-
-    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
-        """See :class:`Source`."""
-        return self._source.chunks(name)
-
-    def fill(self, wants: Sequence[Want]) -> None:
-        """See :class:`Source`."""
-        self._source.fill(wants)
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        return self._source.object_bytes(name)
+        return packed_optimizer(super().nested(values)[OPTIMIZER])

@@ -14,7 +14,7 @@ from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
 from dcp_datastates.conversion.files import read_whole
-from dcp_datastates.conversion.hugging_face import CONFIG, GROUPS, check_opens
+from dcp_datastates.conversion.hugging_face import CONFIG, TRAINER_STATE, check_opens
 from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source, shards
@@ -32,9 +32,6 @@ _ALIGNMENT: Final = 64
 
 _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
-
-_OTHERS: Final = ("trainer_state.json", GROUPS)
-"""Files of these endings that belong to a training, not to a model."""
 
 
 def safetensors_output(source: Source, target: Path) -> Output:
@@ -152,7 +149,7 @@ def _write_index(source: Source, folder: Path, files: Mapping[str, Sequence[str]
 def _is_companion(name: str) -> bool:
     """Whether a file of this name belongs to a model's folder."""
     is_index = name.endswith(".index.json")
-    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name not in _OTHERS
+    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name != TRAINER_STATE
 
 
 def _copy_companions(companions: Location, folder: Path) -> None:

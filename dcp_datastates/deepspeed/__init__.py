@@ -25,18 +25,14 @@ from __future__ import annotations
 
 import sys
 
-try:
+from dcp_datastates.manager.frameworks import needed, tell_if_untested
+
+with needed(__name__, "DeepSpeed 0.19", "'deepspeed>=0.19.8,<0.20'"):
     import deepspeed
-except ImportError as error:
-    raise ImportError(
-        f"dcp_datastates.deepspeed needs DeepSpeed 0.19 ({error}): "
-        f"pip install 'deepspeed>=0.19.8,<0.20'"
-    ) from error
 
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.deepspeed.export import export
 from dcp_datastates.deepspeed.hooks import install
-from dcp_datastates.manager.frameworks import tell_if_untested
 
 __all__ = ["CheckpointEngine", "export"]
 

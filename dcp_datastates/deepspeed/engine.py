@@ -162,7 +162,7 @@ class CheckpointEngine:
             return
         self.last_save = handle.stats
         if self._rank == 0:
-            write_when_committed(handle, root, tag, save_latest)
+            write_when_committed(root, tag, save_latest)
         if wait:
             tracker.wait()
             handle.result()
@@ -195,12 +195,10 @@ def saves() -> SaveTracker:
     return _saves
 
 
-def write_when_committed(handle: SaveHandle, save_dir: Path, tag: str, save_latest: bool) -> None:
-    """Write the placeholders, and ``latest``, once the newest save, that of ``handle``, is committed."""
+def write_when_committed(save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Write the placeholders, and ``latest``, once the newest save, that of ``tag``, is committed."""
 
     def write() -> None:
-        if handle.committed.exception() is not None:
-            return  # a later save is committed
         try:
             write_placeholders(save_dir / tag, names_in(save_dir / tag))
             if save_latest:

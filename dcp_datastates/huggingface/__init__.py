@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-try:
+from dcp_datastates.manager.frameworks import needed, tell_if_untested
+
+with needed(__name__, "accelerate 1.15", "'accelerate>=1.15,<1.16' 'transformers>=5'"):
     import accelerate
-except ImportError as error:
-    raise ImportError(
-        f"dcp_datastates.huggingface needs accelerate 1.15 ({error}): "
-        f"pip install 'accelerate>=1.15,<1.16' 'transformers>=5'"
-    ) from error
 
 from dcp_datastates.huggingface.accelerator import DataStatesAccelerator
 from dcp_datastates.huggingface.install import install
-from dcp_datastates.manager.frameworks import tell_if_untested
 
 if TYPE_CHECKING:
     from dcp_datastates.huggingface.trainer import DataStatesTrainer, DataStatesTrainerMixin
@@ -34,11 +30,7 @@ del accelerate
 def __getattr__(name: str) -> Any:
     if name not in ("DataStatesTrainer", "DataStatesTrainerMixin"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with needed(f"{__name__}.{name}", "transformers 5", "'transformers>=5'"):
         from dcp_datastates.huggingface import trainer  # importing transformers takes seconds
-    except ImportError as error:
-        raise ImportError(
-            f"dcp_datastates.huggingface.{name} needs transformers 5 ({error}): "
-            f"pip install 'accelerate>=1.15,<1.16' 'transformers>=5'"
-        ) from error
+
     return getattr(trainer, name)

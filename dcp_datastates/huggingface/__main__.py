@@ -28,23 +28,22 @@ def main() -> None:
         default=[],
         help="an option of the classes, such as missing=warn or fresh=replace; a value may be JSON; may be repeated",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
-    given, rest = _split(sys.argv[1:])
-    options = parser.parse_args(given)
-    if not options.module and not rest:
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")  # with its options
+    options = parser.parse_args()
+    rest = options.rest
+    if not rest:
         parser.error("name a script, or a module with -m")
     try:
         install(*(options.only.split(",") if options.only else ()), **_options(options.set))
     except ConfigurationError as error:
         parser.error(str(error))
-    if options.module:
-        sys.argv = [options.module, *rest]
-        runpy.run_module(options.module, run_name="__main__", alter_sys=True)
+    sys.argv = rest
+    if options.is_module:
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         if not os.path.isfile(rest[0]):
             parser.error(f"there is no script {rest[0]!r}")
-        sys.argv = rest
         sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))  # as Python has it for a script
         runpy.run_path(rest[0], run_name="__main__")
 
@@ -61,18 +60,6 @@ def _options(given: list[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = text
     return found
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """This module's own options, and what is the program's: the script and all after it, or all after the module."""
-    end = 0
-    while end < len(arguments) and arguments[end].startswith("-"):
-        alone = "=" in arguments[end] or arguments[end] in ("-h", "--help")
-        is_module = arguments[end] == "-m"
-        end += 1 if alone else 2
-        if is_module:
-            break
-    return arguments[:end], arguments[end:]
 
 
 if __name__ == "__main__":

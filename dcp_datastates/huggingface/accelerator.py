@@ -38,10 +38,8 @@ from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
     is_ours_here,
-    load_models,
-    load_optimizers,
+    load_parts,
     state_of,
-    state_of_optimizer,
     with_files,
 )
 from dcp_datastates.manager.naming import model_state
@@ -128,10 +126,8 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
             for index, custom in enumerate(self._custom_objects):
                 save_custom_state(custom, folder, index)
             files = read_files(Path(folder))
-        state = {**state_of(saved, {}), **changed}
-        for name, optimizer in optimizers.items():
-            state[name] = state_of_optimizer(models, optimizer)
-        self._saves.start(with_files(state, files), path)
+        state = state_of({**models, **optimizers}, [*saved, *optimizers])
+        self._saves.start(with_files({**state, **changed}, files), path)
         if configuration.automatic_checkpoint_naming and configuration.total_limit is not None:
             keep = max(1, configuration.total_limit)
             self._saves.when_committed(
@@ -220,9 +216,9 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
                 hook(left, folder)
             by_us = models if self._is_sharded else _among(left, models)
             with self._loading():
-                if by_us:
-                    load_models(path, by_us, **self._load_options)
-                load_optimizers(path, models, optimizers, **self._load_options)
+                load_parts(path, by_us, by_us, **self._load_options)
+                parts = {**models, **optimizers}
+                load_parts(path, parts, optimizers, **self._load_options)
             found = load_accelerator_state(
                 folder,
                 [],

@@ -15,7 +15,6 @@ It differs from that of transformers only in these points:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -35,7 +34,6 @@ from transformers.utils import is_peft_available
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.conversion.hugging_face import GROUPS
 from dcp_datastates.conversion.trainer_folder import MODEL, OPTIMIZER
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -57,12 +55,10 @@ from dcp_datastates.manager.library_state import (
     files_from,
     holds,
     is_ours,
-    load_models,
-    load_optimizers,
+    load_parts,
     state_of,
     with_files,
 )
-from dcp_datastates.manager.packed_optimizer import groups_in
 from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
@@ -163,9 +159,7 @@ class DataStatesTrainerMixin(SavesInBackground):
                     state.save_to_json(os.path.join(folder, name, TRAINER_STATE_NAME))
             files = read_files(Path(folder, name))
         optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
-        saved = state_of(self._saved_models, optimizers)
-        if self.args.should_save and optimizers:  # type: ignore[attr-defined]
-            files[GROUPS] = json.dumps(groups_in(saved[OPTIMIZER])).encode()
+        saved = state_of({**self._saved_models, **optimizers})
         self._prepared = Path(run, name), saved, files
         if not self._waits_for_callbacks:
             self._start_prepared()
@@ -314,26 +308,24 @@ class DataStatesTrainerMixin(SavesInBackground):
         else:
             models = self._saved_models if model in (None, self.model) else {MODEL: model}  # type: ignore[attr-defined]
             with self._loading():
-                load_models(self._resumed_from, models, **self._load_options)
+                load_parts(self._resumed_from, models, models, **self._load_options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed_from is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif holds(self._resumed_from, OPTIMIZER):
             with self._loading():
-                load_optimizers(
-                    self._resumed_from,
-                    self._saved_models,
-                    self._saved_optimizers,
-                    **self._load_options,
-                )
+                optimizers = self._saved_optimizers
+                parts = {**self._saved_models, **optimizers}
+                load_parts(self._resumed_from, parts, optimizers, **self._load_options)
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if is_ours(best):
-            load_models(best, self._saved_models, **self._load_options)
+            models = self._saved_models
+            load_parts(best, models, models, **self._load_options)
         else:
             super()._load_best_model()  # type: ignore[misc]
 

@@ -8,12 +8,10 @@ Only this subpackage needs lightning (2.6).
 
 from __future__ import annotations
 
-try:
+from dcp_datastates.manager.frameworks import needed, tell_if_untested
+
+with needed(__name__, "lightning 2.6", "'lightning>=2.6,<2.7'"):
     import lightning.pytorch
-except ImportError as error:
-    raise ImportError(
-        f"dcp_datastates.lightning needs lightning 2.6 ({error}): pip install 'lightning>=2.6,<2.7'"
-    ) from error
 
 from dcp_datastates.lightning.callback import DataStatesModelCheckpoint
 from dcp_datastates.lightning.stored import install
@@ -24,7 +22,6 @@ from dcp_datastates.lightning.strategy import (
     DataStatesSingleDeviceStrategy,
     DataStatesStrategyMixin,
 )
-from dcp_datastates.manager.frameworks import tell_if_untested
 
 __all__ = [
     "DataStatesDDPStrategy",
@@ -37,4 +34,4 @@ __all__ = [
 
 tell_if_untested("lightning", lightning.__version__)
 install()
-del install, lightning
+del install, lightning, needed

@@ -38,8 +38,10 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 f"ckpt_path=str(dcp_datastates.latest({folder!r}))"
             )
         found: set[str] = super()._find_last_checkpoints(trainer)
-        return from_first_rank(
-            lambda: set(filter(_may_be_loaded, found)), "last", "the last checkpoints"
+        return set(
+            from_first_rank(
+                lambda: list(filter(_may_be_loaded, found)), "last", "the last checkpoints"
+            )
         )
 
 

@@ -36,8 +36,8 @@ from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import remove_all
 from dcp_datastates.checkpoints.listing import candidates, newest_first
 from dcp_datastates.conversion.lightning_file import (
+    COUNT,
     FURTHER_TENSORS,
-    GROUPS,
     META,
     MODEL,
     NAMES,
@@ -59,14 +59,11 @@ from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
     is_ours,
-    load_models,
-    load_optimizers,
-    state_of_optimizer,
+    load_parts,
+    state_of,
     with_files,
 )
-from dcp_datastates.manager.packed_optimizer import groups_in
 from dcp_datastates.manager.per_rank import RngState, packed, unpacked
-from dcp_datastates.manager.trainable import ModelPart
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -108,11 +105,11 @@ class DataStatesStrategyMixin(SavesInBackground):
                 track(optimizer)  # so that also the first save reads later
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return ModelPart(self._module).state_dict()
+        return dict(state_of({MODEL: self._module})[MODEL])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return state_of_optimizer({MODEL: self._module}, inner)
+        return dict(state_of({MODEL: self._module, OPTIMIZERS: inner}, [OPTIMIZERS])[OPTIMIZERS])
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -130,7 +127,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         model, optimizers = meta.pop(MODEL), _numbered(meta.pop(OPTIMIZERS, []))
         meta[FURTHER_TENSORS] = [name for name, value in meta.items() if _is_of_tensors(value)]
         further = {name: meta.pop(name) for name in meta[FURTHER_TENSORS]}
-        meta[GROUPS] = [groups_in(each) for each in optimizers.values()]
+        meta[COUNT] = len(optimizers)
         meta[NAMES] = {} if self._fills_model else self._own_names
         state = {MODEL: model, **optimizers, **further}
         # Each rank's own, because the positions of data loaders may differ.
@@ -203,7 +200,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         else:
             names.append(MODEL)
             if self._is_fitting and self._hooks_look:
-                names += map(optimizer_name, range(len(meta[GROUPS])))
+                names += map(optimizer_name, range(meta[COUNT]))
         stored = load(path, only=names) if names else {}
         if not self._fills_model:
             stored[MODEL] = chosen(stored[MODEL], self._load_options)
@@ -245,7 +242,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         options: FitOptions = {"missing": "error" if strict else "ignore", **self._load_options}
         with self._loading():
-            load_models(path, {MODEL: self._module}, **options)
+            load_parts(path, {MODEL: self._module}, [MODEL], **options)
         if self._is_fitting:
             self._load_optimizers(path, self._load_options)
             self._restore_random_numbers()
@@ -253,7 +250,7 @@ class DataStatesStrategyMixin(SavesInBackground):
     def _load_optimizers(self, path: str, options: FitOptions) -> None:
         optimizers = _numbered(self.optimizers)  # type: ignore[attr-defined]
         with self._loading():
-            load_optimizers(path, {MODEL: self._module}, optimizers, **options)
+            load_parts(path, {MODEL: self._module, **optimizers}, optimizers, **options)
 
     def _restore_random_numbers(self) -> None:
         """A checkpoint from the end of an epoch is followed by the next epoch's shuffling."""

@@ -155,7 +155,9 @@ class Continuing:
         places = self._steps.places(name)
         parts = TrainingState(state, self._rank_set)
         names = self._ask(
-            lambda: open_nearest(places).table.catalog.names, "names", f"the names in {places[0]}"
+            lambda: list(open_nearest(places).table.catalog.names),
+            "names",
+            f"the names in {places[0]}",
         )
         try:
             parts.load(

@@ -1,14 +1,16 @@
-"""The releases of training frameworks that this package was tested with."""
+"""The training frameworks that parts of this package need, and the releases that it was tested with."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["TESTED_FRAMEWORKS", "tell_if_untested"]
+__all__ = ["TESTED_FRAMEWORKS", "needed", "tell_if_untested"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,15 @@ TESTED_FRAMEWORKS: Final = {
     "torchtitan": "0.3.0",
     "transformers": "5.23.0",
 }
+
+
+@contextlib.contextmanager
+def needed(package: str, library: str, install: str) -> Iterator[None]:
+    """Say in an ImportError that ``package`` needs ``library``, and what ``pip install`` takes for it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{package} needs {library} ({error}): pip install {install}") from error
 
 
 def tell_if_untested(name: str, version: str) -> None:

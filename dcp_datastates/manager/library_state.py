@@ -3,102 +3,75 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.dcp.fit import Fit, FitOptions
-from dcp_datastates.dcp.fitting import FittingPlanner
-from dcp_datastates.dcp.loading import load, load_with
+from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.naming import names_below
-from dcp_datastates.manager.optimizer_names import load_options
-from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
-from dcp_datastates.manager.trainable import ModelPart, Trainable
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.ranks.rank_set import rank_set_of
+from dcp_datastates.storage.object_path import ObjectPath, locate
 
 __all__ = [
     "files_from",
     "holds",
     "is_ours",
     "is_ours_here",
-    "load_models",
-    "load_optimizers",
+    "load_parts",
     "state_of",
-    "state_of_optimizer",
     "with_files",
 ]
-
-Models = Mapping[str, "torch.nn.Module | Trainable"]
-Optimizers = Mapping[str, torch.optim.Optimizer]
 
 _FILES: Final = "files"
 
 
-def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
-    """The state of models and optimizers, under their names, by parameters' names.
+def state_of(parts: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The states of models and optimizers, under their names: of all ``parts``, or of those of these ``names``.
 
-    Shards stay shards, and no tensor is copied (FSDP1 makes new ones).
+    Parameters have the names that they have in the models among ``parts``. Shards stay shards, and no tensor is copied
+    (FSDP1 makes new ones).
     """
-    state = {name: ModelPart(model).state_dict() for name, model in models.items()}
-    for name, optimizer in optimizers.items():
-        state[name] = state_of_optimizer(models, optimizer)
-    return state
+    found = TrainingState(parts, rank_set_of(None)).parts
+    return {name: found[name].state_dict() for name in (parts if names is None else names)}
 
 
-def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of ``models``, to save it, by parameters' names."""
-    return _part_of("", models, optimizer).state_dict()
-
-
-def load_models(
-    path: str | os.PathLike[str] | ObjectPath, models: Models, **options: Unpack[FitOptions]
-) -> None:
-    """Load models in place, at any number of ranks. All ranks call this.
-
-    ``options`` are those of :func:`~dcp_datastates.load`. Raises as that.
-    """
-    strict = options.get("missing", "error") == "error"
-    stored = _stored_names(path)
-    parts = {
-        name: ModelPart(model, strict, names_below(stored, name)) for name, model in models.items()
-    }
-    # With nothing to load and nothing stored, a name would be an error.
-    there = {n: each for n, each in parts.items() if each.stored or (strict and each.state_dict())}
-    fit = Fit.of(options, only=there)
-    load_with(FittingPlanner(fit, path), path, dict(there))
-
-
-def load_optimizers(
+def load_parts(
     path: str | os.PathLike[str] | ObjectPath,
-    models: Models,
-    optimizers: Optimizers,
+    parts: Mapping[str, Any],
+    names: Iterable[str],
     **options: Unpack[FitOptions],
 ) -> None:
-    """Load optimizers of ``models``, like :func:`load_models`. A ``rename`` of a model renames what they have of it."""
-    if not optimizers:
-        return
-    parts = {name: _part_of(name, models, each) for name, each in optimizers.items()}
-    names = _stored_names(path)
-    fit, needed = load_options(Fit.of(options, only=parts), names, list(parts.values()))
-    layouts = layouts_of(parts.values(), [path])
-    load_with(FittingPlanner(fit, path, lay_out=layouts, needed=needed), path, dict(parts))
+    """Load those of the models and optimizers ``parts`` that have these ``names``, in place, at any number of ranks.
+    All ranks call this.
+
+    ``options`` are those of :func:`~dcp_datastates.load`; a ``rename`` of a model renames what optimizers have of it.
+    Raises as that.
+    """
+    place = locate(path)
+    stored = DataStatesReader(place).read_metadata().state_dict_metadata
+    state = TrainingState(parts, rank_set_of(None))
+    fit = Fit.of(options)
+    to_load = fit.names(stored)
+    # With nothing to load and nothing stored, a name would be an error.
+    there = [
+        name
+        for name in names
+        if names_below(to_load, name) or (fit.missing == "error" and state.parts[name].state_dict())
+    ]
+    if there:
+        state.load([place], Fit.of(options, only=there), stored, there)
 
 
 def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:
     """Whether the checkpoint has values below ``name``."""
     return bool(names_below(_stored_names(path), name))
-
-
-def _part_of(name: str, models: Models, optimizer: torch.optim.Optimizer) -> OptimizerPart:
-    modules = {key: ModelPart(each).modules for key, each in models.items()}
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return OptimizerPart(name, optimizer, modules, _rank() if several else None)
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

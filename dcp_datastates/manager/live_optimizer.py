@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.manager.naming import fingerprint, has_fsdp1, parameters_of
 
-__all__ = ["LiveOptimizer", "give_when_added"]
+__all__ = ["LiveOptimizer"]
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 
@@ -39,28 +39,6 @@ class _Naming:
 
 _known: MutableMapping[torch.optim.Optimizer, _Naming] = WeakKeyDictionary()
 """What was found for an optimizer, which counts until the model's or its own parameters change."""
-
-_waiting: MutableMapping[torch.optim.Optimizer, dict[torch.Tensor, Any]] = WeakKeyDictionary()
-"""The states of parameters that an optimizer does not have yet."""
-
-
-def give_when_added(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, Any]) -> None:
-    """Give the optimizer these states of parameters that it does not have, as soon as it has them: before its next
-    step, or the next save. They replace those of a call before.
-    """
-    if states and optimizer not in _waiting:
-        optimizer.register_step_pre_hook(_give_added)
-    if states or optimizer in _waiting:
-        _waiting[optimizer] = dict(states)
-
-
-def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not (waiting := _waiting.get(optimizer)):
-        return
-    for parameter in _parameters(optimizer):
-        state = waiting.pop(parameter, None)
-        if state is not None and not optimizer.state.get(parameter):
-            optimizer.state[parameter] = state
 
 
 class LiveOptimizer:
@@ -86,8 +64,6 @@ class LiveOptimizer:
         to_fill: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        if not to_fill:
-            _give_added(optimizer)
         naming = _naming(optimizer, models, rank)
         self._fsdp1 = naming.fsdp1
         self.parameters = naming.parameters

@@ -4,7 +4,8 @@ Below an optimizer's name lie
 
 * ``state.<parameter>.<key>``: the tensors of its state;
 * ``groups.<first parameter>.<digest>``: for each group a small Python value with the optimizer's class, the names of
-  the parameters, and the settings (``lr`` …). So the stages of a pipeline do not collide, and replicas agree;
+  the parameters, the settings (``lr`` …), and its position. So the stages of a pipeline do not collide, and replicas
+  agree;
 * ``nested.…``, of a group: how those states were nested that are not just tensors by strings (``structure.py``);
 * ``params.<position>``: the parameters that are in no model, such as fp32 masters;
 * ``rest``: what else ``state_dict()`` gave.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +35,7 @@ from dcp_datastates.dcp.fitting import LayOut
 from dcp_datastates.dcp.loading import load_values
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.manager.live_optimizer import LiveOptimizer, give_when_added
+from dcp_datastates.manager.live_optimizer import LiveOptimizer
 from dcp_datastates.manager.optimizer_places import Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 from dcp_datastates.storage.object_path import AnyPath
@@ -88,8 +89,17 @@ class _Stored:
         return {key for key, _ in self.settings[1]}
 
 
-_kept: MutableMapping[torch.optim.Optimizer, list[_Group]] = WeakKeyDictionary()
-"""What was restored of parameters that an optimizer does not have."""
+class _Kept(NamedTuple):
+    """What was restored of parameters that an optimizer does not have: for the next save, and for the time when the
+    optimizer has them.
+    """
+
+    groups: list[_Group]
+    parameters: dict[torch.Tensor, str]
+    """The names of those that the optimizer has not been given again yet."""
+
+
+_kept: MutableMapping[torch.optim.Optimizer, _Kept] = WeakKeyDictionary()
 
 
 @dataclass
@@ -114,6 +124,8 @@ class OptimizerPart:
 
     def live(self) -> LiveOptimizer:
         """The optimizer as it is now."""
+        if self.fit is None:
+            _give_added(self.optimizer)
         return LiveOptimizer(self.optimizer, self.models, self.rank, to_fill=self.fit is not None)
 
     # ---- saving --------------------------------------------------------------------------------
@@ -126,9 +138,9 @@ class OptimizerPart:
         live = self.live()
         parameters = {**live.elsewhere, **live.parameters}
         found: dict[str, Any] = {"state": {}, "groups": {}, "nested": {}}
-        for group in [*self._groups_of(live), *self._kept_of(live)]:
+        for number, group in enumerate([*self._groups_of(live), *self._kept_of(live)]):
             tensors, structure = taken_apart(group.settings)
-            found["groups"][group.ident] = group.kind, group.names, structure
+            found["groups"][group.ident] = group.kind, group.names, structure, number
             found["groups"].update({f"{group.ident}.{key}": each for key, each in tensors.items()})
             if _are_flat(group.states):
                 found["state"].update(group.states)
@@ -162,7 +174,8 @@ class OptimizerPart:
     def _kept_of(self, live: LiveOptimizer) -> list[_Group]:
         """What is kept of parameters that the optimizer still does not have."""
         found = []
-        for group in _kept.get(self.optimizer, ()):
+        kept = _kept.get(self.optimizer)
+        for group in () if kept is None else kept.groups:
             names = tuple(name for name in group.names if name in live.elsewhere)
             states = {name: group.states[name] for name in names if name in group.states}
             if states:
@@ -233,7 +246,7 @@ class OptimizerPart:
         for name, value in values.items():
             section, _, ident = name.partition(".")
             if section == "groups":
-                kind, names, settings = value
+                kind, names, settings, _ = value
                 self._stored.append(_Stored(kind, ident, tuple(map(renamed, names)), settings))
             elif section == "nested":
                 self._nested.update({renamed(name): each for name, each in value})
@@ -282,9 +295,8 @@ class OptimizerPart:
         groups = [self._settled(group, state["groups"]) for group in self._stored]
         settings = [self._settings(names, own, groups) for names, own in live.groups]
         live.give({name: each for name, each in given.items() if each}, settings, rest)
-        elsewhere = {live.elsewhere[n]: each for n, each in loaded.items() if n in live.elsewhere}
-        give_when_added(self.optimizer, elsewhere)
-        self._keep([name for name in loaded if name in live.elsewhere], groups, loaded)
+        elsewhere = {live.elsewhere[name]: name for name in loaded if name in live.elsewhere}
+        self._keep(elsewhere, groups, loaded)
         had = {name for group in self._stored for name in group.names}
         if had and (new := [name for name in live.parameters if name not in had]):
             logger.warning(
@@ -340,18 +352,23 @@ class OptimizerPart:
         return found
 
     def _keep(
-        self, names: Sequence[str], groups: Sequence[_Group], loaded: Mapping[str, Any]
+        self,
+        elsewhere: dict[torch.Tensor, str],
+        groups: Sequence[_Group],
+        loaded: Mapping[str, Any],
     ) -> None:
         """Keep what was loaded of parameters that the optimizer does not have."""
-        kept = []
+        kept, names = [], list(elsewhere.values())
         for group in groups:
             mine = tuple(name for name in group.names if name in names)
             if mine:
                 states = {name: loaded[name] for name in mine}
                 kept.append(_Group(group.kind, mine, group.settings, states))
-        _kept.pop(self.optimizer, None)
+        if kept and self.optimizer not in _kept:
+            self.optimizer.register_step_pre_hook(_give_added)
+        if kept or self.optimizer in _kept:
+            _kept[self.optimizer] = _Kept(kept, elsewhere)
         if kept:
-            _kept[self.optimizer] = kept
             logger.warning(
                 "%s: the optimizer does not have %d parameters of which the checkpoint has a state, which is kept for "
                 "the next save: %s",
@@ -359,6 +376,18 @@ class OptimizerPart:
                 len(names),
                 ", ".join(map(repr, names)),
             )
+
+
+def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give the optimizer what is kept of parameters that it has now: before its next step, or the next save."""
+    kept = _kept.get(optimizer)
+    if kept is None or not kept.parameters:
+        return
+    states = {name: each for group in kept.groups for name, each in group.states.items()}
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        name = kept.parameters.pop(parameter, None)
+        if name in states and not optimizer.state.get(parameter):
+            optimizer.state[parameter] = states[name]
 
 
 def layouts_of(optimizers: Iterable[OptimizerPart], places: Sequence[AnyPath]) -> list[LayOut]:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_datastates.manager.structure import put_together
 
-__all__ = ["groups_in", "packed_optimizer"]
+__all__ = ["packed_optimizer"]
 
 
-def groups_in(state: Mapping[str, Any]) -> list[str]:
-    """The names of the groups in the state of an optimizer, in their order, which a checkpoint does not keep."""
-    return [ident for ident, value in state.get("groups", {}).items() if isinstance(value, tuple)]
-
-
-def packed_optimizer(
-    stored: Mapping[str, Any], groups: Sequence[str] | None = None
-) -> dict[str, Any]:
+def packed_optimizer(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What ``state_dict()`` of the optimizer gave, with numbers for parameters.
 
     Args:
         stored: The nested state that is stored of the optimizer (``optimizers.py``). The tensors in it are returned.
-        groups: The groups in their order; None: as they are in ``stored``.
     """
     found: dict[str, Any] = {}
     if "rest" in stored:
@@ -34,8 +26,8 @@ def packed_optimizer(
     numbers = itertools.count()
     number_of: dict[str, int] = {}
     param_groups = []
-    for ident in groups_in(stored) if groups is None else groups:
-        _, names, structure = values[ident]
+    groups = {ident: value for ident, value in values.items() if isinstance(value, tuple)}
+    for ident, (_, names, structure, _) in sorted(groups.items(), key=lambda each: each[1][-1]):
         number_of.update(zip(names, numbers, strict=False))
         settings = put_together(structure, lambda path, *_, of=ident: values[f"{of}.{path}"])
         param_groups.append({**settings, "params": [number_of[name] for name in names]})

@@ -33,11 +33,8 @@ _MOST_FAILURES: Final = 5
 @dataclass(eq=False)
 class _Save:
     path: Location
-    number: int
     handle: SaveHandle | None = None
     """None: it could not begin."""
-    noted: bool = False
-    """Whether its record is on its way to the hook."""
 
     @property
     def committed(self) -> bool | None:
@@ -50,17 +47,11 @@ class _Save:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Work that waits for a commit."""
+    """Work that waits for the commit of a save."""
 
     work: Callable[[], object]
     save: _Save
     deletes: Location | None
-
-    def is_due(self, newest: int) -> bool:
-        """``newest``: the number of the newest committed save."""
-        if self.deletes is None:
-            return self.save.number <= newest
-        return self.save.committed is True
 
 
 def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
@@ -114,12 +105,10 @@ class SaveTracker:
         """The path of the newest save that is committed."""
         self._in_a_row = 0
         self._last: BaseException | None = None  # the last failure, if there is a limit
-        self._hopeless: ConfigurationError | None = None  # why no save can succeed
-        self._begun = 0
+        self._hopeless: BaseException | None = None  # why no save can succeed
         self._newest: _Save | None = None
         self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
         self._lock = threading.RLock()  # guards what follows, and the failures
-        self._committed = 0  # the number of the newest committed save
         self._waiting: list[_Waiting] = []
 
     def in_flight(self, path: Location | None = None) -> list[SaveHandle]:
@@ -131,17 +120,15 @@ class SaveTracker:
         ``call`` raises.
         """
         enter("a save")
-        self._begun += 1
-        self._newest = save = _Save(path, self._begun)
+        self._newest = save = _Save(path)
         with self._lock:
             self._waiting = [each for each in self._waiting if each.deletes != path]
         try:
             save.handle = self._open[save] = handle = call()
         except BaseException as error:
-            if self._on_save is not None:
-                self._note(save, record_of_call(error))
+            self._note(path, record_of_call(error))
             raise
-        when_done(handle.committed, lambda _: self._ended(save))
+        when_done(handle.committed, lambda _: self._request())
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:
@@ -157,19 +144,23 @@ class SaveTracker:
 
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
-        ended = [each for each in list(self._open.items()) if each[1].committed.done()]
-        if self._on_save is not None:
-            for save, handle in ended:
-                self._note(save, handle.record)
-        try:
-            self._tell_records()
-        finally:
-            self._tell_outcomes(ended)
+        for save, handle in list(self._open.items()):
+            # A signal handler that saves may come in between.
+            if not handle.committed.done() or self._open.pop(save, None) is None:
+                continue
+            self._request()  # the callback may come later
+            self._note(save.path, handle.record)
+            error = handle.committed.exception()
+            if error is None:
+                self._in_a_row, self._last = 0, None
+                self.commits, self.newest_commit = self.commits + 1, save.path
+            elif not isinstance(error, CheckpointSkipped):
+                self.failed(save.path, error)
+        self._tell_records()
 
-    def _note(self, save: _Save, record: SaveRecord | None) -> None:
-        if record is not None and not save.noted:
-            save.noted = True
-            self._records.append((save.path, record))
+    def _note(self, path: Location, record: SaveRecord | None) -> None:
+        if record is not None and self._on_save is not None:
+            self._records.append((path, record))
 
     def _tell_records(self) -> None:
         """Call the hook with each record once, also if it raises for one; then raises the first error."""
@@ -182,19 +173,6 @@ class SaveTracker:
                 failure = failure or error
         if failure is not None:
             raise failure
-
-    def _tell_outcomes(self, ended: list[tuple[_Save, SaveHandle]]) -> None:
-        for save, handle in ended:
-            # A signal handler that saves may have come in between.
-            if self._open.pop(save, None) is None:
-                continue
-            self._ended(save)  # the callback may come later
-            error = handle.committed.exception()
-            if error is None:
-                self._in_a_row, self._last = 0, None
-                self.commits, self.newest_commit = self.commits + 1, save.path
-            elif not isinstance(error, CheckpointSkipped):
-                self.failed(save.path, error)
 
     def drain(self, until: float | None = None) -> None:
         """Wait until the outcomes of all saves are known. Starts their reads immediately. Those that are not known at
@@ -210,23 +188,22 @@ class SaveTracker:
         they decide that: all ranks see the same.
         """
         self.take()
-        self._raise_if_hopeless()
         if self._most is not None and self._in_a_row + len(self._open) >= self._most:
             self.finish()
-
-    def _raise_if_hopeless(self) -> None:
-        failure, self._hopeless = self._hopeless, None
-        if failure is not None:
-            raise failure
+        self._raise_at_limit()
 
     def finish(self, until: float | None = None) -> None:
         """:meth:`drain`, and raise the last failure if there are too many in a row; once."""
         self.drain(until)
         self.take()
-        self._raise_if_hopeless()
-        if self._most is not None and self._in_a_row >= self._most:
-            self._in_a_row, failure, self._last = 0, self._last, None
-            assert failure is not None
+        self._raise_at_limit()
+
+    def _raise_at_limit(self) -> None:
+        failure = self._hopeless
+        if failure is None and self._most is not None and self._in_a_row >= self._most:
+            failure = self._last
+        if failure is not None:
+            self._in_a_row, self._last, self._hopeless = 0, None, None
             raise failure
 
     def summary(self, root: Location) -> tuple[int, str] | None:
@@ -248,12 +225,12 @@ class SaveTracker:
     def when_committed(
         self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
     ) -> None:
-        """Have ``work`` done once the newest save, or a later one, is committed; at once if there is none.
+        """Have ``work`` done once the newest save is committed; immediately if there is none. If that save fails,
+        ``work`` is dropped.
 
-        If that save fails, the next call for a later save replaces this one. If ``deletes`` names the path that
-        ``work`` deletes, since the newest save replaces what is there: ``work`` waits for this save alone, or, if it
-        fails, for the one that replaces it; and a save to that path cancels it. Where the save to that path itself has
-        failed, only an empty directory is left, and is removed.
+        If ``deletes`` names the path that ``work`` deletes, since the newest save replaces what is there: ``work``
+        stays if that save fails, and waits for the one that replaces it; and a save to that path cancels it. Where the
+        save to that path itself has failed, only an empty directory is left, and is removed.
         """
         save = self._newest
         if save is None:
@@ -261,32 +238,29 @@ class SaveTracker:
             return
         path = None if deletes is None else locate(deletes)
         with self._lock:
-            waiting = [each for each in self._waiting if each.save.committed is False]
-            if path is None:
-                replaced = [each for each in waiting if each.deletes is None]
-                self._waiting = [each for each in self._waiting if each not in replaced]
+            replaced = [
+                each
+                for each in self._waiting
+                if each.save.path == path and each.save.committed is False
+            ]
+            for each in replaced:
+                each.save = save
+            if path is not None and replaced:
+                self.deletions.request(partial(_remove_empty, path))
             else:
-                replaced = [each for each in waiting if each.deletes and each.save.path == path]
-                for each in replaced:
-                    each.save = save
-                if replaced:
-                    self.deletions.request(partial(_remove_empty, path))
-                    return
-            self._waiting.append(_Waiting(work, save, path))
-            self._request()
-
-    def _ended(self, save: _Save) -> None:
-        """Also in the commit thread, which must not wait for storage."""
-        with self._lock:  # wait() comes behind what is requested here
-            if save.committed:
-                self._committed = max(self._committed, save.number)
+                self._waiting.append(_Waiting(work, save, path))
             self._request()
 
     def _request(self) -> None:
-        due = [each for each in self._waiting if each.is_due(self._committed)]
-        self._waiting = [each for each in self._waiting if each not in due]
-        for each in due:
-            self.deletions.request(each.work)
+        """Request what is due. Also in the commit thread, which must not wait for storage."""
+        with self._lock:  # wait() comes after what is requested here
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                committed = each.save.committed
+                if committed:
+                    self.deletions.request(each.work)
+                elif committed is None or each.deletes is not None:
+                    self._waiting.append(each)
 
 
 def _remove_empty(path: Location) -> None:

@@ -16,12 +16,10 @@ from dcp_datastates.checkpoints.listing import (
     candidates,
     directories,
     newest_first,
-    step_of,
 )
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.checkpoints.tiers import (
-    copies_newest_first,
-    flaw_of_copies,
+    newest_whole,
     none_is_whole,
 )
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
@@ -33,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "step-"
 T = TypeVar("T")
-
-_NAME: Final = re.compile(PREFIX + "[0-9]+")
 
 
 def number_of(path: Location, prefix: str) -> int:
@@ -71,7 +67,7 @@ def newest_numbered(
         leave_out: names of directories that do not count: of checkpoints that could not be loaded.
     """
 
-    def look() -> Location | None:
+    def look() -> str | None:
         def counts(path: Location) -> bool:
             return number_of(path, prefix) >= 0 and path.name not in leave_out
 
@@ -88,9 +84,10 @@ def newest_numbered(
                 newest, highest = path, number
         if newest is None and damaged is not None:
             raise damaged
-        return newest
+        return None if newest is None else newest.name
 
-    return from_first_rank(look, "newest", "the newest checkpoint")
+    name = from_first_rank(look, "newest", "the newest checkpoint")
+    return None if name is None else folder / name
 
 
 class StepDirectories:
@@ -127,7 +124,7 @@ class StepDirectories:
     @staticmethod
     def is_one(path: Location) -> bool:
         """Whether a path is named as a checkpoint of a step is."""
-        return _NAME.fullmatch(path.name) is not None
+        return number_of(path, PREFIX) >= 0
 
     def committed(self) -> list[int]:
         """The steps with a checkpoint, in order."""
@@ -136,7 +133,7 @@ class StepDirectories:
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""
         newest = self.newest_found()
-        return None if newest is None else step_of(newest.path.name)
+        return None if newest is None else number_of(newest.path, PREFIX)
 
     def newest_found(self) -> Found | None:
         """The newest checkpoint of this package, whether it can be restored or not; None if there is none."""
@@ -147,7 +144,7 @@ class StepDirectories:
         best = keep.the_best(
             newest_first(self._paths()), lambda found: flaw(found, self._verify) is None
         )
-        return step_of(best[0].path.name) if best else None
+        return number_of(best[0].path, PREFIX) if best else None
 
     def delete_old(self, tier: int, keep: Keep, own: set[str]) -> None:
         """Delete the checkpoints of a tier, among those of the names ``own``, that ``keep`` does not ask for; their
@@ -175,19 +172,15 @@ class StepDirectories:
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
         if all are other programs'; :class:`StorageError` if one that may be the newest cannot be judged.
         """
-        problems = []
-        for copies in copies_newest_first(self.roots, self.is_one):
-            path = copies[0].path
-            if path.name in leave_out:
-                problems.append(f"{path.name} cannot be loaded")
-                continue
-            problem = flaw_of_copies(copies, self._verify)
-            if problem is None:
-                return path.name
-            logger.warning("leaving out checkpoint %s: %s", path, problem)
-            problems.append(f"{path.name}: {problem}")
-        if problems:
-            raise none_is_whole(self.roots, problems)
+        found = newest_whole(
+            self.roots,
+            self._verify,
+            lambda path: self.is_one(path) and path.name not in leave_out,
+        )
+        if found:
+            return found[0][1]
+        if leave_out:
+            raise none_is_whole(self.roots, [f"{name} cannot be loaded" for name in leave_out])
         if paths := self._paths():
             raise ForeignCheckpointError(
                 f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "

@@ -93,8 +93,6 @@ class ModelPart:
     """A model, in one part or several, or what is trained of one."""
 
     given: torch.nn.Module | Trainable | Sequence[torch.nn.Module]
-    strict: bool = True
-    """Whether the model must take exactly the values of a loaded state."""
     stored: Collection[str] | None = None
     """The names below this part in the checkpoint to load; None for a save."""
     _left: frozenset[str] = field(default_factory=frozenset)
@@ -133,7 +131,7 @@ class ModelPart:
         if isinstance(self.given, Trainable):
             self.given.load_state_dict(state)
         else:
-            load_model_state(self.modules, state, strict=self.strict and not self._left)
+            load_model_state(self.modules, state, strict=not self._left)
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,12 @@ class TrainingState:
                 warn_of_order(name, part.marked.wrapped)
 
     def load(
-        self, places: Sequence[Location], fit: Fit, names: Collection[str], **options: Any
+        self,
+        places: Sequence[Location],
+        fit: Fit,
+        names: Collection[str],
+        only: Collection[str] | None = None,
+        **options: Any,
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
 
@@ -158,14 +163,15 @@ class TrainingState:
         Args:
             places: of the checkpoint, the nearest first.
             names: of all that is stored.
+            only: the parts to load; None: all.
             options: as for ``load_with``.
         """
-        optimizers = [part for part in self.parts.values() if isinstance(part, OptimizerPart)]
+        loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
+        optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
         fit, needed = load_options(fit, names, optimizers)
         stored = frozenset(fit.names(names))
-        loaded = dict(self.parts)
         filled, replaced, left_out = [], [], []
-        for name, part in self.parts.items():
+        for name, part in list(loaded.items()):
             below = names_below(stored, name)
             if isinstance(part, ModelPart):
                 part.stored = below

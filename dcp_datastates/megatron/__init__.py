@@ -21,15 +21,11 @@ Only this subpackage needs megatron-core (0.16).
 
 from __future__ import annotations
 
-try:
-    import megatron.core
-except ImportError as error:
-    raise ImportError(
-        f"dcp_datastates.megatron needs megatron-core 0.16 ({error}): "
-        f"pip install 'megatron-core>=0.16,<0.17'"
-    ) from error
+from dcp_datastates.manager.frameworks import needed, tell_if_untested
 
-from dcp_datastates.manager.frameworks import tell_if_untested
+with needed(__name__, "megatron-core 0.16", "'megatron-core>=0.16,<0.17'"):
+    import megatron.core
+
 from dcp_datastates.megatron.hooks import install, use_by_default
 from dcp_datastates.megatron.strategy import DataStatesSaveStrategy
 

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-try:
+from dcp_datastates.manager.frameworks import needed, tell_if_untested
+
+with needed(__name__, "torchtitan 0.3.0 or newer", "'torchtitan==0.3.0' tokenizers triton"):
     from torchtitan.components.checkpointer.base import BaseCheckpointManager
     from torchtitan.config.override import override
-except ImportError as error:
-    raise ImportError(
-        f"dcp_datastates.torchtitan needs torchtitan 0.3.0 or newer ({error}): "
-        f"pip install 'torchtitan==0.3.0' tokenizers triton"
-    ) from error
 
-from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.torchtitan.choose import derived, with_datastates
 from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import dcp_datastates as ds
-from dcp_datastates.conversion.lightning_file import FURTHER_TENSORS, GROUPS, META, NAMES
-from dcp_datastates.manager.library_state import state_of_optimizer, with_files
-from dcp_datastates.manager.packed_optimizer import groups_in
+from dcp_datastates.conversion.lightning_file import COUNT, FURTHER_TENSORS, META, NAMES
+from dcp_datastates.manager.library_state import state_of, with_files
 from dcp_datastates.manager.per_rank import packed
 
 META_OF_LIGHTNING = {
@@ -30,11 +29,11 @@ def saved(path: Path, **more: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = state_of_optimizer({"state_dict": model}, optimizer)
+    state = state_of({"state_dict": model, "optimizer": optimizer})["optimizer"]
     meta = {**META_OF_LIGHTNING, **more}
     own = {
         NAMES: {"weight": "_orig_mod.weight"},
-        GROUPS: [groups_in(state)],
+        COUNT: 1,
         FURTHER_TENSORS: ["average"],
     }
     whole = {

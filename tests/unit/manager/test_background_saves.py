@@ -89,32 +89,6 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_a_rule_goes_by_any_later_commit(tmp_path: Path) -> None:
-    saves, called = BackgroundSaves({}), []
-    saves.start(REFUSED, tmp_path / "first")
-    saves.when_committed(lambda: called.append(1))
-    saves.start(STATE, tmp_path / "second")
-    saves.wait()
-    assert called == [1]
-
-
-def test_a_later_save_to_the_path_cancels_its_deletion(tmp_path: Path) -> None:
-    saves, path = BackgroundSaves({}), tmp_path / "path"
-    saves.start(REFUSED, tmp_path / "other")
-    saves.when_committed(lambda: ds.delete(path), deletes=path)
-    saves.start(STATE, path)
-    saves.wait()
-    assert is_committed(path)
-
-
-def test_a_deletion_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saves = BackgroundSaves({})
-    saves.start(STATE, tmp_path / "path")
-    saves.when_committed(lambda: ds.delete(tmp_path / "nothing"))
-    saves.wait()
-    assert "were not deleted" in caplog.text
-
-
 def test_strict_raises(tmp_path: Path) -> None:
     with pytest.raises(ds.UnsupportedTensorError):
         BackgroundSaves({}, strict=True).start(REFUSED, tmp_path / "path")

@@ -17,15 +17,10 @@ from torch import nn
 from dcp_datastates import CheckpointManager, DataStatesError, IncompatibleStateError
 
 
-def _program(*sizes, optimizer=torch.optim.AdamW, groups=1):
+def _program(*sizes, optimizer=torch.optim.AdamW):
     """A model of linear layers that has taken a step, and its optimizer."""
     model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
-    parameters = list(model.parameters())
-    size = -(-len(parameters) // groups)
-    optimizer = optimizer(
-        [{"params": parameters[n : n + size]} for n in range(0, len(parameters), size)], lr=0.01
-    )
-    return {"model": model, "optimizer": optimizer}
+    return {"model": model, "optimizer": optimizer(model.parameters(), lr=0.01)}
 
 
 def _step(state):
@@ -75,23 +70,6 @@ def test_a_new_layer_is_left_as_the_program_made_it_and_named(saved, tmp_path, c
     ):
         assert torch.equal(moments[new]["exp_avg"], saved["optimizer"].state[old]["exp_avg"])
     assert not moments[state["model"][2].weight]
-    _step(state)
-
-
-@pytest.mark.parametrize("groups", [(1, 2), (2, 1), (4, 2)])
-def test_parameters_may_move_to_other_groups(groups, tmp_path):
-    before, now = groups
-    saved = _step(_program(6, 5, 4, groups=before))
-    with CheckpointManager(tmp_path, every=7) as manager:
-        manager.save(7, saved)
-    state = _program(6, 5, 4, groups=now)
-    held = [list(map(id, group["params"])) for group in state["optimizer"].param_groups]
-    assert _restore(tmp_path, state, missing="ignore", unexpected="ignore") == 7
-    assert [list(map(id, group["params"])) for group in state["optimizer"].param_groups] == held
-    assert {group["lr"] for group in state["optimizer"].param_groups} == {0.01}
-    for new, old in zip(state["model"].parameters(), saved["model"].parameters(), strict=True):
-        for name, value in saved["optimizer"].state[old].items():
-            assert torch.equal(state["optimizer"].state[new][name], value), name
     _step(state)
 
 

@@ -269,12 +269,6 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
         checkpoints.save(2, {})
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, None], ids=str)
-def test_a_step_must_be_a_whole_number(step, tmp_path):
-    with manager(tmp_path) as checkpoints, raises(ConfigurationError, "step="):
-        checkpoints.save(step, {})
-
-
 def test_steps_do_not_go_back(tmp_path):
     with manager(tmp_path, every=100) as checkpoints:
         checkpoints.save(7, {})

@@ -67,19 +67,6 @@ def test_other_steps_are_refused(step, tmp_path):
         manager.save(step, STATE)
 
 
-def test_the_hook_is_called_in_order_with_what_came_of_each_save(tmp_path):
-    told = []
-    with CheckpointManager(
-        tmp_path,
-        every=1,
-        on_save=lambda step, record: told.append((step, record.outcome, record.written_bytes > 0)),
-    ) as manager:
-        for step in range(3):
-            _save(manager, step, fails=step == 1)
-    assert told == [(0, "committed", True), (1, "failed", True), (2, "committed", True)]
-    assert manager.failures == 1
-
-
 def test_what_a_hook_raises_the_call_raises(tmp_path):
     def stop(step, _):
         raise KeyError(step)

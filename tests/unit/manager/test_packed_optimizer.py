@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dcp_datastates as ds
-from dcp_datastates.manager.library_state import state_of_optimizer
-from dcp_datastates.manager.packed_optimizer import groups_in, packed_optimizer
+from dcp_datastates.manager.library_state import state_of
+from dcp_datastates.manager.packed_optimizer import packed_optimizer
 
 
 class WithNumbers(torch.optim.SGD):
@@ -63,9 +63,8 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, st
         return value
 
     optimizer.step(loss)
-    state = state_of_optimizer({"model": model}, optimizer)
-    order = groups_in(state)
+    state = state_of({"model": model, "optimizer": optimizer})["optimizer"]
     if stored:
         ds.save({"optimizer": state}, tmp_path / "x")
         state = ds.load(tmp_path / "x")["optimizer"]
-    assert same(packed_optimizer(state, order), optimizer.state_dict())
+    assert same(packed_optimizer(state), optimizer.state_dict())
