@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.process.garbage import collection_paused
 
 __all__ = ["PackedReads"]
@@ -22,9 +21,6 @@ __all__ = ["PackedReads"]
 _NOTHING: Final = -1
 """The number of a size that is None."""
 
-_FIELDS: Final = {
-    *("type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths")
-}
 _KINDS: Final = {ReadItem, LoadItemType, MetadataIndex}
 
 
@@ -32,8 +28,8 @@ class PackedReads(list[ReadItem]):
     """The items of a load plan."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In columns, or as the items are, if they are of other classes than DCP's own, have fields that this package
-        does not know, or cannot be looked at. An error here would leave the other ranks in DCP's gather.
+        """In columns, or as the items are, if they are of other classes than DCP's own, or cannot be looked at. An
+        error here would leave the other ranks in DCP's gather.
         """
         with collection_paused():
             try:
@@ -62,8 +58,6 @@ class _Sizes:
 
 def _packed(items: Sequence[ReadItem]) -> tuple[Any, ...] | None:
     """The arguments of :func:`_unpacked`; None if these are not DCP's own items, as this package knows them."""
-    if plans_in_objects() or vars(ReadItem)["__dataclass_fields__"].keys() != _FIELDS:
-        return None
     sizes, names, stored = _Sizes(), [], []
     rows: list[int | None] = []
     for item in items:

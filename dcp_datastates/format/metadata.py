@@ -36,7 +36,6 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import Catalog, FileRecord
-from dcp_datastates.format.fields import IN_COLUMNS, known_fields, portable, unknown_fields
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
@@ -173,7 +172,6 @@ def _stub(catalog: Catalog, version: str | None) -> Metadata:
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Without fields that only some releases of torch have: others could not read them."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written, _PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
@@ -181,11 +179,10 @@ def _pickled(metadata: Metadata) -> bytes:
     return written.getvalue()
 
 
-def _known(instance: object) -> tuple[Any, ...]:
-    kind: Any = type(instance)
-    known = known_fields(kind)
-    own = {name: value for name, value in vars(instance).items() if name in known}
-    return copyreg.__newobj__, (kind,), own  # type: ignore[attr-defined]
+def _for_every_torch(properties: TensorProperties) -> tuple[Any, ...]:
+    """Releases before 2.15 read a tuple of five fields only, later ones read it, too."""
+    own = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), own[:5] if type(own) is tuple else own  # type: ignore[attr-defined]
 
 
 def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
@@ -199,6 +196,5 @@ _REDUCERS: Final[dict[type, Any]] = {
         for each in vars(dcp_metadata).values()
         if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
     },
-    **{kind: _known for kind in IN_COLUMNS.values() if unknown_fields(kind)},
-    TensorProperties: portable,
+    TensorProperties: _for_every_torch,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.fields import IN_COLUMNS, unknown_fields
 from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json
-from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.trailer import CATALOG
 
 __all__ = ["catalog_of", "table_of"]
@@ -59,8 +57,7 @@ def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
     placement = Placement(
         tuple(paths), *_located(chunk_places, paths), *_located(object_places, paths)
     )
-    further = _further(metadata, [chunk for _, chunk in chunks], [*chunk_places, *object_places])
-    return MetadataTable(catalog, placement, note, metadata.storage_meta, metadata.version, further)
+    return MetadataTable(catalog, placement, note, metadata.storage_meta, metadata.version)
 
 
 def catalog_of(metadata: Metadata) -> Catalog:
@@ -135,28 +132,3 @@ def _located(
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     files, offsets, lengths = (np.ascontiguousarray(column) for column in columns)
     return files, offsets, lengths
-
-
-def _further(
-    metadata: Metadata,
-    chunks: list[ChunkStorageMetadata],
-    places: list[tuple[MetadataIndex, _StorageInfo]],
-) -> dict[tuple[str, str], list[Any]]:
-    """The fields of this torch that the columns cannot represent: see :attr:`MetadataTable.further`."""
-    entries = list(metadata.state_dict_metadata.values())
-    instances: dict[str, list[Any]] = {
-        "Metadata": [metadata],
-        "TensorStorageMetadata": entries,
-        "BytesStorageMetadata": entries,
-        "ChunkStorageMetadata": chunks,
-        "MetadataIndex": [index for index, _ in places],
-        "_StorageInfo": [info for _, info in places],
-    }
-    return {
-        (name, field): [
-            getattr(each, field, MISSING) if isinstance(each, kind) else MISSING
-            for each in instances[name]
-        ]
-        for name, kind in IN_COLUMNS.items()
-        for field in unknown_fields(kind)
-    }

@@ -11,18 +11,13 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
 - ``planner_data``: a value
 - ``version``, ``storage_meta``: of DCP's ``Metadata``; the latter's fields by name, as values, or null
-- ``further``: ``[class, field, values, rows]`` for each field of ``MetadataTable.further``: its distinct values, and
-  for each instance the index of its value, or -1
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -30,23 +25,16 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
-from dcp_datastates.format.fields import IN_COLUMNS, is_field_name, known_fields, set_unknown_values
+from dcp_datastates.format.fields import carried
 from dcp_datastates.format.metadata_check import MetadataError, described
-from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
-from dcp_datastates.process.job_log import once_per_job
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["fields_to_json", "read_document", "write_document"]
 
 
 def write_document(table: MetadataTable) -> bytes:
-    """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored.
-
-    A field of another torch whose values cannot be stored is left out with a warning: this package does not need it,
-    and a job that has moved to that torch must be able to save.
-    """
+    """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored."""
     note, meta = table.note, table.storage_meta
     of_save = values.dump(
         {
@@ -61,11 +49,7 @@ def write_document(table: MetadataTable) -> bytes:
         }
     )
     of_torch = values.dump(
-        {
-            "version": table.version,
-            "storage_meta": None if meta is None else fields_to_json(meta),
-            "further": [_column_to_json(*key, column) for key, column in table.further.items()],
-        }
+        {"version": table.version, "storage_meta": None if meta is None else fields_to_json(meta)}
     )
     return b",".join((of_save[:-1], _members_of(table.catalog), of_torch[1:]))
 
@@ -88,31 +72,9 @@ def _members_of(catalog: Catalog) -> bytes:
 
 
 def fields_to_json(instance: Any) -> dict[str, Any]:
-    """An instance's fields, by name, without fields of another torch that cannot be stored."""
-    found = {}
-    kind: Any = type(instance)
-    for name in kind.__dataclass_fields__:
-        if not hasattr(instance, name):  # from an older torch, and the field has a default factory
-            continue
-        try:
-            found[name] = values.to_json(getattr(instance, name))
-        except values.ValueRefused as error:
-            if name in known_fields(kind):
-                raise
-            warn_of_loss(kind.__name__, name, str(error))
-    return found
-
-
-@cache
-def warn_of_loss(kind: str, name: str, why: str) -> None:
-    """Warn, once per process, that a field of another torch is left out of checkpoints."""
-    logger.log(
-        once_per_job(logging.WARNING),
-        "%s.%s of this torch is left out of checkpoints: it has %s",
-        kind,
-        name,
-        why,
-    )
+    """The fields of a ``TensorProperties`` or ``StorageMeta``, by name."""
+    kind = TensorProperties if isinstance(instance, TensorProperties) else StorageMeta
+    return {name: values.to_json(getattr(instance, name)) for name in carried(kind)}
 
 
 def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
@@ -141,15 +103,6 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     version, meta = found.get("version"), found.get("storage_meta")
     if version is not None and type(version) is not str:
         raise MetadataError(f"version is {described(version)}")
-    chunks, objects = len(columns["chunk_files"]), len(columns["object_files"])
-    lengths = {
-        "Metadata": 1,
-        "TensorStorageMetadata": len(names),
-        "BytesStorageMetadata": len(names),
-        "ChunkStorageMetadata": chunks,
-        "MetadataIndex": chunks + objects,
-        "_StorageInfo": chunks + objects,
-    }
     return MetadataTable(
         Catalog(
             names=tuple(names),
@@ -159,9 +112,8 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         ),
         Placement(paths=tuple(note.files), **{key: columns[key] for key in trailer.PLACEMENT}),
         note,
-        None if meta is None else _storage_meta(meta),
+        None if meta is None else StorageMeta(**_fields(meta, StorageMeta)),
         version,
-        dict([_further(each, lengths) for each in _list(found, "further")]),
     )
 
 
@@ -200,20 +152,10 @@ def _record(found: Any) -> FileRecord:
 
 
 def _fields(found: Any, kind: type) -> dict[str, Any]:
-    """The fields of an instance of one of DCP's classes, without those that this torch cannot construct."""
+    """The fields of an instance of one of DCP's classes that this torch has, too."""
     if type(found) is not dict:
         raise MetadataError(f"{kind.__name__} is {described(found)}")
-    fields = {}
-    for name, value in found.items():
-        if not is_field_name(kind, name):
-            raise MetadataError(f"{kind.__name__} has {described(name)}, no field of DCP's")
-        try:
-            fields[name] = values.from_json(value)
-        except values.ValueRefused as error:
-            if name in known_fields(kind):
-                raise
-            logger.info("%s.%s cannot be opened, and is left out: %s", kind.__name__, name, error)
-    return fields
+    return {name: values.from_json(found[name]) for name in carried(kind) if name in found}
 
 
 _PROPERTY_TYPES: Final[Mapping[str, type]] = {
@@ -230,50 +172,7 @@ def _properties(found: Any) -> TensorProperties:
     for name, kind in _PROPERTY_TYPES.items():
         if type(fields.get(name)) is not kind:
             raise MetadataError(f"{name} of a tensor is {described(fields.get(name))}")
-    properties = TensorProperties()
-    set_unknown_values(properties, fields)
-    return properties
-
-
-def _storage_meta(found: Any) -> StorageMeta:
-    meta = StorageMeta()
-    set_unknown_values(meta, _fields(found, StorageMeta))
-    return meta
-
-
-def _column_to_json(kind: str, field: str, column: Sequence[Any]) -> list[Any]:
-    numbers: dict[str, int] = {}
-    rows = []
-    for value in column:
-        try:
-            content = None if value is MISSING else json.dumps(values.to_json(value))
-        except values.ValueRefused as error:
-            warn_of_loss(kind, field, str(error))
-            content = None
-        rows.append(-1 if content is None else numbers.setdefault(content, len(numbers)))
-    return [kind, field, list(map(json.loads, numbers)), rows]
-
-
-def _further(found: Any, lengths: Mapping[str, int]) -> tuple[tuple[str, str], list[Any]]:
-    """``lengths``: the number of instances of each class."""
-    if type(found) is not list or list(map(type, found)) != [str, str, list, list]:
-        raise MetadataError("a field of another torch is malformed")
-    kind, name, packed, rows = found
-    known = IN_COLUMNS.get(kind)
-    if known is None or not is_field_name(known, name) or name in known_fields(known):
-        raise MetadataError(f"{described(kind)} has {described(name)}, no field of DCP's")
-    if (
-        len(rows) != lengths[kind]
-        or not set(map(type, rows)) <= {int}
-        or any(not -1 <= row < len(packed) for row in rows)
-    ):
-        raise MetadataError(f"the values of {described(name)} are not there")
-    opened: list[Any] = []
-    for value in packed:
-        try:
-            opened.append(values.from_json(value))
-        except values.ValueRefused as error:
-            opened.append(MISSING)
-            logger.info("a value of %s.%s is left out: %s", kind, name, error)
-    opened.append(MISSING)  # for -1
-    return (kind, name), [opened[row] for row in rows]
+    strides = fields.get("strides")
+    if strides is not None and (type(strides) is not tuple or not set(map(type, strides)) <= {int}):
+        raise MetadataError(f"strides of a tensor is {described(strides)}")
+    return TensorProperties(**fields)

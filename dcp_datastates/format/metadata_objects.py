@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from itertools import compress
 from typing import Any, Final, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.stored_names import wrappers
@@ -41,15 +41,13 @@ _NOTE: Final = "dcp_datastates"
 _MANY: Final = 200
 """Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
 
-_Further = Mapping[tuple[str, str], Sequence[Any]]
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
-    columns = _Columns(table.catalog, table.further)
+    columns = _Columns(table.catalog)
     metadata = Metadata(
         state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
@@ -57,7 +55,6 @@ def metadata_of(table: MetadataTable) -> Metadata:
         storage_meta=table.storage_meta,
         version=table.version,
     )
-    _carry(metadata, table.further, 0)
     vars(metadata)[_NOTE] = table.note
     return metadata
 
@@ -75,7 +72,7 @@ def note_of(metadata: Metadata) -> Note:
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
     mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
-    return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
+    return Metadata(dict(_Entries(_Columns(catalog))), planner_data=mappings)
 
 
 def names_with_data(stored: Mapping[str, STORAGE_TYPES], objects: bool) -> list[str]:
@@ -138,9 +135,8 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
 class _Columns:
     """A catalog, with the start of each name's part in the columns."""
 
-    def __init__(self, catalog: Catalog, further: _Further) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.further = further
         self.number = {name: number for number, name in enumerate(catalog.names)}
         self.counts = catalog.counts.tolist()
         self.first_chunk = starts_of(catalog.counts).tolist()
@@ -234,8 +230,8 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         columns, catalog = self._columns, self._columns.catalog
         kind = int(catalog.properties[number])
         if kind < 0:
-            return _carry(BytesStorageMetadata(), columns.further, number)
-        if columns.counts[number] == 1 and not columns.further:
+            return BytesStorageMetadata()
+        if columns.counts[number] == 1:
             chunks = [columns.only_chunk(number)]
             return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
         boxes = zip(
@@ -245,11 +241,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             chunks = [
                 ChunkStorageMetadata(torch.Size(begin), columns.size(size)) for begin, size in boxes
             ]
-        if columns.further:
-            for row, chunk in enumerate(chunks, columns.first_chunk[number]):
-                _carry(chunk, columns.further, row)
-        entry = TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
-        return _carry(entry, columns.further, number)
+        return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
 
 
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
@@ -268,16 +260,14 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
         columns, names = self._columns, self._columns.catalog.names
         for number, name in enumerate(names):
             for place, begin in enumerate(columns.rows(columns.catalog.offsets, number)):
-                row = columns.first_chunk[number] + place
-                yield _carry(MetadataIndex(name, begin, place), columns.further, row)
-        for number, row in self._objects.items():
-            yield _carry(MetadataIndex(names[number]), columns.further, row)
+                yield MetadataIndex(name, begin, place)
+        for number in self._objects:
+            yield MetadataIndex(names[number])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row = self._row(key)
         file, offset, length = [column.item(row) for column in self._rows]
-        info = _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
-        return _carry(info, self._columns.further, row)
+        return _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
 
     def _row(self, key: MetadataIndex) -> int:
         if not isinstance(key, MetadataIndex):
@@ -299,14 +289,3 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
             except ValueError:
                 raise KeyError(key) from None
         return int(columns.first_chunk[number] + hint)
-
-
-_Instance = TypeVar("_Instance")
-
-
-def _carry(instance: _Instance, further: _Further, row: int) -> _Instance:
-    """The instance, with the fields that another torch has added."""
-    for (kind, field), column in further.items():
-        if kind == type(instance).__name__ and column[row] is not MISSING:
-            vars(instance)[field] = column[row]
-    return instance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -12,7 +12,7 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["MISSING", "Compose", "Document", "MetadataTable", "Note", "Trace"]
+__all__ = ["Compose", "Document", "MetadataTable", "Note", "Trace"]
 
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
@@ -42,10 +42,6 @@ class Note:
     trace: Trace = None
 
 
-MISSING: Final = object()
-"""In a column of :attr:`MetadataTable.further`: the instance has no value."""
-
-
 @dataclass(frozen=True, eq=False)
 class MetadataTable:
     """The contents of a ``.metadata`` file. ``placement.paths`` are the keys of ``note.files``, in order."""
@@ -55,8 +51,3 @@ class MetadataTable:
     note: Note
     storage_meta: StorageMeta | None = None
     version: str | None = None
-    further: Mapping[tuple[str, str], Sequence[Any]] = field(default_factory=dict)
-    """The fields that not every torch has, of DCP's classes whose instances are in columns: by class and field,
-    the value of each instance. ``TensorStorageMetadata`` and ``BytesStorageMetadata`` are numbered as ``names``,
-    ``MetadataIndex`` and ``_StorageInfo`` as :meth:`Placement.rows`.
-    """
