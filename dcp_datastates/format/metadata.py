@@ -11,7 +11,6 @@ import copyreg
 import io
 import os
 import pickle
-import weakref
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,7 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.chunk_table import Catalog, FileRecord
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, once
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
@@ -72,8 +71,7 @@ def encode(table: MetadataTable) -> bytes:
         document = write_document(table)
     except (MetadataError, values.ValueRefused, TypeError) as error:
         raise refused(error) from error
-    stub = stub_of(table.catalog, table.version)
-    return trailer.append(stub, document, table.catalog, table.placement)
+    return trailer.append(stub_of(table.catalog), document, table.catalog, table.placement)
 
 
 _LARGE: Final = 64 << 20
@@ -81,8 +79,8 @@ _MOST: Final = 4 << 30
 """Bytes of the largest ``.metadata`` that is read. Those of 16,384 ranks with 900 tensors each have 1 GiB."""
 
 
-def read(path: Path) -> tuple[bytes, float]:
-    """The bytes of the ``.metadata`` file at ``path``, and the time of its publication in seconds since the epoch.
+def read(path: Path) -> bytes:
+    """The bytes of the ``.metadata`` file at ``path``.
 
     Of a large file of another program, only the beginning and the end: it may be endless. Raises OSError
     (:class:`StorageError` if it is no file), or :class:`CheckpointCorruptError` if it is too large.
@@ -90,17 +88,17 @@ def read(path: Path) -> tuple[bytes, float]:
     with os.fdopen(open_regular(path), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size <= _LARGE:
-            return file.read(), status.st_mtime
+            return file.read()
         file.seek(-trailer.END_BYTES, os.SEEK_END)
         end = file.read()
         file.seek(0)
         if not trailer.is_end(end):
-            return file.read(1 << 20) + end, status.st_mtime
+            return file.read(1 << 20) + end
         if status.st_size > _MOST:
             raise CheckpointCorruptError(
                 f"{path}: it has {status.st_size} bytes, more than the metadata of any checkpoint"
             )
-        return file.read(), status.st_mtime
+        return file.read()
 
 
 @collection_paused()
@@ -137,21 +135,14 @@ _PROTOCOL: Final = 4
 _NOWHERE: Final = _StorageInfo(METADATA_NAME, 0, 0, TRANSFORM_DESCRIPTORS)
 """A file that exists: stock DCP opens it before it refuses the entry."""
 
-_stubs: weakref.WeakKeyDictionary[Catalog, tuple[str | None, bytes]] = weakref.WeakKeyDictionary()
+
+@once
+def stub_of(catalog: Catalog) -> bytes:
+    """The pickle for a catalog that ``metadata_check`` has accepted. The same torch gives the same bytes."""
+    return _pickled(_stub(catalog))
 
 
-def stub_of(catalog: Catalog, version: str | None) -> bytes:
-    """The pickle for a catalog that ``metadata_check`` has accepted; ``version`` is ``Metadata.version``.
-
-    The same catalog and torch give the same bytes.
-    """
-    known = _stubs.get(catalog)
-    if known is None or known[0] != version:
-        known = _stubs[catalog] = version, _pickled(_stub(catalog, version))
-    return known[1]
-
-
-def _stub(catalog: Catalog, version: str | None) -> Metadata:
+def _stub(catalog: Catalog) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     # Few are different, and the pickle has each once. An entry is its tensor's own: programs change its size.
@@ -168,7 +159,7 @@ def _stub(catalog: Catalog, version: str | None) -> Metadata:
         size, chunk = alike[shape]
         entries[name] = TensorStorageMetadata(catalog.table[kind], size, [chunk])
         places[MetadataIndex(name, chunk.offsets)] = _NOWHERE
-    return Metadata(entries, storage_data=places, version=version)
+    return Metadata(entries, storage_data=places, version=DCP_VERSION)
 
 
 def _pickled(metadata: Metadata) -> bytes:

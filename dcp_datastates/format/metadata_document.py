@@ -3,20 +3,19 @@
 It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 
 - ``attempt``, ``after``: the name of the attempt, and of the newest attempt that was seen when it was claimed, or null
-- ``metrics``: numbers by name; left out if there are none
-- ``published_at``: seconds since the epoch; older versions left it out
-- ``trace``: what each rank's part of the save cost (:mod:`dcp_datastates.format.save_trace`); may be left out
+- ``metrics``: numbers by name
+- ``published_at``: seconds since the epoch
+- ``trace``: what each rank's part of the save cost (:mod:`dcp_datastates.format.save_trace`), or null
 - ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
 - ``names``: ``Catalog.names``
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
 - ``planner_data``: a value
-- ``version``, ``storage_meta``: of DCP's ``Metadata``; the latter's fields by name, as values, or null
+- ``storage_meta``: of DCP's ``Metadata``; its fields by name, as values, or null
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.fields import carried
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import MetadataTable, Note
@@ -38,37 +37,30 @@ def write_document(table: MetadataTable) -> bytes:
     note, meta = table.note, table.storage_meta
     of_save = values.dump(
         {
-            **({"metrics": dict(note.metrics)} if note.metrics else {}),
+            "metrics": dict(note.metrics),
             "attempt": note.attempt.name,
             "after": None if note.after is None else note.after.name,
-            **({} if note.published_at is None else {"published_at": note.published_at}),
-            **({} if note.trace is None else {"trace": note.trace}),
+            "published_at": note.published_at,
+            "trace": note.trace,
             "files": [
                 [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
             ],
         }
     )
-    of_torch = values.dump(
-        {"version": table.version, "storage_meta": None if meta is None else fields_to_json(meta)}
-    )
+    of_torch = values.dump({"storage_meta": None if meta is None else fields_to_json(meta)})
     return b",".join((of_save[:-1], _members_of(table.catalog), of_torch[1:]))
 
 
-_members: weakref.WeakKeyDictionary[Catalog, bytes] = weakref.WeakKeyDictionary()
-
-
+@once
 def _members_of(catalog: Catalog) -> bytes:
-    """What the document has of the catalog, without braces: made once, for saves whose structure is unchanged."""
-    known = _members.get(catalog)
-    if known is None:
-        try:
-            planner_data = values.to_json(catalog.mappings)
-        except values.ValueRefused as error:
-            raise values.ValueRefused(f"planner_data holds {error}") from None
-        properties = [fields_to_json(each) for each in catalog.table]
-        content = {"names": catalog.names, "properties": properties, "planner_data": planner_data}
-        known = _members[catalog] = values.dump(content)[1:-1]
-    return known
+    """What the document has of the catalog, without braces."""
+    try:
+        planner_data = values.to_json(catalog.mappings)
+    except values.ValueRefused as error:
+        raise values.ValueRefused(f"planner_data holds {error}") from None
+    properties = [fields_to_json(each) for each in catalog.table]
+    content = {"names": catalog.names, "properties": properties, "planner_data": planner_data}
+    return values.dump(content)[1:-1]
 
 
 def fields_to_json(instance: Any) -> dict[str, Any]:
@@ -94,15 +86,13 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         _attempt(found.get("attempt"), "attempt"),
         {each.relative_path: each for each in files},
         None if found.get("after") is None else _attempt(found["after"], "after"),
-        _metrics(found.get("metrics", {})),
+        _metrics(found.get("metrics")),
         _time(found.get("published_at")),
         found.get("trace"),
     )
     if len(note.files) != len(files):
         raise MetadataError("a data file is named twice")
-    version, meta = found.get("version"), found.get("storage_meta")
-    if version is not None and type(version) is not str:
-        raise MetadataError(f"version is {described(version)}")
+    meta = found.get("storage_meta")
     return MetadataTable(
         Catalog(
             names=tuple(names),
@@ -113,7 +103,6 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         Placement(paths=tuple(note.files), **{key: columns[key] for key in trailer.PLACEMENT}),
         note,
         None if meta is None else StorageMeta(**_fields(meta, StorageMeta)),
-        version,
     )
 
 
@@ -137,8 +126,8 @@ def _metrics(found: Any) -> dict[str, float]:
     return found
 
 
-def _time(found: Any) -> float | None:
-    if found is not None and (type(found) is not float or not math.isfinite(found)):
+def _time(found: Any) -> float:
+    if type(found) is not float or not math.isfinite(found):
         raise MetadataError(f"the time of publication is {described(found)}")
     return found
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
+from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
@@ -53,7 +54,7 @@ def metadata_of(table: MetadataTable) -> Metadata:
         planner_data=as_dcp_has_them(table.catalog.mappings),
         storage_data=_Places(columns, table.placement),
         storage_meta=table.storage_meta,
-        version=table.version,
+        version=DCP_VERSION,
     )
     vars(metadata)[_NOTE] = table.note
     return metadata
@@ -248,13 +249,12 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
     def __init__(self, columns: _Columns, placement: Placement) -> None:
-        self._rows = placement.rows()
+        self._rows = placement.files, placement.begins, placement.lengths
         super().__init__(len(self._rows[0]))
         self._columns = columns
         self._paths = placement.paths
         objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
-        self._chunks = len(placement.chunk_files)
-        self._objects = {number: row for row, number in enumerate(objects, self._chunks)}
+        self._objects = {number: row for row, number in enumerate(objects, columns.catalog.chunks)}
 
     def _keys(self) -> Iterator[MetadataIndex]:
         columns, names = self._columns, self._columns.catalog.names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -30,16 +30,16 @@ class Note:
 
     ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
     numbers by which the user compares checkpoints. ``published_at``: when the metadata were written, right before the
-    commit, in seconds since the epoch by the coordinator's clock; None in checkpoints of older versions. ``trace``:
-    what each rank's part cost (``save_trace.py``, which checks it); None in those of older versions.
+    commit, in seconds since the epoch by the coordinator's clock. ``trace``: what each rank's part cost
+    (``save_trace.py``, which checks it); None of a checkpoint that was converted.
     """
 
     attempt: Attempt
     files: Mapping[str, FileRecord]
-    after: Attempt | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    published_at: float | None = None
-    trace: Trace = None
+    after: Attempt | None
+    metrics: Mapping[str, float]
+    published_at: float
+    trace: Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,4 +50,3 @@ class MetadataTable:
     placement: Placement
     note: Note
     storage_meta: StorageMeta | None = None
-    version: str | None = None

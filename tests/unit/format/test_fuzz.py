@@ -267,7 +267,7 @@ ANYTHING = st.recursive(
 )
 KEYS = (
     *("attempt", "after", "files", "names", "properties"),
-    *("planner_data", "version", "storage_meta"),
+    *("planner_data", "storage_meta", "metrics", "published_at"),
 )
 
 

@@ -107,9 +107,9 @@ def _one_more_chunk(name, nbytes):
         file = parts.document["files"][0]
         parts.columns["counts"][number] += 1
         for column, value in (
-            ("chunk_files", 0),
-            ("chunk_offsets", file[2]),
-            ("chunk_lengths", nbytes),
+            ("files", 0),
+            ("begins", file[2]),
+            ("lengths", nbytes),
         ):
             parts.columns[column].insert(row, value)
         table = file[2] + 4
@@ -147,7 +147,8 @@ WRONG = {
     "after a list": _put("after", []),
     "metrics a list": _put("metrics", []),
     "metric a string": _put("metrics", {"loss": "1"}),
-    "version a list": _put("version", []),
+    "time of publication none": _put("published_at", None),
+    "time of publication endless": _put("published_at", float("inf")),
     "storage_meta a list": _put("storage_meta", []),
     "names a string": _put("names", "w"),
     "name a number": _put("names", 0, 7),
@@ -229,8 +230,8 @@ WRONG = {
         parts.document["names"].index("list.1.deep"), 2
     ),
     "65 dimensions": _of_w("ndims", 65),
-    "file that is not there": _of_w("chunk_files", 1),
-    "length one more": _of_w("chunk_lengths", 300 * 20 * 4 + 1),
+    "file that is not there": _of_w("files", 1),
+    "length one more": _of_w("lengths", 300 * 20 * 4 + 1),
 }
 
 
@@ -259,7 +260,7 @@ def test_an_object_of_a_length_that_is_not_there_is_refused(checkpoint):
     def promise(parts):
         table = 1 << 40
         parts.document["files"][0][1:] = [table + 4 * ((table >> 20) + 1), table]
-        parts.columns["object_lengths"][0] = table - parts.columns["object_offsets"][0]
+        parts.columns["lengths"][-1] = table - parts.columns["begins"][-1]
 
     rewritten(checkpoint, promise)
     with raises(CheckpointCorruptError, "bytes"):
@@ -270,7 +271,7 @@ def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
     save({"v": torch.ones(30), "w": torch.ones(30)}, tmp_path)
 
     def overlap(parts):
-        offsets = parts.columns["chunk_offsets"]
+        offsets = parts.columns["begins"]
         offsets[1] = offsets[0] + 4
 
     rewritten(tmp_path, overlap)
@@ -331,8 +332,8 @@ def test_a_catalog_is_looked_through_once() -> None:
     packed, note = packed_example(sharded(3, 2))
     catalog, placement = packed.columns()
     encode(MetadataTable(catalog, placement, note))
-    with mock.patch.object(metadata_check, "_check_catalog", side_effect=AssertionError):
+    with mock.patch.object(metadata_check, "validate", side_effect=AssertionError):
         encode(MetadataTable(catalog, placement, note))
-        moved = dataclasses.replace(placement, chunk_offsets=0 * placement.chunk_offsets)
+        moved = dataclasses.replace(placement, begins=0 * placement.begins)
         with raises(ConfigurationError):
             encode(MetadataTable(catalog, moved, note))
