@@ -38,13 +38,13 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, once
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.local import METADATA_NAME, open_regular
 from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "DCP_VERSION",
+    "TRANSFORM_DESCRIPTORS",
     "FileRecord",
     "MetadataTable",
     "Note",
@@ -57,6 +57,20 @@ __all__ = [
 
 DCP_VERSION: Final = "1.0.0"
 """The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
+
+TRANSFORM_DESCRIPTORS: Final = (
+    (
+        "this is a checkpoint of dcp_datastates: load it with dcp_datastates.load(path), or with "
+        "storage_reader=dcp_datastates.DataStatesReader(path); `dcp-datastates convert PATH OUT --to dcp` makes one of "
+        "stock DCP"
+    ),
+)
+"""The sentence by which a stock reader refuses a checkpoint of this package. ``FileSystemReader`` expects files of
+``torch.save``, and would advise to switch ``weights_only`` off. But first it looks up the extensions that the metadata
+name for each piece of data (``_StorageInfo.transform_descriptors``), and raises ``ValueError: Unknown extension
+name='...'`` for an unknown one. So the extension's name is this sentence. It contains no slash: text after a slash is a
+version, and is not printed. This package's reader ignores it, and reads checkpoints without it.
+"""
 
 
 @collection_paused()

@@ -223,11 +223,6 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
     largest: dict[int, int] = {}
     indices = 0
-    paths = planner_data.values()
-    if set(map(type, paths)) <= {tuple, list} and set(map(type, chain.from_iterable(paths))) <= {
-        str
-    }:
-        return  # no indices
     empty = [
         fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
     ]

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of, sums
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused
 
@@ -143,8 +142,6 @@ class _Columns:
         self.first_chunk = starts_of(catalog.counts).tolist()
         self._ndims = catalog.ndims.tolist()
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
-        self._shapes: dict[bytes, torch.Size] = {}
-        self._chunks: dict[tuple[bytes, bytes], ChunkStorageMetadata] = {}
         self._first_dimension = starts_of(catalog.ndims).tolist()
         self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
 
@@ -155,23 +152,7 @@ class _Columns:
     def shape(self, number: int) -> torch.Size:
         """The size of the global tensor."""
         begin = self._first_dimension[number]
-        packed = self.catalog.shapes[begin : begin + self._ndims[number]].tobytes()
-        found = self._shapes.get(packed)
-        if found is None:
-            found = self._shapes[packed] = torch.Size(np.frombuffer(packed, np.int64).tolist())
-        return found
-
-    def only_chunk(self, number: int) -> ChunkStorageMetadata:
-        """That of a tensor which has one: one object for all equal ones."""
-        begin = self._first_value[number]
-        part = slice(begin, begin + self._ndims[number])
-        packed = self.catalog.offsets[part].tobytes(), self.catalog.sizes[part].tobytes()
-        found = self._chunks.get(packed)
-        if found is None:
-            offsets, sizes = (np.frombuffer(each, np.int64).tolist() for each in packed)
-            found = ChunkStorageMetadata(torch.Size(offsets), self.size(tuple(sizes)))
-            self._chunks[packed] = found
-        return found
+        return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
 
     def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
         """The parts of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks, made lazily."""
@@ -232,9 +213,6 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         kind = int(catalog.properties[number])
         if kind < 0:
             return BytesStorageMetadata()
-        if columns.counts[number] == 1:
-            chunks = [columns.only_chunk(number)]
-            return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
         boxes = zip(
             columns.rows(catalog.offsets, number), columns.rows(catalog.sizes, number), strict=True
         )

@@ -206,7 +206,7 @@ def is_stock(data: bytes) -> bool:
     return (
         data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data  # begins every .metadata of this package (refusal.py)
+        and b"dcp_datastates" not in data  # begins every .metadata of this package
     )
 
 

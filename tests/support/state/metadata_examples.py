@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
-from dcp_datastates.format.metadata import Note
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, Note
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = [
