@@ -11,12 +11,10 @@ import copyreg
 import io
 import os
 import pickle
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -179,7 +177,7 @@ def _stub(catalog: Catalog) -> Metadata:
 def _pickled(metadata: Metadata) -> bytes:
     written = io.BytesIO()
     pickler = pickle.Pickler(written, _PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _for_every_torch}
     pickler.dump(metadata)
     return written.getvalue()
 
@@ -188,18 +186,3 @@ def _for_every_torch(properties: TensorProperties) -> tuple[Any, ...]:
     """Releases before 2.15 read a tuple of five fields only, later ones read it, too."""
     own = properties.__getstate__()  # type: ignore[no-untyped-call]
     return copyreg.__newobj__, (TensorProperties,), own[:5] if type(own) is tuple else own  # type: ignore[attr-defined]
-
-
-def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
-    return type(member), (member.value,)
-
-
-# Python 3.11.0 to 3.11.3 pickle an enum member as a call of getattr, which a safe reader must refuse.
-_REDUCERS: Final[dict[type, Any]] = {
-    **{
-        each: _by_value
-        for each in vars(dcp_metadata).values()
-        if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
-    },
-    TensorProperties: _for_every_torch,
-}

@@ -77,17 +77,18 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     found = values.load(data)
     if type(found) is not dict:
         raise MetadataError(f"the document is {described(found)}")
-    names = _list(found, "names")
-    if not set(map(type, names)) <= {str}:
-        raise MetadataError("a name is no string")
-    properties = tuple([properties_from_json(each) for each in _list(found, "properties")])
-    files = [_record(each) for each in _list(found, "files")]
+    names = _typed(found, "names", list, str)
+    properties = tuple([properties_from_json(each) for each in _typed(found, "properties", list)])
+    files = [_record(each) for each in _typed(found, "files", list)]
+    published_at = _typed(found, "published_at", float)
+    if not math.isfinite(published_at):
+        raise MetadataError(f"published_at is {published_at}")
     note = Note(
         _attempt(found.get("attempt"), "attempt"),
         {each.relative_path: each for each in files},
         None if found.get("after") is None else _attempt(found["after"], "after"),
-        _metrics(found.get("metrics")),
-        _time(found.get("published_at")),
+        _typed(found, "metrics", dict, float),
+        published_at,
         found.get("trace"),
     )
     if len(note.files) != len(files):
@@ -106,10 +107,14 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     )
 
 
-def _list(found: dict[str, Any], key: str) -> list[Any]:
-    value = found.get(key)
-    if type(value) is not list:
-        raise MetadataError(f"{key} is {described(value)}, not a list")
+def _typed(found: dict[str, Any], key: str, kind: Any, of: type | None = None) -> Any:
+    """The value at ``key``, if it is of this type, and all in it of the type ``of``."""
+    value: Any = found.get(key)
+    if type(value) is not kind:
+        raise MetadataError(f"{key} is {described(value)}, not a {kind.__name__}")
+    inner = value.values() if kind is dict else value
+    if of is not None and not set(map(type, inner)) <= {of}:
+        raise MetadataError(f"what is in {key} is not all of type {of.__name__}")
     return value
 
 
@@ -118,18 +123,6 @@ def _attempt(name: Any, what: str) -> Attempt:
     if attempt is None:
         raise MetadataError(f"{what} is {described(name)}")
     return attempt
-
-
-def _metrics(found: Any) -> dict[str, float]:
-    if type(found) is not dict or not set(map(type, found.values())) <= {float}:
-        raise MetadataError("the metrics are no numbers by name")
-    return found
-
-
-def _time(found: Any) -> float:
-    if type(found) is not float or not math.isfinite(found):
-        raise MetadataError(f"the time of publication is {described(found)}")
-    return found
 
 
 def _record(found: Any) -> FileRecord:

@@ -30,6 +30,7 @@ from dcp_datastates import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import metadata_check
+from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.metadata import MetadataTable, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 
@@ -156,6 +157,15 @@ WRONG = {
     "names fewer": lambda parts: parts.document["names"].pop(),
     "properties none": _put("properties", None),
     "properties of one too few": lambda parts: parts.document["properties"].pop(),
+    "properties a list": _put("properties", 0, ["dtype"]),
+    **(
+        {
+            "strides of no numbers": _put("properties", 0, "strides", {"tuple": ["1"]}),
+            "strides a list": _put("properties", 0, "strides", [1]),
+        }
+        if HAS_STRIDES
+        else {}
+    ),
     "dtype a string": _put("properties", 0, "dtype", "float32"),
     "dtype none": _put("properties", 0, "dtype", None),
     "dtype a class": _put("properties", 0, "dtype", {"dtype": "Tensor"}),
