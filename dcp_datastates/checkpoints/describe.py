@@ -317,7 +317,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
 
 def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, ...]]:
     catalog = committed.table.catalog
-    lengths = iter(committed.table.placement.object_lengths.tolist())
+    lengths = iter(committed.table.placement.lengths[catalog.chunks :].tolist())
     tensors, objects = [], []
     columns = (catalog.properties.tolist(), catalog.tensor_shapes(), catalog.counts.tolist())
     for name, properties, shape, chunks in zip(catalog.names, *columns, strict=True):

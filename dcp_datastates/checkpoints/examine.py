@@ -257,8 +257,7 @@ class ConsistencyCheck:
         self._table = table
         self._contents = contents
         self._owners = table.catalog.owners()
-        self._places = table.placement.rows()
-        self._chunks = len(table.placement.chunk_files)
+        self._chunks = table.catalog.chunks
         self._dimensions = table.catalog.ndims[self._owners[: self._chunks]]
         self._first_value = starts_of(self._dimensions)
 
@@ -324,10 +323,10 @@ class ConsistencyCheck:
         """Name and entry of every tensor and object that the metadata place in the file, whose data begin at
         ``start``.
         """
-        catalog = self._table.catalog
-        _, offsets, lengths = self._places
+        catalog, places = self._table.catalog, self._table.placement
         for row in self._contents.rows(record.relative_path).tolist():
-            number, begin, length = (int(each[row]) for each in (self._owners, offsets, lengths))
+            columns = (self._owners, places.begins, places.lengths)
+            number, begin, length = (int(each[row]) for each in columns)
             dtype, shape = "U8", [length]
             if row < self._chunks:
                 first = int(self._first_value[row])

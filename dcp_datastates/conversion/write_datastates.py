@@ -79,7 +79,7 @@ def datastates_files(
                     places[result.index] = result.storage_data
     chunks = {name: [info.whole] for name, info in source.tensors.items()}
     metadata = metadata_of_source(source, chunks, places, save_id=attempt.name)
-    note = Note(attempt, files, after, published_at=time.time())
+    note = Note(attempt, files, after, {}, time.time(), None)
     return outputs, encode(table_of(metadata, note))
 
 

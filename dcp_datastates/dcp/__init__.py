@@ -2,6 +2,7 @@
 
 import torch
 
-from dcp_datastates.dcp.tested import tell_if_untested
+from dcp_datastates.dcp.tested import tell_if_untested, tell_of_new_fields
 
 tell_if_untested(torch.__version__)
+tell_of_new_fields(torch.__version__)

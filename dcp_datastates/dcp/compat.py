@@ -21,7 +21,6 @@ from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
-from dcp_datastates.format.fields import known_fields, unknown_fields
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
@@ -323,7 +322,7 @@ def _is_another_group_there() -> bool:
 # ---- the metadata that DCP is given --------------------------------------------------------------
 
 
-FIELDS: Final = known_fields(Metadata) | set(unknown_fields(Metadata))
+FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Metadata))
 
 
 class PublishedMetadata(Metadata):

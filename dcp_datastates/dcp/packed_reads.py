@@ -1,4 +1,4 @@
-"""The items of a load plan, pickled as columns.
+"""The items of a load plan, pickled as plain tuples.
 
 DCP sends every item between the ranks as an object of several objects. At 10,000 tensors, pickling takes 0.1 ms for
 each, and half of it is the garbage collector, which looks at the whole process again and again. This list holds what
@@ -7,24 +7,17 @@ DCP expects of it, and a rank that receives one has a plain list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.process.garbage import collection_paused
 
 __all__ = ["PackedReads"]
 
-_NOTHING: Final = -1
-"""The number of a size that is None."""
-
-_FIELDS: Final = {
-    *("type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths")
-}
 _KINDS: Final = {ReadItem, LoadItemType, MetadataIndex}
 
 
@@ -32,73 +25,50 @@ class PackedReads(list[ReadItem]):
     """The items of a load plan."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In columns, or as the items are, if they are of other classes than DCP's own, have fields that this package
-        does not know, or cannot be looked at. An error here would leave the other ranks in DCP's gather.
+        """As tuples, or as the items are, if they are of other classes than DCP's own, or cannot be looked at. An
+        error here would leave the other ranks in DCP's gather.
         """
         with collection_paused():
             try:
-                columns = _packed(self)
+                return _unpacked, (_packed(self),)
             except Exception:
-                columns = None
-        return (list, (), None, iter(self)) if columns is None else (_unpacked, columns)
+                return list, (), None, iter(self)
 
 
-class _Sizes:
-    """Numbers for the distinct ones among sizes: there are few."""
+def _packed(items: Iterable[ReadItem]) -> list[tuple[Any, ...]]:
+    """A tuple for each item. Equal parts are one object, which a pickle has once. TypeError: not DCP's own items."""
+    alike: dict[Any, Any] = {}
 
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, ...], int] = {}
-
-    def number(self, size: torch.Size | None) -> int:
-        if size is None:
-            return _NOTHING
-        if type(size) is not torch.Size:
+    def size(given: torch.Size | None) -> tuple[int, ...] | None:
+        if given is not None and type(given) is not torch.Size:
             raise TypeError("another planner's")
-        return self._numbers.setdefault(tuple(size), len(self._numbers))
+        found = None if given is None else tuple(given)
+        return alike.setdefault(found, found)
 
-    def all(self) -> list[tuple[int, ...]]:
-        return list(self._numbers)
-
-
-def _packed(items: Sequence[ReadItem]) -> tuple[Any, ...] | None:
-    """The arguments of :func:`_unpacked`; None if these are not DCP's own items, as this package knows them."""
-    if plans_in_objects() or vars(ReadItem)["__dataclass_fields__"].keys() != _FIELDS:
-        return None
-    sizes, names, stored = _Sizes(), [], []
-    rows: list[int | None] = []
+    rows = []
     for item in items:
         here, there = item.dest_index, item.storage_index
-        if {type(item), type(item.type), type(here), type(there)} != _KINDS:
-            return None
-        names.append(here.fqn)
-        stored.append(there.fqn)
-        rows += (item.type.value, sizes.number(here.offset), here.index)
-        boxes = item.dest_offsets, item.storage_offsets, item.lengths
-        rows += (sizes.number(there.offset), there.index, *map(sizes.number, boxes))
-    return names, None if stored == names else stored, rows, sizes.all()
+        kinds = {type(item), type(item.type), type(here), type(there)}
+        spans = (item.dest_offsets, item.storage_offsets, item.lengths)
+        if kinds != _KINDS or set(map(type, spans)) != {torch.Size}:
+            raise TypeError("another planner's")
+        names = (alike.setdefault(name, name) for name in (here.fqn, there.fqn))
+        sizes = map(size, (here.offset, there.offset, *spans))
+        rows.append((item.type.value, *names, here.index, there.index, *sizes))
+    return rows
 
 
 @collection_paused()
-def _unpacked(
-    names: Sequence[str],
-    stored: Sequence[str] | None,
-    rows: Sequence[Any],
-    sizes: Sequence[tuple[int, ...]],
-) -> list[ReadItem]:
-    made = [*map(torch.Size, sizes), None]
+def _unpacked(rows: Sequence[tuple[Any, ...]]) -> list[ReadItem]:
     types = {each.value: each for each in LoadItemType}
-    items = []
-    for name, old, kind, here, hint, there, other, begin, start, lengths in zip(
-        names, stored or names, *[iter(rows)] * 8, strict=True
-    ):
-        items.append(
-            ReadItem(
-                types[kind],
-                MetadataIndex(name, made[here], hint),
-                made[begin],
-                MetadataIndex(old, made[there], other),
-                made[start],
-                made[lengths],
-            )
+    return [
+        ReadItem(
+            types[kind],
+            MetadataIndex(name, offset, hint),
+            torch.Size(begin),
+            MetadataIndex(stored, place, other),
+            torch.Size(start),
+            torch.Size(lengths),
         )
-    return items
+        for kind, name, stored, hint, other, offset, place, begin, start, lengths in rows
+    ]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
-import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.column_planning import (
     ColumnPlanning,
@@ -42,9 +39,6 @@ __all__ = [
     "plan_in_columns",
     "planned_state",
 ]
-
-logger = logging.getLogger(__name__)
-
 
 NO_PLAN: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
 """What a :class:`DataStatesSavePlanner` returns in place of a plan for this package's writer."""
@@ -149,10 +143,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if self._for_writer is not None:
             self.global_plan, self.metadata = all_plans, Metadata({})
             return self.global_plan, self.metadata
-        if new := plans_in_objects():
-            _say_slower(new)
-            found: tuple[list[SavePlan], Metadata] = super().create_global_plan(all_plans)
-            return found
         mappings = self.flatten_state_dict
         locals_ = [
             LocalPlan.of(plan.items, plan.planner_data if mappings else None) for plan in all_plans
@@ -213,13 +203,12 @@ def options_in_columns(planner: SavePlanner | None) -> PlanOptions | None:
     """The options with which columns plan what ``planner`` would plan; None if only the planner itself can.
 
     Columns replace this package's planner (as does None) and DCP's default planner, as long as no subclass, class
-    attribute or instance attribute overrides a hook, and torch's plans have only fields that this package can put in
-    columns. (An overridden hook may read the state, and plan another.)
+    attribute or instance attribute overrides a hook. (An overridden hook may read the state, and plan another.)
     """
     if planner is None:
         return PlanOptions()
     own = isinstance(planner, DataStatesSavePlanner)
-    if plans_in_objects() or not isinstance(planner, DefaultSavePlanner):
+    if not isinstance(planner, DefaultSavePlanner):
         return None
     hooks = _HOOKS[DataStatesSavePlanner if own else DefaultSavePlanner]
     kind, set_here = type(planner), vars(planner)
@@ -256,14 +245,3 @@ def planned_state(planner: DefaultSavePlanner) -> tuple[Mapping[str, Any], Paths
     if state is not None:
         return state, None
     return planner.state_dict, planner.mappings if planner.flatten_state_dict else None
-
-
-@cache
-def _say_slower(new: tuple[str, ...]) -> None:
-    """Warn, once per process, on the coordinator."""
-    logger.warning(
-        "torch %s has fields in DCP's dataclasses that this release does not know (%s): DCP plans each save anew, "
-        "which is slower, and tensors that all ranks hold are not shared out. Look for a newer dcp_datastates",
-        torch.__version__,
-        ", ".join(new),
-    )

@@ -1,4 +1,4 @@
-"""The releases of torch that this package was tested with."""
+"""The releases of torch that this package was tested with, and what a newer one has that this package does not know."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import re
 from typing import Final
 
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.fields import new_fields
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["TESTED", "tell_if_untested"]
+__all__ = ["TESTED", "tell_if_untested", "tell_of_new_fields"]
 
 logger = logging.getLogger("dcp_datastates")
 
@@ -30,6 +32,28 @@ def tell_if_untested(version: str) -> None:
             "newer dcp_datastates",
             version,
             ", ".join(TESTED),
+        )
+
+
+def tell_of_new_fields(version: str) -> None:
+    """Log a warning if torch ``version`` has fields in DCP's dataclasses that this package does not know.
+
+    Raises :class:`ConfigurationError` if one has no default: then no instance can be made without it.
+    """
+    new = new_fields()
+    required = [name for name, has_default in new.items() if not has_default]
+    if required:
+        raise ConfigurationError(
+            f"torch {version} needs values for {', '.join(required)}, which this dcp_datastates does not know; install "
+            f"a torch that it was tested with ({', '.join(TESTED)}), or a newer dcp_datastates"
+        )
+    if new:
+        logger.log(
+            once_per_job(logging.WARNING),
+            "torch %s has fields in DCP's dataclasses that this dcp_datastates does not know, and leaves out of "
+            "checkpoints: %s; look for a newer dcp_datastates",
+            version,
+            ", ".join(new),
         )
 
 

@@ -6,16 +6,18 @@ GIL; arrays avoid both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-__all__ = ["STORED", "Catalog", "FileRecord", "Ints", "Placement", "narrowed"]
+__all__ = ["STORED", "Catalog", "FileRecord", "Ints", "Placement", "narrowed", "once"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,10 +68,31 @@ class Catalog:
         values = iter(self.shapes.tolist())
         return [tuple(islice(values, ndim)) for ndim in self.ndims.tolist()]
 
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return int(self.counts.sum())
+
     def owners(self) -> Ints:
-        """(C + O,): for each row of a placement (all chunks, then all objects), the index of its name in ``names``."""
+        """(R,): for each row of a :class:`Placement`, the index of its name in ``names``."""
         numbers = np.arange(len(self.names))
         return np.concatenate([np.repeat(numbers, self.counts), numbers[self.properties < 0]])
+
+
+Made = TypeVar("Made")
+
+
+def once(make: Callable[[Catalog], Made]) -> Callable[[Catalog], Made]:
+    """``make``, which is called once for a catalog: saves whose structure is unchanged have the same."""
+    known: weakref.WeakKeyDictionary[Catalog, Made] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def made(catalog: Catalog) -> Made:
+        if catalog not in known:
+            known[catalog] = make(catalog)
+        return known[catalog]
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -83,26 +106,16 @@ class FileRecord:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The places of the bytes of a :class:`Catalog`'s C chunks and O objects: ``Metadata.storage_data`` in columns.
+    """The places of the bytes of a :class:`Catalog`: ``Metadata.storage_data`` in columns.
 
-    Objects are the names with ``properties == -1``, in the order of ``names``. Offsets and lengths are in bytes.
+    It has R rows: all chunks, then all objects, the names with ``properties == -1``, in the order of ``names``.
     """
 
     paths: tuple[str, ...]
     """Relative paths of the data files."""
-    chunk_files: Ints
-    """(C,): index into ``paths``."""
-    chunk_offsets: Ints
-    chunk_lengths: Ints
-    object_files: Ints
-    """(O,)"""
-    object_offsets: Ints
-    object_lengths: Ints
-
-    def rows(self) -> tuple[Ints, Ints, Ints]:
-        """Files, offsets and lengths, each (C + O,): all chunks, then all objects."""
-        return (
-            np.concatenate([self.chunk_files, self.object_files]),
-            np.concatenate([self.chunk_offsets, self.object_offsets]),
-            np.concatenate([self.chunk_lengths, self.object_lengths]),
-        )
+    files: Ints
+    """(R,): index into ``paths``."""
+    begins: Ints
+    """(R,): the offset of the first byte in the file."""
+    lengths: Ints
+    """(R,): in bytes."""

@@ -62,7 +62,8 @@ class Contents:
     def of_table(table: MetadataTable) -> Contents:
         """The contents of a whole checkpoint."""
         names = [table.catalog.names[owner] for owner in table.catalog.owners().tolist()]
-        return Contents(names, table.placement.paths, table.placement.rows())
+        places = table.placement
+        return Contents(names, places.paths, (places.files, places.begins, places.lengths))
 
     @staticmethod
     def of_places(places: Iterable[tuple[MetadataIndex, _StorageInfo]]) -> Contents:

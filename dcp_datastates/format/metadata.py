@@ -11,13 +11,10 @@ import copyreg
 import io
 import os
 import pickle
-import weakref
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -35,18 +32,17 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.chunk_table import Catalog, FileRecord
-from dcp_datastates.format.fields import IN_COLUMNS, known_fields, portable, unknown_fields
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, once
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.local import METADATA_NAME, open_regular
 from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "DCP_VERSION",
+    "TRANSFORM_DESCRIPTORS",
     "FileRecord",
     "MetadataTable",
     "Note",
@@ -59,6 +55,20 @@ __all__ = [
 
 DCP_VERSION: Final = "1.0.0"
 """The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
+
+TRANSFORM_DESCRIPTORS: Final = (
+    (
+        "this is a checkpoint of dcp_datastates: load it with dcp_datastates.load(path), or with "
+        "storage_reader=dcp_datastates.DataStatesReader(path); `dcp-datastates convert PATH OUT --to dcp` makes one of "
+        "stock DCP"
+    ),
+)
+"""The sentence by which a stock reader refuses a checkpoint of this package. ``FileSystemReader`` expects files of
+``torch.save``, and would advise to switch ``weights_only`` off. But first it looks up the extensions that the metadata
+name for each piece of data (``_StorageInfo.transform_descriptors``), and raises ``ValueError: Unknown extension
+name='...'`` for an unknown one. So the extension's name is this sentence. It contains no slash: text after a slash is a
+version, and is not printed. This package's reader ignores it, and reads checkpoints without it.
+"""
 
 
 @collection_paused()
@@ -73,8 +83,7 @@ def encode(table: MetadataTable) -> bytes:
         document = write_document(table)
     except (MetadataError, values.ValueRefused, TypeError) as error:
         raise refused(error) from error
-    stub = stub_of(table.catalog, table.version)
-    return trailer.append(stub, document, table.catalog, table.placement)
+    return trailer.append(stub_of(table.catalog), document, table.catalog, table.placement)
 
 
 _LARGE: Final = 64 << 20
@@ -82,8 +91,8 @@ _MOST: Final = 4 << 30
 """Bytes of the largest ``.metadata`` that is read. Those of 16,384 ranks with 900 tensors each have 1 GiB."""
 
 
-def read(path: Path) -> tuple[bytes, float]:
-    """The bytes of the ``.metadata`` file at ``path``, and the time of its publication in seconds since the epoch.
+def read(path: Path) -> bytes:
+    """The bytes of the ``.metadata`` file at ``path``.
 
     Of a large file of another program, only the beginning and the end: it may be endless. Raises OSError
     (:class:`StorageError` if it is no file), or :class:`CheckpointCorruptError` if it is too large.
@@ -91,17 +100,17 @@ def read(path: Path) -> tuple[bytes, float]:
     with os.fdopen(open_regular(path), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size <= _LARGE:
-            return file.read(), status.st_mtime
+            return file.read()
         file.seek(-trailer.END_BYTES, os.SEEK_END)
         end = file.read()
         file.seek(0)
         if not trailer.is_end(end):
-            return file.read(1 << 20) + end, status.st_mtime
+            return file.read(1 << 20) + end
         if status.st_size > _MOST:
             raise CheckpointCorruptError(
                 f"{path}: it has {status.st_size} bytes, more than the metadata of any checkpoint"
             )
-        return file.read(), status.st_mtime
+        return file.read()
 
 
 @collection_paused()
@@ -138,21 +147,14 @@ _PROTOCOL: Final = 4
 _NOWHERE: Final = _StorageInfo(METADATA_NAME, 0, 0, TRANSFORM_DESCRIPTORS)
 """A file that exists: stock DCP opens it before it refuses the entry."""
 
-_stubs: weakref.WeakKeyDictionary[Catalog, tuple[str | None, bytes]] = weakref.WeakKeyDictionary()
+
+@once
+def stub_of(catalog: Catalog) -> bytes:
+    """The pickle for a catalog that ``metadata_check`` has accepted. The same torch gives the same bytes."""
+    return _pickled(_stub(catalog))
 
 
-def stub_of(catalog: Catalog, version: str | None) -> bytes:
-    """The pickle for a catalog that ``metadata_check`` has accepted; ``version`` is ``Metadata.version``.
-
-    The same catalog and torch give the same bytes.
-    """
-    known = _stubs.get(catalog)
-    if known is None or known[0] != version:
-        known = _stubs[catalog] = version, _pickled(_stub(catalog, version))
-    return known[1]
-
-
-def _stub(catalog: Catalog, version: str | None) -> Metadata:
+def _stub(catalog: Catalog) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     # Few are different, and the pickle has each once. An entry is its tensor's own: programs change its size.
@@ -169,36 +171,18 @@ def _stub(catalog: Catalog, version: str | None) -> Metadata:
         size, chunk = alike[shape]
         entries[name] = TensorStorageMetadata(catalog.table[kind], size, [chunk])
         places[MetadataIndex(name, chunk.offsets)] = _NOWHERE
-    return Metadata(entries, storage_data=places, version=version)
+    return Metadata(entries, storage_data=places, version=DCP_VERSION)
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Without fields that only some releases of torch have: others could not read them."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written, _PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _for_every_torch}
     pickler.dump(metadata)
     return written.getvalue()
 
 
-def _known(instance: object) -> tuple[Any, ...]:
-    kind: Any = type(instance)
-    known = known_fields(kind)
-    own = {name: value for name, value in vars(instance).items() if name in known}
-    return copyreg.__newobj__, (kind,), own  # type: ignore[attr-defined]
-
-
-def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
-    return type(member), (member.value,)
-
-
-# Python 3.11.0 to 3.11.3 pickle an enum member as a call of getattr, which a safe reader must refuse.
-_REDUCERS: Final[dict[type, Any]] = {
-    **{
-        each: _by_value
-        for each in vars(dcp_metadata).values()
-        if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
-    },
-    **{kind: _known for kind in IN_COLUMNS.values() if unknown_fields(kind)},
-    TensorProperties: portable,
-}
+def _for_every_torch(properties: TensorProperties) -> tuple[Any, ...]:
+    """Releases before 2.15 read a tuple of five fields only, later ones read it, too."""
+    own = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), own[:5] if type(own) is tuple else own  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ checkpoint may have millions of chunks, so all work per chunk is done on columns
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from dcp_datastates.format.checksums import file_bytes
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.key_paths import EMPTY
 from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import Undecided, validate
@@ -57,9 +56,7 @@ def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord
     ``files``: the records of ``placement.paths``. Linear in the size of the columns, except for sorting. Checks of the
     catalog alone run once per catalog.
     """
-    sound = _sound.get(catalog)
-    if sound is None:
-        sound = _sound[catalog] = _check_catalog(catalog)
+    sound = _check_catalog(catalog)
     for record in files.values():
         _check_file(record)
     if placement.paths != tuple(files):
@@ -84,12 +81,10 @@ class _Sound(NamedTuple):
     name: str
 
 
-_sound: weakref.WeakKeyDictionary[Catalog, _Sound] = weakref.WeakKeyDictionary()
-
-
 # --- tensors and chunks -------------------------------------------------------------------------------
 
 
+@once
 def _check_catalog(catalog: Catalog) -> _Sound:
     _check_lengths(catalog)
     itemsizes = np.array([*(each.dtype.itemsize for each in catalog.table), 0], np.int64)
@@ -178,12 +173,11 @@ def _check_file(record: FileRecord) -> None:
 
 
 def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, limits: Ints) -> None:
-    objects = int((catalog.properties < 0).sum())
-    for what, count in (("chunk", len(chunk_bytes)), ("object", objects)):
-        for column in ("files", "offsets", "lengths"):
-            if len(getattr(placement, f"{what}_{column}")) != count:
-                raise MetadataError(f"{what}_{column} has another length than there are {what}s")
-    files, offsets, lengths = placement.rows()
+    count = len(chunk_bytes) + int((catalog.properties < 0).sum())
+    for column in ("files", "begins", "lengths"):
+        if len(getattr(placement, column)) != count:
+            raise MetadataError(f"{column} has another length than there are chunks and objects")
+    files, offsets, lengths = placement.files, placement.begins, placement.lengths
     _check_range("the files of places", files, len(limits))
     _check_range("the offset of a place", offsets, MAX_BYTES)
     _check_range("the length of a place", lengths, MAX_BYTES)
@@ -229,11 +223,6 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
     largest: dict[int, int] = {}
     indices = 0
-    paths = planner_data.values()
-    if set(map(type, paths)) <= {tuple, list} and set(map(type, chain.from_iterable(paths))) <= {
-        str
-    }:
-        return  # no indices
     empty = [
         fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format import values
-from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.fields import IN_COLUMNS, unknown_fields
+from dcp_datastates.format.chunk_table import Catalog, Placement
 from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json
-from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.trailer import CATALOG
 
 __all__ = ["catalog_of", "table_of"]
@@ -44,23 +43,21 @@ def table_of(metadata: Metadata, note: Note) -> MetadataTable:
 
 def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
     catalog = catalog_of(metadata)
-    known = {index: (index, info) for index, info in metadata.storage_data.items()}
-    entries = metadata.state_dict_metadata
-    chunks = [
-        (name, chunk)
-        for name, entry in entries.items()
+    entries = metadata.state_dict_metadata.items()
+    indices = [
+        MetadataIndex(name, chunk.offsets)
+        for name, entry in entries
         if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     ]
-    objects = [name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
-    chunk_places = [_place(known, MetadataIndex(name, chunk.offsets)) for name, chunk in chunks]
-    object_places = [_place(known, MetadataIndex(name)) for name in objects]
+    indices += [
+        MetadataIndex(name) for name, entry in entries if isinstance(entry, BytesStorageMetadata)
+    ]
     paths = {path: number for number, path in enumerate(note.files)}
-    placement = Placement(
-        tuple(paths), *_located(chunk_places, paths), *_located(object_places, paths)
-    )
-    further = _further(metadata, [chunk for _, chunk in chunks], [*chunk_places, *object_places])
-    return MetadataTable(catalog, placement, note, metadata.storage_meta, metadata.version, further)
+    rows = [_row(index, metadata.storage_data.get(index), paths) for index in indices]
+    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    placement = Placement(tuple(paths), *map(np.ascontiguousarray, columns))
+    return MetadataTable(catalog, placement, note, metadata.storage_meta)
 
 
 def catalog_of(metadata: Metadata) -> Catalog:
@@ -110,53 +107,14 @@ def catalog_of(metadata: Metadata) -> Catalog:
     )
 
 
-_Known = dict[MetadataIndex, tuple[MetadataIndex, _StorageInfo]]
-
-
-def _place(places: _Known, index: MetadataIndex) -> tuple[MetadataIndex, _StorageInfo]:
-    found = places.get(index)
-    if found is None:
+def _row(index: MetadataIndex, info: Any, paths: Mapping[str, int]) -> tuple[int, int, int]:
+    """A row of :class:`Placement`."""
+    if info is None:
         raise MetadataError(
             f"{index.fqn!r} at {index.offset} is in the metadata, but no rank has written it"
         )
-    if not isinstance(found[1], _StorageInfo):
-        raise MetadataError(f"the place of {index.fqn!r} is {described(found[1])}")
-    return found
-
-
-def _located(
-    places: Sequence[tuple[MetadataIndex, _StorageInfo]], paths: dict[str, int]
-) -> tuple[Ints, Ints, Ints]:
-    """Files, offsets and lengths."""
-    for _, info in places:
-        if info.relative_path not in paths:
-            raise MetadataError(f"data file {described(info.relative_path)} is not described")
-    rows = [(paths[info.relative_path], info.offset, info.length) for _, info in places]
-    columns = np.array(rows, np.int64).reshape(-1, 3).T
-    files, offsets, lengths = (np.ascontiguousarray(column) for column in columns)
-    return files, offsets, lengths
-
-
-def _further(
-    metadata: Metadata,
-    chunks: list[ChunkStorageMetadata],
-    places: list[tuple[MetadataIndex, _StorageInfo]],
-) -> dict[tuple[str, str], list[Any]]:
-    """The fields of this torch that the columns cannot represent: see :attr:`MetadataTable.further`."""
-    entries = list(metadata.state_dict_metadata.values())
-    instances: dict[str, list[Any]] = {
-        "Metadata": [metadata],
-        "TensorStorageMetadata": entries,
-        "BytesStorageMetadata": entries,
-        "ChunkStorageMetadata": chunks,
-        "MetadataIndex": [index for index, _ in places],
-        "_StorageInfo": [info for _, info in places],
-    }
-    return {
-        (name, field): [
-            getattr(each, field, MISSING) if isinstance(each, kind) else MISSING
-            for each in instances[name]
-        ]
-        for name, kind in IN_COLUMNS.items()
-        for field in unknown_fields(kind)
-    }
+    if not isinstance(info, _StorageInfo):
+        raise MetadataError(f"the place of {index.fqn!r} is {described(info)}")
+    if info.relative_path not in paths:
+        raise MetadataError(f"data file {described(info.relative_path)} is not described")
+    return paths[info.relative_path], info.offset, info.length

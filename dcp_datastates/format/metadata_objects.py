@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from itertools import compress
 from typing import Any, Final, Generic, TypeVar
 
@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
+from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of, sums
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused
 
@@ -41,23 +41,20 @@ _NOTE: Final = "dcp_datastates"
 _MANY: Final = 200
 """Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
 
-_Further = Mapping[tuple[str, str], Sequence[Any]]
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
-    columns = _Columns(table.catalog, table.further)
+    columns = _Columns(table.catalog)
     metadata = Metadata(
         state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
         storage_data=_Places(columns, table.placement),
         storage_meta=table.storage_meta,
-        version=table.version,
+        version=DCP_VERSION,
     )
-    _carry(metadata, table.further, 0)
     vars(metadata)[_NOTE] = table.note
     return metadata
 
@@ -75,7 +72,7 @@ def note_of(metadata: Metadata) -> Note:
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
     mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
-    return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
+    return Metadata(dict(_Entries(_Columns(catalog))), planner_data=mappings)
 
 
 def names_with_data(stored: Mapping[str, STORAGE_TYPES], objects: bool) -> list[str]:
@@ -138,16 +135,13 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
 class _Columns:
     """A catalog, with the start of each name's part in the columns."""
 
-    def __init__(self, catalog: Catalog, further: _Further) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.further = further
         self.number = {name: number for number, name in enumerate(catalog.names)}
         self.counts = catalog.counts.tolist()
         self.first_chunk = starts_of(catalog.counts).tolist()
         self._ndims = catalog.ndims.tolist()
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
-        self._shapes: dict[bytes, torch.Size] = {}
-        self._chunks: dict[tuple[bytes, bytes], ChunkStorageMetadata] = {}
         self._first_dimension = starts_of(catalog.ndims).tolist()
         self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
 
@@ -158,23 +152,7 @@ class _Columns:
     def shape(self, number: int) -> torch.Size:
         """The size of the global tensor."""
         begin = self._first_dimension[number]
-        packed = self.catalog.shapes[begin : begin + self._ndims[number]].tobytes()
-        found = self._shapes.get(packed)
-        if found is None:
-            found = self._shapes[packed] = torch.Size(np.frombuffer(packed, np.int64).tolist())
-        return found
-
-    def only_chunk(self, number: int) -> ChunkStorageMetadata:
-        """That of a tensor which has one: one object for all equal ones."""
-        begin = self._first_value[number]
-        part = slice(begin, begin + self._ndims[number])
-        packed = self.catalog.offsets[part].tobytes(), self.catalog.sizes[part].tobytes()
-        found = self._chunks.get(packed)
-        if found is None:
-            offsets, sizes = (np.frombuffer(each, np.int64).tolist() for each in packed)
-            found = ChunkStorageMetadata(torch.Size(offsets), self.size(tuple(sizes)))
-            self._chunks[packed] = found
-        return found
+        return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
 
     def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
         """The parts of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks, made lazily."""
@@ -234,10 +212,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         columns, catalog = self._columns, self._columns.catalog
         kind = int(catalog.properties[number])
         if kind < 0:
-            return _carry(BytesStorageMetadata(), columns.further, number)
-        if columns.counts[number] == 1 and not columns.further:
-            chunks = [columns.only_chunk(number)]
-            return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
+            return BytesStorageMetadata()
         boxes = zip(
             columns.rows(catalog.offsets, number), columns.rows(catalog.sizes, number), strict=True
         )
@@ -245,39 +220,32 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             chunks = [
                 ChunkStorageMetadata(torch.Size(begin), columns.size(size)) for begin, size in boxes
             ]
-        if columns.further:
-            for row, chunk in enumerate(chunks, columns.first_chunk[number]):
-                _carry(chunk, columns.further, row)
-        entry = TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
-        return _carry(entry, columns.further, number)
+        return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
 
 
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
     def __init__(self, columns: _Columns, placement: Placement) -> None:
-        self._rows = placement.rows()
+        self._rows = placement.files, placement.begins, placement.lengths
         super().__init__(len(self._rows[0]))
         self._columns = columns
         self._paths = placement.paths
         objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
-        self._chunks = len(placement.chunk_files)
-        self._objects = {number: row for row, number in enumerate(objects, self._chunks)}
+        self._objects = {number: row for row, number in enumerate(objects, columns.catalog.chunks)}
 
     def _keys(self) -> Iterator[MetadataIndex]:
         columns, names = self._columns, self._columns.catalog.names
         for number, name in enumerate(names):
             for place, begin in enumerate(columns.rows(columns.catalog.offsets, number)):
-                row = columns.first_chunk[number] + place
-                yield _carry(MetadataIndex(name, begin, place), columns.further, row)
-        for number, row in self._objects.items():
-            yield _carry(MetadataIndex(names[number]), columns.further, row)
+                yield MetadataIndex(name, begin, place)
+        for number in self._objects:
+            yield MetadataIndex(names[number])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row = self._row(key)
         file, offset, length = [column.item(row) for column in self._rows]
-        info = _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
-        return _carry(info, self._columns.further, row)
+        return _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
 
     def _row(self, key: MetadataIndex) -> int:
         if not isinstance(key, MetadataIndex):
@@ -299,14 +267,3 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
             except ValueError:
                 raise KeyError(key) from None
         return int(columns.first_chunk[number] + hint)
-
-
-_Instance = TypeVar("_Instance")
-
-
-def _carry(instance: _Instance, further: _Further, row: int) -> _Instance:
-    """The instance, with the fields that another torch has added."""
-    for (kind, field), column in further.items():
-        if kind == type(instance).__name__ and column[row] is not MISSING:
-            vars(instance)[field] = column[row]
-    return instance

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -12,7 +12,7 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["MISSING", "Compose", "Document", "MetadataTable", "Note", "Trace"]
+__all__ = ["Compose", "Document", "MetadataTable", "Note", "Trace"]
 
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
@@ -30,20 +30,16 @@ class Note:
 
     ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
     numbers by which the user compares checkpoints. ``published_at``: when the metadata were written, right before the
-    commit, in seconds since the epoch by the coordinator's clock; None in checkpoints of older versions. ``trace``:
-    what each rank's part cost (``save_trace.py``, which checks it); None in those of older versions.
+    commit, in seconds since the epoch by the coordinator's clock. ``trace``: what each rank's part cost
+    (``save_trace.py``, which checks it); None of a checkpoint that was converted.
     """
 
     attempt: Attempt
     files: Mapping[str, FileRecord]
-    after: Attempt | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    published_at: float | None = None
-    trace: Trace = None
-
-
-MISSING: Final = object()
-"""In a column of :attr:`MetadataTable.further`: the instance has no value."""
+    after: Attempt | None
+    metrics: Mapping[str, float]
+    published_at: float
+    trace: Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +50,3 @@ class MetadataTable:
     placement: Placement
     note: Note
     storage_meta: StorageMeta | None = None
-    version: str | None = None
-    further: Mapping[tuple[str, str], Sequence[Any]] = field(default_factory=dict)
-    """The fields that not every torch has, of DCP's classes whose instances are in columns: by class and field,
-    the value of each instance. ``TensorStorageMetadata`` and ``BytesStorageMetadata`` are numbered as ``names``,
-    ``MetadataIndex`` and ``_StorageInfo`` as :meth:`Placement.rows`.
-    """

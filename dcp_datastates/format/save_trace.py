@@ -36,19 +36,21 @@ __all__ = ["ENTRY_BYTES", "join", "pack", "records"]
 _VERSION: Final = 2
 _ENTRY: Final = struct.Struct("<d14f3q")
 _PACKED: Final = tuple(PHASES)[:7]
+_COSTS: Final = (
+    *("call_seconds", "gate_seconds", "room_seconds", "cache_seconds", "gated_after"),
+    *("read_rate", "write_rate", "eager_bytes", "deferred_bytes", "written_bytes"),
+)
+"""The attributes of a record that an entry has after the phases."""
 ENTRY_BYTES: Final = _ENTRY.size
 
 
 def pack(record: SaveRecord) -> bytes:
     """A rank's entry."""
-    gated_after = math.nan if record.gated_after is None else record.gated_after
+    costs = [getattr(record, name) for name in _COSTS]
     return _ENTRY.pack(
         record.began_at,
         *(record.phases.get(phase, 0.0) for phase in _PACKED),
-        *(record.call_seconds, record.gate_seconds, record.room_seconds, record.cache_seconds),
-        gated_after,
-        *(record.read_rate, record.write_rate),
-        *(record.eager_bytes, record.deferred_bytes, record.written_bytes),
+        *(math.nan if cost is None else cost for cost in costs),
     )
 
 
@@ -73,9 +75,11 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
     except (binascii.Error, struct.error) as error:
         raise ValueError(str(error)) from None
     found = []
-    for rank, (began_at, *numbers, eager, deferred, written) in enumerate(entries):
+    for rank, (began_at, *numbers) in enumerate(entries):
         phases = dict(zip(_PACKED, numbers, strict=False))
-        call, gate, room, cache, gated_after, read_rate, write_rate = numbers[len(_PACKED) :]
+        costs: dict[str, Any] = dict(zip(_COSTS, numbers[len(_PACKED) :], strict=True))
+        if math.isnan(costs["gated_after"]):
+            costs["gated_after"] = None
         # Clocks of several machines differ: no phase is negative for that.
         last = _PACKED[-1]
         so_far = sum(phases.values()) - phases[last]
@@ -94,16 +98,7 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
                 began_at=began_at,
                 seconds=sum(phases.values()),
                 phases=phases,
-                call_seconds=call,
-                gate_seconds=gate,
-                gated_after=None if math.isnan(gated_after) else gated_after,
-                room_seconds=room,
-                cache_seconds=cache,
-                eager_bytes=eager,
-                deferred_bytes=deferred,
-                written_bytes=written,
-                read_rate=read_rate,
-                write_rate=write_rate,
+                **costs,
             )
         )
     return found

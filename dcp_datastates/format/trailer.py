@@ -11,7 +11,7 @@ Format 2. Integers are little-endian, except for the number of the format:
    0      6    ``DCPDST``
    6      2    the format, big-endian: 2
    8      8    length of the pickle; the columns begin there
-   16     4    how many columns there are: 13
+   16     4    how many columns there are: 10
    20     4    CRC32C of all bytes of the file before these four
    ====== ==== ==========================================================
 
@@ -24,8 +24,7 @@ Format 2. Integers are little-endian, except for the number of the format:
    :mod:`dcp_datastates.format.chunk_table`.
 
 In every format from 2 on, the end is the last 24 bytes, with the same meaning of its first eight bytes, and with the
-checksum in its last four. So a reader can distinguish a file of a later format from a damaged one. (In format 1, a
-CRC32C of the pickle and one of the end followed the same first eight bytes.)
+checksum in its last four. So a reader can distinguish a file of a later format from a damaged one.
 
 Reading takes time and memory proportional to the file: a count in the file never causes an allocation before the reader
 has checked that the counted bytes exist.
@@ -48,10 +47,7 @@ __all__ = ["CATALOG", "FORMAT", "PLACEMENT", "append", "parse"]
 FORMAT: Final = 2
 
 CATALOG: Final = ("properties", "ndims", "shapes", "counts", "offsets", "sizes")
-PLACEMENT: Final = (
-    *("chunk_files", "chunk_offsets", "chunk_lengths"),
-    *("object_files", "object_offsets", "object_lengths"),
-)
+PLACEMENT: Final = ("files", "begins", "lengths")
 _COLUMNS: Final = CATALOG + PLACEMENT
 """The columns after the document, in order."""
 
@@ -119,21 +115,12 @@ def _end(data: bytes, path: Location) -> tuple[int, int]:
             f"dcp_datastates (torch.distributed.checkpoint.FileSystemReader loads stock checkpoints)"
         )
     _, number, pickle_bytes, count, checksum = _END.unpack(end)
-    version = int.from_bytes(number, "big")
-    covered = memoryview(data)[: -_CHECKSUM.size]
-    if version == 1:  # its last checksum covers only the end
-        covered = memoryview(end)[: -_CHECKSUM.size]
-    if version == 0 or crc32c(covered) != checksum:
+    if crc32c(memoryview(data)[: -_CHECKSUM.size]) != checksum:
         raise CheckpointCorruptError(f"{path}: checksum mismatch; the metadata file is damaged")
-    if version < FORMAT:
+    version = int.from_bytes(number, "big")
+    if version != FORMAT:
         raise UnreadableMetadataError(
-            f"{path} has format {version}, which no released version of dcp_datastates has written; this one reads "
-            f"format {FORMAT}. The tensors are in safetensors files, in the directory of the attempt beside it: "
-            f"torch.distributed.checkpoint.HuggingFaceStorageReader reads that"
-        )
-    if version > FORMAT:
-        raise UnreadableMetadataError(
-            f"{path} has format {version}, which a later version of dcp_datastates has written; this one reads "
+            f"{path} has format {version}, which another version of dcp_datastates has written; this one reads "
             f"format {FORMAT}: upgrade dcp_datastates"
         )
     return pickle_bytes, count

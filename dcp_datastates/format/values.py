@@ -1,4 +1,4 @@
-"""Python values as JSON: planners' data, and fields that a newer torch has added to DCP's classes.
+"""Python values as JSON: planners' data, and the fields of DCP's classes.
 
 Numbers, strings, None, booleans and lists stand for themselves. Any other value is an object with one key, which names
 its type::
@@ -10,7 +10,6 @@ its type::
     torch.float32                   {"dtype": "float32"}
     torch.strided                   {"layout": "strided"}
     torch.channels_last             {"memory_format": "channels_last"}
-    an enumeration's member         {"enum": ["Name", "MEMBER"]}    only those in torch.distributed.checkpoint.metadata
 
 Keys of dicts are strings: their hashes differ between processes, so a file cannot provoke hash collisions here.
 """
@@ -19,14 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from enum import Enum
-from itertools import chain
-from operator import itemgetter
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
 __all__ = ["ValueRefused", "dump", "from_json", "load", "to_json"]
 
@@ -63,8 +58,6 @@ def to_json(value: Any, depth: int = 0) -> Any:
         for key in value:
             if type(key) is not str:
                 raise ValueRefused(f"a dict with a key of type {type(key).__name__}")
-        if depth + 2 <= _MAX_DEPTH and _are_paths(value.values(), tuple):
-            return {"dict": {key: {"tuple": list(item)} for key, item in value.items()}}
         return {"dict": {key: to_json(item, depth + 1) for key, item in value.items()}}
     if kind is bytes:
         return {"bytes": value.hex()}
@@ -72,8 +65,6 @@ def to_json(value: Any, depth: int = 0) -> Any:
         name = str(value).removeprefix("torch.")
         if _NAMED[kind.__name__].get(name) is value:
             return {kind.__name__: name}
-    if isinstance(value, Enum) and vars(dcp_metadata).get(kind.__name__) is kind:
-        return {"enum": [kind.__name__, value.name]}
     raise ValueRefused(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
@@ -94,11 +85,7 @@ def from_json(found: Any, depth: int = 0) -> Any:
             return tuple(_items(content, depth + 1))
         if tag == "Size" and set(map(type, content)) <= {int}:
             return _size(content)
-        if tag == "enum" and list(map(type, content)) == [str, str]:
-            return _member(*content)
     elif tag == "dict" and type(content) is dict:
-        if depth + 3 <= _MAX_DEPTH and (paths := _paths(content)) is not None:
-            return paths
         return {key: from_json(item, depth + 1) for key, item in content.items()}
     elif type(content) is str:
         if tag in _NAMED and content in _NAMED[tag]:
@@ -106,25 +93,6 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
             return bytes.fromhex(content)
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
-
-
-def _are_paths(found: Collection[Any], kind: type) -> bool:
-    """Whether all are of this kind, and hold strings only: as the paths of most states' names do. In C-level passes:
-    there may be as many as tensors.
-    """
-    return set(map(type, found)) <= {kind} and set(map(type, chain.from_iterable(found))) <= {str}
-
-
-def _paths(content: dict[str, Any]) -> dict[str, tuple[str, ...]] | None:
-    """What :func:`from_json` makes of a dict of such paths; None if they are something else."""
-    found = content.values()
-    if set(map(type, found)) != {dict} or set(map(len, found)) != {1}:
-        return None
-    try:
-        lists = list(map(itemgetter("tuple"), found))
-    except KeyError:
-        return None
-    return dict(zip(content, map(tuple, lists), strict=True)) if _are_paths(lists, list) else None
 
 
 def _items(found: list[Any], depth: int) -> list[Any]:
@@ -137,13 +105,6 @@ def _size(items: list[int]) -> torch.Size:
     if any(abs(item) >> 63 for item in items):
         raise ValueRefused("a torch.Size of what are no sizes")
     return torch.Size(items)
-
-
-def _member(name: str, member: str) -> Enum:
-    kind = vars(dcp_metadata).get(name)
-    if isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__:
-        return kind[member]
-    raise ValueRefused(f"{name[:100]}.{member[:100]}, which this torch does not have")
 
 
 def dump(content: Any) -> bytes:

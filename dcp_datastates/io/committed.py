@@ -30,13 +30,16 @@ class Committed:
     table: MetadataTable
     data: bytes = field(repr=False)
     """The bytes of the decision."""
-    committed_at: float
-    """The time of publication, in seconds since the epoch. (That of the file is another one after a copy.)"""
 
     @property
     def note(self) -> Note:
         """This package's note in the metadata."""
         return self.table.note
+
+    @property
+    def committed_at(self) -> float:
+        """The time of publication, in seconds since the epoch. (That of the file is another one after a copy.)"""
+        return self.note.published_at
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +53,10 @@ def open_committed(directory: Location) -> Committed:
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    path, data, written_at = stored_metadata.read(stored(directory))
+    path, data = stored_metadata.read(stored(directory))
     if presence.is_page(data):
         raise presence.web_page(path)
-    table = decode(data, path.location)
-    published_at = table.note.published_at
-    return Committed(directory, table, data, written_at if published_at is None else published_at)
+    return Committed(directory, decode(data, path.location), data)
 
 
 def open_nearest(places: Sequence[Location]) -> Committed:

@@ -29,9 +29,9 @@ __all__ = ["read"]
 _COPIES: Final = "dcp-datastates copy, from where the checkpoint was, makes it one here"
 
 
-def read(directory: ObjectPath) -> tuple[ObjectPath, bytes, float]:
-    """Where the metadata of the checkpoint at ``directory`` lie, their bytes, and the time of the commit by the clock
-    of storage, in seconds since the epoch. One LIST and one GET in the usual case.
+def read(directory: ObjectPath) -> tuple[ObjectPath, bytes]:
+    """Where the metadata of the checkpoint at ``directory`` lie, and their bytes. One LIST and one GET in the usual
+    case.
 
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for one of stock DCP),
     :class:`CheckpointCorruptError` if another program's ``.metadata`` are there, and :class:`StorageError`.
@@ -46,7 +46,7 @@ def read(directory: ObjectPath) -> tuple[ObjectPath, bytes, float]:
             f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing)}"
         )
     attempt, decision = found
-    return decisions.decision_path(directory, attempt), decision.data, decision.decided_at
+    return decisions.decision_path(directory, attempt), decision.data
 
 
 def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
@@ -143,7 +143,7 @@ def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
     if not _has_metadata(directory, listing):
         return None
     try:
-        return metadata.read(Path(str(path)))[0] if path.is_local else path.store.get(path.key)[0]
+        return metadata.read(Path(str(path))) if path.is_local else path.store.get(path.key)[0]
     except FileNotFoundError:
         return None
 
@@ -206,7 +206,7 @@ def is_stock(data: bytes) -> bool:
     return (
         data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data  # begins every .metadata of this package (refusal.py)
+        and b"dcp_datastates" not in data  # begins every .metadata of this package
     )
 
 

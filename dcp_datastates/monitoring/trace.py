@@ -30,10 +30,8 @@ def trace_of(
     place = locate(path, options=storage_options)
     found = open_committed(place)
     note = found.note
-    if note.trace is None or note.published_at is None:
-        raise DataStatesError(
-            f"{place} has no trace: an older version has written it, or it was converted from another format"
-        )
+    if note.trace is None:
+        raise DataStatesError(f"{place} has no trace: it was converted from another format")
     try:
         return save_trace.records(note.trace, str(place), note.attempt.name, note.published_at)
     except ValueError as error:

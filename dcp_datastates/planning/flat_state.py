@@ -10,12 +10,11 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import UnsupportedStateError
-from dcp_datastates.format.fields import unknown_fields
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.local_chunks import LocalChunks
@@ -64,10 +63,9 @@ class FlatState:
         """
         made: list[WriteItem] = []
         known: dict[Hashable, list[WriteItem]] = {}
-        are_known = set(unknown_fields(TensorProperties)) <= {"strides"}  # which _look() has
         for name, value in self.values.items():
             try:
-                look = _look(value) if are_known else None
+                look = _look(value)
                 alike = None if look is None else known.get(look)
                 if alike is None:
                     plan = create_default_local_save_plan({name: value}, self._is_coordinator)

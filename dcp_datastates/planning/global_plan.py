@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, MetadataTable, Note, encode
+from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, encode
 from dcp_datastates.format.metadata_table import Compose, Document, Trace
 from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
@@ -73,9 +73,7 @@ class GlobalPlan:
                 path = f"{prefix}/{name}"
                 files[path] = FileRecord(path, nbytes, table_offset)
         note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
-        return encode(
-            MetadataTable(self.catalog, self._placement(places, prefix), note, meta, DCP_VERSION)
-        )
+        return encode(MetadataTable(self.catalog, self._placement(places, prefix), note, meta))
 
     def _take(self, rank: int, sent: RankReport) -> Report:
         """The report that ``rank`` sent, now or, for a digest alone, before."""
@@ -94,12 +92,10 @@ class GlobalPlan:
 
     @functools.cached_property
     def _slots(self) -> list[Ints]:
-        """For each rank, its items' places in the chunk table: the number of a chunk, or ``-1 - n`` for
-        object ``n``.
-        """
+        """For each rank, its items' rows in the placement."""
         catalog = self.catalog
         first: Ints = np.cumsum(catalog.counts) - catalog.counts
-        number = np.cumsum(catalog.properties < 0) - 1
+        objects = catalog.chunks + np.cumsum(catalog.properties < 0) - 1
         position = {name: index for index, name in enumerate(catalog.names)}
         of_names: dict[int, Ints] = {}
         slots = []
@@ -110,7 +106,7 @@ class GlobalPlan:
                 of_names[id(local.names)] = names
             mine = names[share.items]
             slots.append(
-                np.where(share.hints >= 0, first[mine] + share.hints, -1 - number[mine])
+                np.where(share.hints >= 0, first[mine] + share.hints, objects[mine])
                 if len(mine)
                 else mine
             )
@@ -118,17 +114,12 @@ class GlobalPlan:
 
     def _placement(self, reports: Sequence[Report], prefix: str) -> Placement:
         """The place of every item, with the data files below ``prefix``."""
-        catalog = self.catalog
-        chunks = [np.zeros(int(catalog.counts.sum()), np.int64) for _ in range(3)]
-        objects = [np.zeros(int((catalog.properties < 0).sum()), np.int64) for _ in range(3)]
+        rows = self.catalog.chunks + int((self.catalog.properties < 0).sum())
+        placed = [np.zeros(rows, np.int64) for _ in range(3)]
         paths: list[str] = []
         for slots, report in zip(self._slots, reports, strict=True):
             columns = (report.numbers + len(paths), report.offsets, report.lengths)
             paths += [f"{prefix}/{name}" for name, _, _ in report.files]
-            tensors = slots >= 0
-            for target, source in zip(chunks, columns, strict=True):
-                target[slots[tensors]] = source[tensors]
-            if not tensors.all():
-                for target, source in zip(objects, columns, strict=True):
-                    target[-1 - slots[~tensors]] = source[~tensors]
-        return Placement(tuple(paths), *chunks, *objects)
+            for target, source in zip(placed, columns, strict=True):
+                target[slots] = source
+        return Placement(tuple(paths), *placed)

@@ -8,11 +8,12 @@ share it.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import pack_value, packed_unknown_values, set_unknown_values
+from dcp_datastates.format.fields import carried
 from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of, volumes
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
@@ -43,6 +44,8 @@ __all__ = [
 OBJECT, TENSOR, SHARD = 0, 1, 2
 _KINDS = {WriteItemType.BYTE_IO: OBJECT, WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
 _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
+
+_PROPERTIES: Final = carried(TensorProperties)
 
 _PLAN = b"dslp\x01"
 _HEAD = b"dslh\x02"
@@ -237,14 +240,7 @@ def digest_of(encoded: bytes) -> bytes:
 
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
-    return (
-        *packed_unknown_values(properties).items(),
-        properties.dtype,
-        properties.layout,
-        properties.requires_grad,
-        properties.memory_format,
-        properties.pin_memory,
-    )
+    return tuple([getattr(properties, name) for name in _PROPERTIES])
 
 
 def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
@@ -274,7 +270,7 @@ def _encode_head(plan: LocalPlan) -> bytes:
             pack_ints(names),
             plan.kinds.tobytes(),
             pack_ints(plan.properties),
-            pack_value([(each, packed_unknown_values(each)) for each in plan.table]),
+            pack_value(plan.table),
             pack_ints(plan.ndims),
             pack_ints(plan.shapes),
         ],
@@ -336,7 +332,7 @@ def _decode_head(data: memoryview) -> Head:
         else _refuse("names"),
         np.frombuffer(kinds, np.uint8).copy(),
         unpack_ints(properties, items),
-        _decode_table(unpack_objects(table)),
+        unpack_objects(table),
         unpack_ints(ndims, items),
         unpack_ints(shapes, -1),
         mappings,
@@ -345,20 +341,10 @@ def _decode_head(data: memoryview) -> Head:
     return head
 
 
-def _decode_table(
-    pairs: Sequence[tuple[TensorProperties, Mapping[str, bytes]]],
-) -> tuple[TensorProperties, ...]:
-    for properties, further in pairs:
-        set_unknown_values(
-            properties, {name: unpack_objects(each) for name, each in further.items()}
-        )
-    return tuple([properties for properties, _ in pairs])
-
-
 def _check_head(head: Head) -> None:
     _, kinds, properties, table, ndims, shapes, _ = head
     objects = kinds == OBJECT
-    if not all(isinstance(entry, TensorProperties) for entry in table):
+    if type(table) is not tuple or not set(map(type, table)) <= {TensorProperties}:
         _refuse("table")
     if not _within(kinds, 0, SHARD + 1):
         _refuse("kinds")
@@ -374,6 +360,15 @@ def _within(values: npt.NDArray[Any], begin: int, end: int) -> bool:
 
 def _refuse(what: str) -> Any:
     raise ValueError(f"a plan's {what} are damaged: they do not go with the rest of it")
+
+
+def pack_value(value: Any) -> bytes:
+    """A pickle without a memo, so that equal values give equal bytes, whether or not they are the same objects."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.fast = True
+    pickler.dump(value)
+    return file.getvalue()
 
 
 def unpack_objects(data: bytes | memoryview) -> Any:

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.layout import FileLayout, SealedFile
-from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, Note, encode
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_table import Trace
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -78,6 +77,5 @@ def document(
                 storage_data[result.index] = result.storage_data
     metadata.storage_data = storage_data
     metadata.storage_meta = meta
-    metadata.version = DCP_VERSION
     note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
     return encode(table_of(metadata, note))

@@ -15,8 +15,6 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.format.fields import pack_value
-
 __all__ = ["Fingerprint", "fingerprint"]
 
 _DTYPE: Final = operator.attrgetter("dtype")
@@ -50,27 +48,16 @@ def fingerprint(
     structure: Iterable[Any],
     tensors: Sequence[torch.Tensor],
     locals_: Sequence[torch.Tensor],
-    further: Sequence[tuple[Any, ...]],
-) -> Fingerprint | None:
+    strides: Sequence[tuple[int, ...]],
+) -> Fingerprint:
     """The fingerprint of a state with these leaves, in the order of the traversal. All tensors are plain, and the
-    engine can read their memory.
-
-    ``further``: the values of ``TensorProperties`` fields that this package does not know. Returns None if these cannot
-    be compared.
+    engine can read their memory. ``strides``: of each tensor, if plans have them.
     """
-    said: Any = tuple(further)
-    try:
-        hash(said)
-    except TypeError:
-        try:
-            said = pack_value(said)
-        except Exception:  # pickle may raise anything
-            return None
     forms = (
         tuple(map(_SHAPE, locals_)),
         tuple(map(_DTYPE, locals_)),
         tuple(map(_REQUIRES_GRAD, tensors)),  # the DTensor's flag: its local tensor's may differ
-        said,
+        tuple(strides),
     )
     specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))
     return Fingerprint(tuple(structure), forms, specs)

@@ -24,7 +24,7 @@ from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import unknown_values, with_unknown_values
+from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, mark, numbers, report
@@ -105,8 +105,8 @@ class StagedState:
     """
     expected: ExpectedBytes | None = None
     """What the deferred tensors hold at the call; None if there are none."""
-    unknown_fields: list[tuple[Any, ...]] = field(default_factory=list)
-    """The result of :func:`unknown_values` for all tensors at the call: copies may have other properties."""
+    strides: list[tuple[int, ...]] = field(default_factory=list)
+    """Of the memory of all tensors at the call, if plans have them: copies may have others."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
     """The optimizers' tensors at the call."""
 
@@ -134,27 +134,29 @@ class StagedState:
         columns = self.traversal.columns
         if not self.is_cacheable or not _are_plain(self.traversal.structure, columns):
             return None
-        return fingerprint(
-            self.traversal.structure, columns.tensors, columns.locals, self.unknown_fields
-        )
+        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.strides)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the properties of its tensors that this package does not know,
-        as they were at the call.
+        """The items of a plan for this state, with the strides of its tensors as they were at the call.
 
         Raises :class:`UnsupportedTensorError` if the plan stores the parts of a wrapper as an object.
         """
         columns = self.traversal.columns
         _check_parts_planned(columns, items)
-        if not self.unknown_fields or not items:
+        if not self.strides or not items:
             return items
         position = {columns.name(number): number for number in range(len(columns.keys))}
         changed = []
         for item in items:
             at = position.get(item.index.fqn)
             data = item.tensor_data
-            if data is not None and at is not None and data.chunk.sizes == columns.locals[at].shape:
-                properties = with_unknown_values(data.properties, self.unknown_fields[at])
+            if (
+                data is not None
+                and at is not None
+                and data.chunk.sizes == columns.locals[at].shape
+                and data.properties.strides != self.strides[at]  # type: ignore[attr-defined]
+            ):
+                properties = dataclasses.replace(data.properties, strides=self.strides[at])  # type: ignore[call-arg]
                 data = dataclasses.replace(data, properties=properties)
                 item = dataclasses.replace(item, tensor_data=data)
             changed.append(item)
@@ -256,7 +258,7 @@ def stage_state(
         traversal,
     )
     made.ownership = ownership
-    made.unknown_fields = unknown_values(everything.locals)
+    made.strides = _strides(everything.locals)
     try:
         copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, buffer, nbytes)
         copies.make(engine, made.copying)
@@ -288,8 +290,18 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
         root, deferred, eager, [], [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
     )
     made.ownership = Ownership(known_optimizers())
-    made.unknown_fields = unknown_values(locals_)
+    made.strides = _strides(locals_)
     return made
+
+
+def _strides(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    """See :attr:`StagedState.strides`."""
+    if not HAS_STRIDES:
+        return []
+    try:
+        return list(map(torch.Tensor.stride, tensors))
+    except (RuntimeError, NotImplementedError):
+        return []  # one has none: planning refuses it
 
 
 def _check_parts_planned(columns: Columns, items: list[WriteItem]) -> None:

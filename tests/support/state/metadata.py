@@ -29,8 +29,7 @@ __all__ = [
 
 COLUMNS = (
     *("properties", "ndims", "shapes", "counts", "offsets", "sizes"),
-    *("chunk_files", "chunk_offsets", "chunk_lengths"),
-    *("object_files", "object_offsets", "object_lengths"),
+    *("files", "begins", "lengths"),
 )
 _CODES = {1: "B", 2: "H", 4: "I", 8: "q"}
 _END_BYTES = 24
@@ -102,13 +101,9 @@ def ended(data: bytes, pickle_bytes: int, number: int = 2, count: int = 1 + len(
 
 
 def with_format(data: bytes, number: int) -> bytes:
-    """The file with another number of its format. Format 1 had another end."""
+    """The file with another number of its format."""
     (pickle_bytes,) = struct.unpack_from("<Q", data, len(data) - 16)
-    if number != 1:
-        return ended(data[:-_END_BYTES], pickle_bytes, number)
-    pickled = data[:pickle_bytes]
-    head = struct.pack("<8sQI", b"DCPDST\0\1", len(pickled), crc32c(pickled))
-    return pickled + head + struct.pack("<I", crc32c(head))
+    return ended(data[:-_END_BYTES], pickle_bytes, number)
 
 
 def rewritten(path: Path, change: Callable[[Parts], None]) -> None:

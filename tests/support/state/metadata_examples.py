@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
-from dcp_datastates.format.metadata import Note
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, Note
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = [
@@ -86,7 +85,7 @@ class Example:
             sizes=_ints(n for chunk in chunks for n in chunk.sizes),
             mappings=self.mappings,
         )
-        return catalog, Placement(self.paths, *placed, *kept)
+        return catalog, Placement(self.paths, *map(np.concatenate, zip(placed, kept, strict=True)))
 
     def metadata(self) -> Metadata:
         state: dict[str, Any] = {}
@@ -204,7 +203,7 @@ def _note(case: Example, nbytes: dict[str, int]) -> Note:
         table_offset = -(-nbytes.get(path, 0) // 4) * 4 + 4
         words = -(-table_offset // (1 << 20)) + 1
         records[path] = FileRecord(path, table_offset + 4 * words, table_offset)
-    return Note(Attempt(7, 1), records)
+    return Note(Attempt(7, 1), records, None, {}, 1e9, None)
 
 
 def packed_example(case: Example) -> tuple[Example, Note]:

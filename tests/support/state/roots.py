@@ -27,7 +27,6 @@ __all__ = [
     "make_root",
     "save_stock",
     "state_of",
-    "the_first_version",
     "uncommitted",
 ]
 
@@ -97,11 +96,6 @@ def another_version(path: Path) -> None:
     file.write_bytes(with_format(file.read_bytes(), 99))
 
 
-def the_first_version(path: Path) -> None:
-    file = decision_of(path)
-    file.write_bytes(with_format(file.read_bytes(), 1))
-
-
 STRUCTURAL = [
     damage_metadata,
     cut_metadata,
@@ -110,5 +104,4 @@ STRUCTURAL = [
     lose,
     lose_all,
     another_version,
-    the_first_version,
 ]

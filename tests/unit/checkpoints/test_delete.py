@@ -245,11 +245,10 @@ def test_damaged_metadata_can_be_deleted_and_those_of_another_format_are_not(pat
     flip_bit(decision_of(path.with_name("step-4")), 50)
     delete(path.with_name("step-4"))
     assert not path.with_name("step-4").exists()
-    for number in (1, 99):
-        file = decision_of(path)
-        file.write_bytes(with_format(file.read_bytes(), number))
-        with pytest.raises(StorageError, match=f"has format {number}"):
-            delete(path)
-        assert file.exists()
-        file.write_bytes(good)
+    file = decision_of(path)
+    file.write_bytes(with_format(good, 99))
+    with pytest.raises(StorageError, match="has format 99"):
+        delete(path)
+    assert file.exists()
+    file.write_bytes(good)
     assert committed(path)

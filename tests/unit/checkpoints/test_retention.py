@@ -17,7 +17,6 @@ from support.state.roots import (
     committed_names,
     save_stock,
     state_of,
-    the_first_version,
     uncommitted,
 )
 from support.tiers import sampled
@@ -111,9 +110,8 @@ def test_a_damaged_one_goes_once_enough_good_ones_are_newer(damage, root):
     assert not (root / "step-9").exists()
 
 
-@pytest.mark.parametrize("other", [another_version, the_first_version])
-def test_one_of_another_format_is_never_deleted(other, root, caplog):
-    other(root / "step-9")
+def test_one_of_another_format_is_never_deleted(root, caplog):
+    another_version(root / "step-9")
     assert retain(root, keep=1) == [root / "step-10"]
     assert committed(root / "step-9")
     assert "step-9" in caplog.text

@@ -334,7 +334,7 @@ def _set(column, place, value):
 
 
 def _unknown_file(parts):
-    parts.columns["chunk_files"][0] = 1
+    parts.columns["files"][0] = 1
 
 
 def _impossible_size(parts):
@@ -344,17 +344,17 @@ def _impossible_size(parts):
 def _twice(parts):
     columns = parts.columns
     columns["counts"][0] = 2
-    for name in ("offsets", "sizes", "chunk_files", "chunk_offsets", "chunk_lengths"):
+    for name in ("offsets", "sizes", "files", "begins", "lengths"):
         columns[name].insert(0, columns[name][0])
 
 
 # The names are "first", of 6 elements, and "second"; each has one chunk of one dimension.
 CONTRADICTIONS = {
-    "no place": (lambda parts: parts.columns["chunk_files"].pop(), "chunk_files"),
+    "no place": (lambda parts: parts.columns["files"].pop(), "files has another length"),
     "no description": (lambda parts: parts.document["names"].pop(), "names"),
-    "beyond the end": (_set("chunk_offsets", "first", 10**9), "'first'"),
-    "moved": (_set("chunk_offsets", "second", lambda at: at - 4), "second"),
-    "shortened": (_set("chunk_lengths", "first", lambda length: length - 4), "'first'"),
+    "beyond the end": (_set("begins", "first", 10**9), "'first'"),
+    "moved": (_set("begins", "second", lambda at: at - 4), "second"),
+    "shortened": (_set("lengths", "first", lambda length: length - 4), "'first'"),
     "unknown file": (_unknown_file, "files of places"),
     "another chunk": (_set("sizes", "first", 5), "'first'"),
     "a gap": (_set("shapes", "first", 9), "'first': its chunks leave gaps"),

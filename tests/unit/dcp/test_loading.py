@@ -131,7 +131,7 @@ def test_shards_of_many_ranks_are_put_together(tmp_path):
 def _forget_a_chunk(parts):
     columns, place = parts.columns, parts.place("w")
     columns["counts"][parts.document["names"].index("w")] -= 1
-    for name in ("chunk_files", "chunk_offsets", "chunk_lengths"):
+    for name in ("files", "begins", "lengths"):
         del columns[name][place + 1]
     first = 2 * place if parts.document["names"][0] == "w" else place
     for name in ("offsets", "sizes"):

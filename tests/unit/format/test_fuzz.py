@@ -260,14 +260,14 @@ ANYTHING = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=8), inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["tuple", "Size", "dict", "bytes", "dtype", "enum"]), inner, max_size=1
+            st.sampled_from(["tuple", "Size", "dict", "bytes", "dtype"]), inner, max_size=1
         )
     ),
     max_leaves=8,
 )
 KEYS = (
     *("attempt", "after", "files", "names", "properties"),
-    *("planner_data", "version", "storage_meta", "further"),
+    *("planner_data", "storage_meta", "metrics", "published_at"),
 )
 
 

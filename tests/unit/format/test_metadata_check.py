@@ -30,6 +30,7 @@ from dcp_datastates import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import metadata_check
+from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.metadata import MetadataTable, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 
@@ -107,9 +108,9 @@ def _one_more_chunk(name, nbytes):
         file = parts.document["files"][0]
         parts.columns["counts"][number] += 1
         for column, value in (
-            ("chunk_files", 0),
-            ("chunk_offsets", file[2]),
-            ("chunk_lengths", nbytes),
+            ("files", 0),
+            ("begins", file[2]),
+            ("lengths", nbytes),
         ):
             parts.columns[column].insert(row, value)
         table = file[2] + 4
@@ -139,7 +140,7 @@ WRONG = {
     "no UTF-8": _document(b'{"\xff":1}'),
     "deep": _document(DEEP),
     "many digits": _document(DIGITS),
-    **{f"no {key}": _drop(key) for key in ("attempt", "files", "names", "properties", "further")},
+    **{f"no {key}": _drop(key) for key in ("attempt", "files", "names", "properties")},
     "attempt none": _put("attempt", None),
     "attempt outside": _put("attempt", "../x"),
     "attempt a number": _put("attempt", 7),
@@ -147,15 +148,24 @@ WRONG = {
     "after a list": _put("after", []),
     "metrics a list": _put("metrics", []),
     "metric a string": _put("metrics", {"loss": "1"}),
-    "version a list": _put("version", []),
+    "time of publication none": _put("published_at", None),
+    "time of publication endless": _put("published_at", float("inf")),
     "storage_meta a list": _put("storage_meta", []),
-    "storage_meta with more": _put("storage_meta", "__setattr__", 1),
     "names a string": _put("names", "w"),
     "name a number": _put("names", 0, 7),
     "name twice": _same_name,
     "names fewer": lambda parts: parts.document["names"].pop(),
     "properties none": _put("properties", None),
     "properties of one too few": lambda parts: parts.document["properties"].pop(),
+    "properties a list": _put("properties", 0, ["dtype"]),
+    **(
+        {
+            "strides of no numbers": _put("properties", 0, "strides", {"tuple": ["1"]}),
+            "strides a list": _put("properties", 0, "strides", [1]),
+        }
+        if HAS_STRIDES
+        else {}
+    ),
     "dtype a string": _put("properties", 0, "dtype", "float32"),
     "dtype none": _put("properties", 0, "dtype", None),
     "dtype a class": _put("properties", 0, "dtype", {"dtype": "Tensor"}),
@@ -230,8 +240,8 @@ WRONG = {
         parts.document["names"].index("list.1.deep"), 2
     ),
     "65 dimensions": _of_w("ndims", 65),
-    "file that is not there": _of_w("chunk_files", 1),
-    "length one more": _of_w("chunk_lengths", 300 * 20 * 4 + 1),
+    "file that is not there": _of_w("files", 1),
+    "length one more": _of_w("lengths", 300 * 20 * 4 + 1),
 }
 
 
@@ -260,7 +270,7 @@ def test_an_object_of_a_length_that_is_not_there_is_refused(checkpoint):
     def promise(parts):
         table = 1 << 40
         parts.document["files"][0][1:] = [table + 4 * ((table >> 20) + 1), table]
-        parts.columns["object_lengths"][0] = table - parts.columns["object_offsets"][0]
+        parts.columns["lengths"][-1] = table - parts.columns["begins"][-1]
 
     rewritten(checkpoint, promise)
     with raises(CheckpointCorruptError, "bytes"):
@@ -271,7 +281,7 @@ def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
     save({"v": torch.ones(30), "w": torch.ones(30)}, tmp_path)
 
     def overlap(parts):
-        offsets = parts.columns["chunk_offsets"]
+        offsets = parts.columns["begins"]
         offsets[1] = offsets[0] + 4
 
     rewritten(tmp_path, overlap)
@@ -332,8 +342,8 @@ def test_a_catalog_is_looked_through_once() -> None:
     packed, note = packed_example(sharded(3, 2))
     catalog, placement = packed.columns()
     encode(MetadataTable(catalog, placement, note))
-    with mock.patch.object(metadata_check, "_check_catalog", side_effect=AssertionError):
+    with mock.patch.object(metadata_check, "validate", side_effect=AssertionError):
         encode(MetadataTable(catalog, placement, note))
-        moved = dataclasses.replace(placement, chunk_offsets=0 * placement.chunk_offsets)
+        moved = dataclasses.replace(placement, begins=0 * placement.begins)
         with raises(ConfigurationError):
             encode(MetadataTable(catalog, moved, note))

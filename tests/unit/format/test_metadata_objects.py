@@ -35,11 +35,11 @@ from dcp_datastates.format.metadata_objects import metadata_of, names_with_data,
 @example(sharded(1001, 2))
 def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
     packed, note = packed_example(case)
-    table = MetadataTable(*packed.columns(), note, META, "1.0.0")
+    table = MetadataTable(*packed.columns(), note, META)
     found = decode(encode(table), Path("c"))
     same = decode(encode(table_of(packed.metadata(), note)), Path("c"))
     for each in (found, same):
-        assert (each.note, each.storage_meta, each.version) == (note, META, "1.0.0")
+        assert (each.note, each.storage_meta) == (note, META)
         assert each.catalog.names == table.catalog.names
         assert each.placement.paths == table.placement.paths
         assert each.catalog.mappings == packed.mappings
@@ -53,7 +53,7 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
 
 def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_written():
     packed = map(packed_example, (sharded(2, 3), sharded(2, 5)))
-    tables = [MetadataTable(*each.columns(), note, META, "1.0.0") for each, note in packed]
+    tables = [MetadataTable(*each.columns(), note, META) for each, note in packed]
     for table in (*tables, *tables):
         found = decode(encode(table), Path("c")).catalog
         assert (found.names, found.table) == (table.catalog.names, table.catalog.table)
@@ -66,7 +66,7 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
     case: Example, chance: Any
 ) -> None:
     packed, note = packed_example(case)
-    table = MetadataTable(*packed.columns(), note, META, "1.0.0")
+    table = MetadataTable(*packed.columns(), note, META)
     expected = packed.metadata()
     for look in (
         metadata_of,
@@ -97,7 +97,7 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
 @given(examples().filter(storable), st.booleans())
 def test_names_with_data_are_known_without_making_entries(case: Example, objects: bool) -> None:
     packed, note = packed_example(case)
-    stored = metadata_of(MetadataTable(*packed.columns(), note, META, "1.0.0")).state_dict_metadata
+    stored = metadata_of(MetadataTable(*packed.columns(), note, META)).state_dict_metadata
     with mock.patch.object(metadata_objects, "TensorStorageMetadata", side_effect=AssertionError):
         found = names_with_data(stored, objects)
     assert found == names_with_data(packed.metadata().state_dict_metadata, objects)
@@ -106,7 +106,7 @@ def test_names_with_data_are_known_without_making_entries(case: Example, objects
 
 def test_entries_can_be_changed() -> None:
     packed, note = packed_example(sharded(3, 2))
-    found = metadata_of(MetadataTable(*packed.columns(), note, META, "1.0.0"))
+    found = metadata_of(MetadataTable(*packed.columns(), note, META))
     kept = found.state_dict_metadata["w1"]
     found.state_dict_metadata["more"] = kept
     assert names_with_data(found.state_dict_metadata, objects=False)[-1] == "more"

@@ -35,26 +35,22 @@ def test_a_file_is_what_the_layout_says(checkpoint, state):
     assert parts.pickled.endswith(b".")
     assert set(parts.document) == {
         *("attempt", "after", "files", "names", "properties"),
-        *("planner_data", "version", "storage_meta", "further", "published_at", "trace"),
+        *("planner_data", "storage_meta", "metrics", "published_at", "trace"),
     }
     assert sorted(parts.document["names"]) == ["list.0", "list.1.deep", "object.text", "w"]
     assert parts.document["planner_data"]["dict"]["list.1.deep"] == {"tuple": ["list", 1, "deep"]}
     place = parts.place("w")
-    assert parts.columns["chunk_lengths"][place] == 300 * 20 * 4
+    assert parts.columns["lengths"][place] == 300 * 20 * 4
     assert file_of(parts)[: len(parts.pickled)] == data[: len(parts.pickled)]
     rewritten(checkpoint, lambda parts: None)
     assert_same(load_everything(checkpoint), state)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [(1, ["format 1", "format 2", "HuggingFaceStorageReader"]), (3, ["format 3", "upgrade"])],
-)
-def test_another_format_is_refused_by_name_with_the_way_out(number, words, checkpoint):
+def test_another_format_is_refused_by_name_with_the_way_out(checkpoint):
     file = decision_of(checkpoint)
-    other = with_format(file.read_bytes(), number)
+    other = with_format(file.read_bytes(), 3)
     file.write_bytes(other)
-    with raises(UnreadableMetadataError, str(file), *words):
+    with raises(UnreadableMetadataError, str(file), "format 3", "upgrade"):
         load_everything(checkpoint)
     for at in range(len(other) - 24, len(other)):  # what is damaged is not taken for another format
         broken = bytearray(other)
@@ -93,7 +89,7 @@ def test_directories_that_do_not_fit_the_file_are_refused(checkpoint):
     for pickle_at in (0, pickle_bytes - 1, pickle_bytes + 1, len(data), HUGE, (1 << 64) - 1):
         with raises(UnreadableMetadataError, "c/.metadata"):
             decode(ended(whole, pickle_at), PATH)
-    for count in (0, 1, 12, 14, (1 << 32) - 1):
+    for count in (0, 1, 9, 11, (1 << 32) - 1):
         with raises(UnreadableMetadataError, "c/.metadata"):
             decode(ended(whole, pickle_bytes, count=count), PATH)
     with raises(UnreadableMetadataError, "c/.metadata"):

@@ -182,10 +182,9 @@ def _grid(parts, shape: tuple[int, ...], begins: np.ndarray, sizes: np.ndarray) 
         "counts": [len(begins)],
         "offsets": begins.ravel().tolist(),
         "sizes": sizes.ravel().tolist(),
-        "chunk_files": [0] * len(begins),
-        "chunk_offsets": (4096 + np.cumsum(lengths) - lengths).tolist(),
-        "chunk_lengths": lengths.tolist(),
-        **{name: [] for name in ("object_files", "object_offsets", "object_lengths")},
+        "files": [0] * len(begins),
+        "begins": (4096 + np.cumsum(lengths) - lengths).tolist(),
+        "lengths": lengths.tolist(),
     }
 
 

@@ -64,8 +64,8 @@ def test_where_there_is_none_the_error_says_so(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         trace_of(tmp_path / "c")
     save(STATE, tmp_path / "c")
-    rewritten(tmp_path / "c", lambda parts: parts.document.pop("trace"))
-    with raises(DataStatesError, "has no trace", "older version"):
+    rewritten(tmp_path / "c", lambda parts: parts.document.update(trace=None))
+    with raises(DataStatesError, "has no trace", "converted"):
         trace_of(tmp_path / "c")
 
 

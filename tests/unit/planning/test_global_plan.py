@@ -57,7 +57,9 @@ def _sent(reports, by_digest=()):
 def _places(composed):
     """By name: the file, offset and length of each chunk or object."""
     table = decode(composed(StorageMeta(), Claim(ATTEMPT, None), None), Path("m"))
-    files, offsets, lengths = (column.tolist() for column in table.placement.rows())
+    placement = table.placement
+    columns = (placement.files, placement.begins, placement.lengths)
+    files, offsets, lengths = (column.tolist() for column in columns)
     rows = zip(table.catalog.owners().tolist(), files, offsets, lengths, strict=True)
     found = {}
     for name, file, offset, length in rows:

@@ -77,7 +77,9 @@ def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():
         for layouts, files in laid_out
         for layout, sealed in zip(layouts, files, strict=True)
     }
-    files, offsets, lengths = (column.tolist() for column in table.placement.rows())
+    placement = table.placement
+    columns = (placement.files, placement.begins, placement.lengths)
+    files, offsets, lengths = (column.tolist() for column in columns)
     found = {
         (table.catalog.names[name], table.placement.paths[file], offset, length)
         for name, file, offset, length in zip(
