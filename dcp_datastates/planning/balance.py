@@ -108,7 +108,11 @@ def assign(
 
 def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     """All ranks' paths; for a name that several ranks have, the lowest rank's. None if no rank has paths."""
-    distinct = {id(plan.mappings): plan.mappings for plan in plans if plan.mappings is not None}
+    distinct = {
+        id(plan.head.mappings): plan.head.mappings
+        for plan in plans
+        if plan.head.mappings is not None
+    }
     first, *others = distinct.values() or [None]
     if not others:
         return first

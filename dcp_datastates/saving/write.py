@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates._native import Engine, SaveJob, Window
+from dcp_datastates._native import SaveJob, Window
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import SaveStalledError
-from dcp_datastates.format.layout import lay_out
-from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
-from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.saving.files import Sources, write_job
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import Output, cancel, output_to
-from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Writing", "begin_write", "fail_write"]
 
@@ -77,7 +71,6 @@ class Writing:
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
-        when_done(save.committed, lambda _: planning.ended(save.committed.peek() is None))
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -99,14 +92,14 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
     look_for_nan(save, None if reads is None else reads.staged)
     save.on_storage("looking for the attempt", lambda: output.make_ready(rank))
     try:
-        content = _content(save, planning, folder, native)
+        content = write_job(Sources(native, planning, reads, save.progress), folder, rank)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
         raise
     if reads is not None and reads.fences:  # from devices
         _fit_cache(save.call.config, content)
-    stats.steady = planning.is_cached and content.report is not None
+    stats.steady = planning.is_cached and content.is_known
     samples = b""
 
     def start(window: Window) -> SaveJob:
@@ -133,30 +126,3 @@ def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
     fit_cache(content.nbytes, most)
-
-
-def _content(
-    save: SaveOperation, planning: SavePlanning, folder: Location, native: Engine
-) -> WriteJob:
-    reads = save.reads
-    keep: list[Any] = []
-    sources = Sources(native, planning, reads, keep, save.progress)
-    prepared = planning.prepared()
-    if prepared is not None and reads is not None:
-        paths = [folder / layout.name for layout in prepared.layouts]
-        files, sealed, report = prepared.files(
-            paths,
-            *reads.staged.bases(),
-            lambda name: resolve_object(
-                planning, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-            ),
-            keep,
-        )
-        return WriteJob(files, sealed, prepared.layouts, reads.fences, keep, report)
-    items = planning.items
-    layouts = lay_out(items, save.group.rank_set.rank)
-    paths = [folder / layout.name for layout in layouts]
-    files, sealed = files_to_write(items, sources, layouts, paths)
-    readers = fences(native, sources.devices)
-    after = [*(reads.fences if reads is not None else ()), *readers]
-    return WriteJob(files, sealed, layouts, after, keep, readers=readers)
