@@ -30,7 +30,7 @@ from dcp_datastates.planning.column_planning import (
     assign_shares,
 )
 from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.local_chunks import LocalChunks
+from dcp_datastates.planning.local_chunks import chunk_of
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.serializer import serialize
@@ -97,9 +97,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._cache = PlanCache()
-        # The state of the present save, if the writer plans it:
         self._for_writer: Mapping[str, Any] | None = None
-        self._chunks: LocalChunks | None = None
+        """The state of the present save, if the writer plans it."""
 
     @property
     def options(self) -> PlanOptions:
@@ -130,7 +129,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._chunks = None
         self._for_writer = None
         if isinstance(storage_meta, WriterMeta) and options_in_columns(self):
             self.is_coordinator, self._for_writer = is_coordinator, state_dict
@@ -178,9 +176,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             )
             return found
         assert write_item.tensor_data is not None
-        if self._chunks is None:
-            self._chunks = LocalChunks(self.state_dict, self.is_coordinator)
-        tensor = self._chunks.tensor(write_item.index.fqn, write_item.tensor_data.chunk)
+        name = write_item.index.fqn
+        tensor = chunk_of(self.state_dict[name], name, write_item.tensor_data.chunk)
         resolved: torch.Tensor = self.transform_object(write_item, tensor)
         return resolved
 

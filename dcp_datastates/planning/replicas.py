@@ -1,9 +1,23 @@
-"""Replicas: which ranks hold which chunks, and whether replicas are equal.
+"""Replicas: which ranks hold which chunks.
 
 *Holdings* are the chunks of all ranks' local plans, each once, with the ranks that hold it. Ranks with equal plans (all
 ranks of a data-parallel job, or the replicas of one shard) form one *variant*, and share its work. A *row* is an item
-of a variant; rows of the same chunk form one *group*. All ranks must agree on a name: whether it is an object or a
-tensor, its shape and its dtype.
+of a variant; rows of the same chunk form one *group*. Say, ``a`` is sharded over two ranks and replicated, and all ranks
+hold ``b``::
+
+    rank 0: a[0:4], b        rank 1: a[4:8], b        rank 2: a[0:4], b        rank 3: a[4:8], b
+
+    variant    0: ranks 0, 2       1: ranks 1, 3
+    row        0         1         2         3
+    name       a         b         a         b
+    offsets    0  0      0         4  0      0         ragged: a has two dimensions, b has one
+    sizes      4  9      3         4  9      3
+    group      0         1         2         1
+
+    order      0 | 1 3 | 2         the rows, sorted by group
+    count      1 | 2   | 1
+
+All ranks must agree on a name: whether it is an object or a tensor, its shape and its dtype.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.saving import output
 from dcp_datastates.saving.files import Sources, write_job
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import Output, cancel, output_to
 from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
 
@@ -38,8 +38,7 @@ class Writing:
     _planning: SavePlanning
     _attempt: Attempt
     _content: WriteJob
-    _job: SaveJob
-    _output: Output
+    _part: output.WrittenPart
     _samples: bytes
 
     def finish(self) -> None:
@@ -48,8 +47,8 @@ class Writing:
         Raises :class:`SnapshotTornError` and errors of storage; then no read or write is in progress.
         :class:`SaveStalledError`: then a write may be, which storage holds up.
         """
-        save, content, job, planning = self._save, self._content, self._job, self._planning
-        part = self._output.part(job, save.stats, content.nbytes)
+        save, content, planning, part = self._save, self._content, self._planning, self._part
+        job = part.job
         try:
             if save.reads is None:
                 stall = Stall(logger, f"save {save.call.order}", save.call.config.commit_timeout)
@@ -62,10 +61,10 @@ class Writing:
             if (error := part.error) is not None:
                 raise error
         except SaveStalledError:
-            cancel(job, _STALLED_SECONDS)
+            output.cancel(job, _STALLED_SECONDS)
             raise
         except BaseException:
-            cancel(job)
+            output.cancel(job)
             raise
         save.stats.timeline.begin("reading", job.read_seconds)
         save.stats.timeline.begin("flushing")
@@ -88,9 +87,9 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
 def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
-    native, output = engine(save.call.config.host_cache_bytes), output_to(folder)
+    native = engine(save.call.config.host_cache_bytes)
     look_for_nan(save, None if reads is None else reads.staged)
-    save.on_storage("looking for the attempt", lambda: output.make_ready(rank))
+    synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
     try:
         content = write_job(Sources(native, planning, reads, save.progress), folder, rank)
     except RuntimeError:  # the planner met a tensor that is not as planned
@@ -100,19 +99,30 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
     if reads is not None and reads.fences:  # from devices
         _fit_cache(save.call.config, content)
     stats.steady = planning.is_cached and content.is_known
-    samples = b""
+    begun: list[Writing] = []
 
     def start(window: Window) -> SaveJob:
-        nonlocal samples
         samples = planning.sample(attempt)  # while the gate still holds
-        expected = None if reads is None else reads.staged.expected
-        job = output.save(native, content, save.call.order, window, expected)
-        save.progress.follow(job)
-        return job
+        part = output.begin(
+            native,
+            folder,
+            synced,
+            content,
+            stats,
+            order=save.call.order,
+            window=window,
+            expected=None if reads is None else reads.staged.expected,
+        )
+        save.progress.follow(part.job)
+        begun.append(Writing(save, planning, attempt, content, part, samples))
+        return part.job
 
-    job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
+    if reads is None:
+        start(Window(0.0))
+    else:
+        reads.hand_over(start, content.readers)
     stats.timeline.begin("window")
-    return Writing(save, planning, attempt, content, job, output, samples)
+    return begun[0]
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
