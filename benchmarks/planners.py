@@ -98,7 +98,7 @@ def _stock_coordinator(cost: Cost, gathered: list[bytes], planner: DefaultSavePl
 
 
 def _stock_plan(plan: LocalPlan) -> SavePlan:
-    return SavePlan(plan.write_items(), planner_data=plan.mappings)
+    return SavePlan(plan.write_items(), planner_data=plan.head.mappings)
 
 
 def _forget() -> None:
@@ -131,7 +131,7 @@ def _first(job: Job) -> tuple[Cost, _Decided]:
     heads: dict[bytes, Head] = {}
     plans = []
     for plan in job.plans():  # made and encoded here: a rank's work, measured below
-        encoded = plan.encode()
+        encoded = plan.encoded
         with cost.step("decode plans"):
             plans.append(LocalPlan.decode(encoded, heads))
     cost.gathered = len(encoded)
@@ -143,7 +143,7 @@ def _first(job: Job) -> tuple[Cost, _Decided]:
         raise RuntimeError(faults[0])
     with cost.step("encode plans"):
         decided = _Decided([p.digest for p in plans], [final.digest for final in finals])
-        scattered = [final.encode() for final in finals]
+        scattered = [final.encoded for final in finals]
     cost.scattered = len(scattered[-1])
     local = _own_plan(cost, job)
     with cost.on_rank():
@@ -159,7 +159,6 @@ def _own_plan(cost: Cost, job: Job) -> LocalPlan:
         planner.set_up_planner(state_dict)
         plan = planner.create_local_plan()
         local = LocalPlan.of(plan.items, plan.planner_data)
-        local.encode()
         assert local.digest
     return local
 

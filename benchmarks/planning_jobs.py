@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates.planning.local_plan import SHARD, LocalPlan
+from dcp_datastates.planning.local_plan import SHARD, Head, LocalPlan
 
 _ROWS, _WIDTH = 8, 1024  # of one rank's shard
 
@@ -35,34 +35,22 @@ class Job:
         )
 
     @cached_property
-    def _common(self) -> LocalPlan:
-        """Rank 0's plan; the columns that all ranks share are taken from it."""
+    def _head(self) -> Head:
+        """What all ranks' plans share."""
         count = self.tensors
-        return LocalPlan(
+        return Head(
             names=self.names,
-            kinds=np.full(count, SHARD, dtype=np.uint8),
+            kinds=np.full(count, SHARD),
             properties=np.zeros(count, dtype=np.int64),
             table=(TensorProperties(dtype=torch.bfloat16),),
             ndims=np.full(count, 2, dtype=np.int64),
             shapes=np.tile(np.array([_ROWS * self.ranks, _WIDTH]), count),
-            offsets=np.zeros(2 * count, dtype=np.int64),
-            sizes=np.tile(np.array([_ROWS, _WIDTH]), count),
             mappings={name: ("model", name[len("model.") :]) for name in self.names},
         )
 
     def plan(self, rank: int) -> LocalPlan:
-        common = self._common
-        return LocalPlan(
-            common.names,
-            common.kinds,
-            common.properties,
-            common.table,
-            common.ndims,
-            common.shapes,
-            np.tile(np.array([_ROWS * rank, 0]), self.tensors),
-            common.sizes,
-            common.mappings,
-        )
+        places = (np.array([_ROWS * rank, 0]), np.array([_ROWS, _WIDTH]))
+        return LocalPlan(self._head, *(np.tile(each, self.tensors) for each in places))
 
     def plans(self) -> Iterator[LocalPlan]:
         return map(self.plan, range(self.ranks))

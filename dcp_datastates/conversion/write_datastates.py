@@ -19,6 +19,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.saving.document import write_results
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import Attempt, next_attempt
@@ -69,14 +70,14 @@ def datastates_files(
             layouts = lay_out(items, number)
         except ValueError as error:
             raise ConfigurationError(f"this cannot be stored: {error}") from error
-        for layout in layouts:
-            output, sealed = _output_file(source, folder / attempt.name, layout, items)
-            outputs.append(output)
-            for result in write_results(items, [layout], [sealed], attempt):
-                if isinstance(result.storage_data, FileRecord):
-                    files[result.storage_data.relative_path] = result.storage_data
-                else:
-                    places[result.index] = result.storage_data
+        made = [_output_file(source, folder / attempt.name, layout, items) for layout in layouts]
+        outputs += [output for output, _ in made]
+        report = report_of(layouts, [sealed for _, sealed in made], len(items))
+        for result in write_results(items, report, attempt):
+            if isinstance(result.storage_data, FileRecord):
+                files[result.storage_data.relative_path] = result.storage_data
+            else:
+                places[result.index] = result.storage_data
     chunks = {name: [info.whole] for name, info in source.tensors.items()}
     metadata = metadata_of_source(source, chunks, places, save_id=attempt.name)
     note = Note(attempt, files, after, {}, time.time(), None)

@@ -24,7 +24,7 @@ from dcp_datastates.dcp.planner import options_in_columns, plan_in_columns
 from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.planning.column_planning import RankPlanner
+from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
@@ -181,9 +181,7 @@ def _directory(
     return writable(path, config, rank_set is ALONE, options=storage_options)
 
 
-def _planning(
-    default: RankPlanner, planner: SavePlanner | None, save: SaveOperation
-) -> SavePlanning:
+def _planning(default: PlanCache, planner: SavePlanner | None, save: SaveOperation) -> SavePlanning:
     """How the save is planned: in columns, unless only the planner can plan it, which may have hooks now."""
     if (planned := plan_in_columns(planner, default, state_to_plan(save))) is not None:
         return planned

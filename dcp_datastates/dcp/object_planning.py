@@ -81,7 +81,7 @@ class ObjectPlanning(SavePlanning):
         self._planner = self._local_plan = self._staged = None  # they have the state
 
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
-        return _packed(write_results(self.items, job.layouts, job.sealed, attempt))
+        return _packed(write_results(self.items, job.report, attempt))
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         metadata = self._metadata

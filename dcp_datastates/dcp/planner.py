@@ -23,13 +23,14 @@ from dcp_datastates.planning.column_planning import (
     ColumnPlanning,
     Paths,
     PlanOptions,
-    RankPlanner,
     StateToPlan,
     assign_shares,
 )
 from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.local_chunks import LocalChunks
+from dcp_datastates.planning.local_chunks import chunk_of
 from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.plan_cache import PlanCache
+from dcp_datastates.planning.serializer import serialize
 
 __all__ = [
     "NO_PLAN",
@@ -89,10 +90,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
         self._caches = enable_plan_caching
         self._split = split_replicas
-        self._rank_planner = RankPlanner()
-        # The state of the present save, if the writer plans it:
+        self._cache = PlanCache()
         self._for_writer: Mapping[str, Any] | None = None
-        self._chunks: LocalChunks | None = None
+        """The state of the present save, if the writer plans it."""
 
     @property
     def options(self) -> PlanOptions:
@@ -106,9 +106,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
 
     @property
-    def caches(self) -> RankPlanner:
-        """This planner's plan caches."""
-        return self._rank_planner
+    def cache(self) -> PlanCache:
+        """This planner's plan cache."""
+        return self._cache
 
     def take_state(self) -> Mapping[str, Any] | None:
         """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""
@@ -123,7 +123,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._chunks = None
         self._for_writer = None
         if isinstance(storage_meta, WriterMeta) and options_in_columns(self):
             self.is_coordinator, self._for_writer = is_coordinator, state_dict
@@ -167,9 +166,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             )
             return found
         assert write_item.tensor_data is not None
-        if self._chunks is None:
-            self._chunks = LocalChunks(self.state_dict, self.is_coordinator)
-        tensor = self._chunks.tensor(write_item.index.fqn, write_item.tensor_data.chunk)
+        name = write_item.index.fqn
+        tensor = chunk_of(self.state_dict[name], name, write_item.tensor_data.chunk)
         resolved: torch.Tensor = self.transform_object(write_item, tensor)
         return resolved
 
@@ -180,7 +178,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
         """A hook, as in DCP: serializes objects, and returns tensors unchanged."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._rank_planner.serializer.serialize(object))
+            return io.BytesIO(serialize(object))
         return object
 
 
@@ -224,17 +222,17 @@ def options_in_columns(planner: SavePlanner | None) -> PlanOptions | None:
 
 
 def plan_in_columns(
-    planner: SavePlanner | None, default: RankPlanner, state: StateToPlan
+    planner: SavePlanner | None, default: PlanCache, state: StateToPlan
 ) -> ColumnPlanning | None:
     """Planning of ``state`` in columns, as ``planner`` would plan it; None if only the planner itself can.
 
-    ``default``: the caches to use, unless the planner has its own.
+    ``default``: the cache to use, unless the planner has its own.
     """
     options = options_in_columns(planner)
     if options is None:
         return None
-    caches = planner.caches if isinstance(planner, DataStatesSavePlanner) else default
-    return ColumnPlanning(caches, options, state)
+    cache = planner.cache if isinstance(planner, DataStatesSavePlanner) else default
+    return ColumnPlanning(cache, options, state)
 
 
 def planned_state(planner: DefaultSavePlanner) -> tuple[Mapping[str, Any], Paths | None]:

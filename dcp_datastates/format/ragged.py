@@ -9,7 +9,16 @@ import numpy.typing as npt
 
 from dcp_datastates.format.chunk_table import Ints
 
-__all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "sums", "volumes"]
+__all__ = [
+    "Hashes",
+    "equal_rows",
+    "fingerprints",
+    "leaders",
+    "positions",
+    "starts_of",
+    "sums",
+    "volumes",
+]
 
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -83,7 +92,7 @@ def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
         leading = np.empty(len(rest), dtype=np.int64)
         leading[order] = rest[order[first]][np.cumsum(first) - 1]
         followers = np.flatnonzero(leading != rest)
-        same = _equal(rest[followers], leading[followers], starts, keys, lengths, columns)
+        same = equal_rows(rest[followers], leading[followers], keys, lengths, *columns)
         result[rest[followers[same]]] = leading[followers[same]]
         rest = rest[followers[~same]]
         salt += 1
@@ -93,16 +102,15 @@ def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
     return result
 
 
-def _equal(
-    rows: Ints, others: Ints, starts: Ints, keys: Ints, lengths: Ints, columns: tuple[Ints, ...]
+def equal_rows(
+    rows: Ints, others: Ints, keys: Ints, lengths: Ints, *columns: Ints
 ) -> npt.NDArray[np.bool_]:
+    """Whether each of these rows has the key and the values in ragged ``columns`` that the other row has."""
     same: npt.NDArray[np.bool_] = (keys[rows] == keys[others]) & (lengths[rows] == lengths[others])
     compared = np.flatnonzero(same)
-    count = lengths[rows[compared]]
-    mine, theirs = (
-        positions(starts[rows[compared]], count),
-        positions(starts[others[compared]], count),
-    )
+    starts, count = starts_of(lengths), lengths[rows[compared]]
+    mine = positions(starts[rows[compared]], count)
+    theirs = positions(starts[others[compared]], count)
     row_of = np.repeat(compared, count)
     for column in columns:
         same[row_of[column[mine] != column[theirs]]] = False

@@ -2,13 +2,19 @@
 
 In stock DCP, one of the holders writes a whole replicated tensor. Here the holders share it: they write equal numbers
 of bytes within 1 %, if the chunks are large enough to be cut so (a share is off by 64 KiB at most, or by a row of a
-chunk).
+chunk). This is done for each set of ranks that hold the same chunks, small sets first, which have the least choice::
 
-Chunks that are too small to be cut go whole to the rank with the fewest bytes; the large chunks then even out the
-loads. They are laid end to end, and this line is cut at the holders' quotas: n holders need n - 1 cuts, however many
-tensors there are.
+    chunks    a 16 MiB   b 6 MiB   c 40 KiB   d 8 KiB   e: a tensor that nothing declares equal on all ranks
 
-``tests/support/state/balance.py`` computes the same in plain loops.
+    1.  e       to the lowest rank: what is stored is one rank's state
+    2.  c, d    whole, the largest first, each to the rank that has the fewest bytes so far
+    3.  a, b    laid end to end, and this line is cut at the ranks' quotas, which even out what they have so far:
+
+                |a a a a a a a a a a a a a a a a|b b b b b b|
+                |    rank 2    |    rank 0    |   rank 1    |
+
+n ranks need n - 1 cuts, however many tensors there are. ``tests/support/state/balance.py`` computes the same in plain
+loops.
 """
 
 from __future__ import annotations
@@ -36,48 +42,49 @@ LEAST_SLICE = 64 << 10
 """Least size of a slice, in bytes: smaller slices cost every reader more than an even load gains."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Shares:
-    """S slices of chunks, with the rank that writes each."""
-
-    rank: Ints
-    row: Ints
-    """(S,): row of the holdings, from the rank's own variant."""
-    begin: Ints
-    end: Ints
-
-    @staticmethod
-    def joined(parts: Sequence[_Shares]) -> _Shares:
-        columns = ([part.rank for part in parts], [part.row for part in parts])
-        bounds = ([part.begin for part in parts], [part.end for part in parts])
-        return _Shares(*(np.concatenate(column) for column in (*columns, *bounds)))
-
-    def taken(self, which: Ints) -> _Shares:
-        return _Shares(self.rank[which], self.row[which], self.begin[which], self.end[which])
+_Slices = Ints
+"""(4, S) slices of chunks: the rank that writes each, its row of the holdings (of the rank's own variant), and its
+first row of dimension 0 and the one after the last.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class _HolderSet:
-    """A set of ranks that hold the same groups."""
+    """A set of ranks that hold the same groups (chunks), which are in an order that does not depend on the ranks'
+    numbers.
+    """
 
+    variants: Ints
     ranks: Ints
     copies: Ints
-    """For each rank: which of a group's rows, counted from the group's first, belongs to the rank."""
+    """For each rank, the position of its variant in ``variants``, and of its row among a group's rows."""
     groups: Ints
     begins: Ints
     """For each group: its first position in the holdings' ``order``."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Replicas:
-    """Chunks that a set of ranks holds: those that its members divide, or those that are not declared equal."""
+class _Chunks:
+    """Positions of the groups of a set of holders, by how they are dealt."""
 
-    ranks: Ints
-    copies: Ints
-    """For each rank: as in :class:`_HolderSet`."""
-    items: Mapping[int, Ints]
-    """By copy: the indices of a rank's items, in the same order on all ranks."""
-    declared: bool
+    undeclared: Ints
+    empty: Ints
+    small: Ints
+    """Not to be cut; the largest first."""
+    large: Ints
+
+    @staticmethod
+    def of(holdings: Holdings, holders: _HolderSet, split: bool) -> _Chunks:
+        first = holdings.order[holders.begins]
+        nbytes, declared = holdings.nbytes[first], holdings.declared[holders.groups]
+        large = declared & (nbytes >= SPLIT_FROM) & (holdings.extent[first] > 1) & split
+        small = np.flatnonzero(declared & ~large & (nbytes > 0))
+        return _Chunks(
+            np.flatnonzero(~declared),
+            np.flatnonzero(declared & (nbytes == 0)),
+            small[np.argsort(-nbytes[small], kind="stable")],
+            np.flatnonzero(large),
+        )
 
 
 def assign(
@@ -98,17 +105,30 @@ def assign(
     """
     holdings = gather(plans)
     mappings = _merged(plans)
-    replicas: list[_Replicas] = []
-    shares = _dealt(
-        holdings, len(plans), split and not dedup_to_lowest_rank, dedup_to_lowest_rank, replicas
-    )
-    shares = _by_rank(holdings, shares)
-    return _finished(holdings, shares, _held(len(plans), replicas), mappings)
+    several = np.array([len(ranks) > 1 for ranks in holdings.ranks])
+    first = holdings.order[starts_of(holdings.count)]
+    shared = (holdings.count > 1) | several[holdings.variant[first]]
+    if dedup_to_lowest_rank:
+        shared[:] = False
+    slices = [_to_lowest(holdings, first[~shared])]
+    loads = np.zeros(len(plans), dtype=np.int64)
+    np.add.at(loads, slices[0][0], holdings.nbytes[slices[0][1]])
+    sets = []
+    for holders in _holder_sets(holdings, np.flatnonzero(shared)):
+        chunks = _Chunks.of(holdings, holders, split)
+        slices += _Dealer(holdings, holders, loads).deal(chunks)
+        sets.append((holders, chunks))
+    compared = _compared(holdings, sets)
+    return _finished(holdings, _by_rank(holdings, np.hstack(slices)), compared, mappings)
 
 
 def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     """All ranks' paths; for a name that several ranks have, the lowest rank's. None if no rank has paths."""
-    distinct = {id(plan.mappings): plan.mappings for plan in plans if plan.mappings is not None}
+    distinct = {
+        id(plan.head.mappings): plan.head.mappings
+        for plan in plans
+        if plan.head.mappings is not None
+    }
     first, *others = distinct.values() or [None]
     if not others:
         return first
@@ -119,38 +139,20 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     return merged
 
 
-def _dealt(
-    holdings: Holdings, ranks: int, split: bool, to_lowest: bool, replicas: list[_Replicas]
-) -> _Shares:
-    """Give chunks with one holder to that rank; then deal for each set of holders, small sets first, which have the
-    least choice.
-    """
-    lowest = np.array([of_variant[0] for of_variant in holdings.ranks], dtype=np.int64)
-    many = np.array([len(of_variant) > 1 for of_variant in holdings.ranks])
-    begins = starts_of(holdings.count)
-    first = holdings.order[begins]
-    shared = (holdings.count > 1) | many[holdings.variant[first]]
-    alone = first if to_lowest else first[~shared]
-    own = _Shares(
-        lowest[holdings.variant[alone]],
-        alone,
-        np.zeros_like(alone),
-        holdings.extent[alone],
+def _to_lowest(holdings: Holdings, rows: Ints) -> _Slices:
+    """Whole chunks, written by the lowest rank of each row's variant."""
+    lowest = np.array([ranks[0] for ranks in holdings.ranks], dtype=np.int64)
+    return np.stack(
+        (lowest[holdings.variant[rows]], rows, np.zeros_like(rows), holdings.extent[rows])
     )
-    groups = np.flatnonzero(shared)
-    if to_lowest or not len(groups):
-        return own
-    loads = np.bincount(own.rank, holdings.nbytes[alone], ranks).astype(np.int64)
-    parts = [own]
-    for holders in _holder_sets(holdings, groups):
-        parts += _deal(holdings, holders, loads, split, replicas)
-    return _Shares.joined(parts)
 
 
 def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
-    """The sets of holders, small ones first; apart from that, in an order that does not depend on the ranks'
-    numbers.
+    """The sets of ranks that hold these groups, small ones first; apart from that, in an order that does not depend on
+    the ranks' numbers.
     """
+    if not len(groups):
+        return
     begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
     variants = holdings.variant[holdings.order[positions(begins, count)]]
     none = np.zeros_like(groups)
@@ -166,112 +168,103 @@ def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
     order = np.lexsort((holdings.prints[groups], holdings.place[groups], turn[number]))
     for members in np.split(order, np.cumsum(np.bincount(turn[number]))[:-1]):
         first = members[0]
-        parts = [holdings.ranks[v] for v in variants[at[first] : at[first] + count[first]]]
-        yield _HolderSet(
-            np.concatenate(parts),
-            np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
-            groups[members],
-            begins[members],
-        )
+        held_by = variants[at[first] : at[first] + count[first]]
+        ranks = [holdings.ranks[variant] for variant in held_by]
+        copies = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))
+        yield _HolderSet(held_by, np.concatenate(ranks), copies, groups[members], begins[members])
 
 
-def _deal(
-    holdings: Holdings,
-    holders: _HolderSet,
-    loads: Ints,
-    split: bool,
-    replicas: list[_Replicas],
-) -> list[_Shares]:
-    """Divide this set's chunks among its ranks. Adds them to the ``loads``, and those that are cut, or are not
-    declared equal, to the ``replicas``.
+class _Dealer:
+    """Deals the chunks of a set of holders to its ranks, and adds them to the ``loads``."""
+
+    def __init__(self, holdings: Holdings, holders: _HolderSet, loads: Ints) -> None:
+        least_first = np.lexsort((holders.ranks, loads[holders.ranks]))
+        self._ranks, self._copies = holders.ranks[least_first], holders.copies[least_first]
+        self._loads = loads
+        self._order, self._begins = holdings.order, holders.begins
+        first = holdings.order[holders.begins]
+        self._nbytes, self._extent = holdings.nbytes[first], holdings.extent[first]
+        self._turn = int(holdings.prints[holders.groups[0]]) % len(self._ranks)
+        """The position of the rank that comes first among ranks with equal loads."""
+
+    def deal(self, chunks: _Chunks) -> list[_Slices]:
+        to_lowest = np.full(len(chunks.undeclared), self._ranks.argmin())
+        slices = [self._whole(chunks.undeclared, to_lowest)]
+        in_turn = (self._turn + np.arange(len(chunks.empty))) % len(self._ranks)
+        slices.append(self._whole(chunks.empty, in_turn))
+        least = to_least_loaded(self._nbytes[chunks.small], self._loads[self._ranks], self._turn)
+        slices.append(self._whole(chunks.small, least))
+        if len(chunks.large):
+            slices.append(self._cut(chunks.large))
+        return slices
+
+    def _whole(self, chunk: Ints, holder: Ints) -> _Slices:
+        begin, end = np.zeros_like(chunk), self._extent[chunk]
+        return self._give(chunk, holder, begin, end, self._nbytes[chunk])
+
+    def _cut(self, large: Ints) -> _Slices:
+        nbytes, extent = self._nbytes[large], self._extent[large]
+        row_bytes = nbytes // extent
+        quota = quotas(self._loads[self._ranks], int(nbytes.sum()))
+        chunk, holder, begin, end = cut_line(extent, row_bytes, quota)
+        return self._give(large[chunk], holder, begin, end, (end - begin) * row_bytes[chunk])
+
+    def _give(self, chunk: Ints, holder: Ints, begin: Ints, end: Ints, nbytes: Ints) -> _Slices:
+        """``chunk``, ``holder``: positions in the set."""
+        np.add.at(self._loads, self._ranks[holder], nbytes)
+        row = self._order[self._begins[chunk] + self._copies[holder]]
+        return np.stack((self._ranks[holder], row, begin, end))
+
+
+def _compared(
+    holdings: Holdings, sets: Sequence[tuple[_HolderSet, _Chunks]]
+) -> list[tuple[Ints, Ints]]:
+    """For each variant, the items to compare with other ranks, and the number of each item's set, which is even if
+    these are declared equal.
     """
-    by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
-    ranks, copies = holders.ranks[by_load], holders.copies[by_load]
-    first = holdings.order[holders.begins]
-    nbytes, extent = holdings.nbytes[first], holdings.extent[first]
-    turn = int(holdings.prints[holders.groups[0]]) % len(ranks)
-
-    def shares(chunk: Ints, holder: Ints, begin: Ints, end: Ints, dealt: Ints) -> _Shares:
-        np.add.at(loads, ranks[holder], dealt)
-        return _Shares(
-            ranks[holder], holdings.order[holders.begins[chunk] + copies[holder]], begin, end
-        )
-
-    def whole(chunk: Ints, holder: Ints) -> _Shares:
-        return shares(chunk, holder, np.zeros_like(chunk), extent[chunk], nbytes[chunk])
-
-    def note(chunks: Ints, declared: bool) -> None:
-        begins = holders.begins[chunks]
-        copies = set(holders.copies.tolist())
-        items = {copy: holdings.item[holdings.order[begins + copy]] for copy in copies}
-        replicas.append(_Replicas(holders.ranks, holders.copies, items, declared))
-
-    declared = holdings.declared[holders.groups]
-    cuttable = declared & (nbytes >= SPLIT_FROM) & (extent > 1) & split
-    parts = []
-    others = np.flatnonzero(~declared)
-    if len(others):
-        parts.append(whole(others, np.full(len(others), ranks.argmin())))
-        is_object = holdings.names.properties[holdings.name[first[others]]] < 0
-        told = others[is_object | (nbytes[others] > 0)]
-        if len(told):
-            note(told, False)
-    empty = np.flatnonzero(declared & (nbytes == 0))
-    parts.append(whole(empty, (turn + np.arange(len(empty))) % len(ranks)))
-    small = np.flatnonzero(declared & ~cuttable & (nbytes > 0))
-    small = small[np.argsort(-nbytes[small], kind="stable")]
-    parts.append(whole(small, to_least_loaded(nbytes[small], loads[ranks], turn)))
-    large = np.flatnonzero(cuttable)
-    if len(large):
-        note(large, True)
-        row_bytes = nbytes[large] // extent[large]
-        quota = quotas(loads[ranks], int(nbytes[large].sum()))
-        chunk, holder, begin, end = cut_line(extent[large], row_bytes, quota)
-        parts.append(shares(large[chunk], holder, begin, end, (end - begin) * row_bytes[chunk]))
-    return parts
+    is_object = holdings.names.properties[holdings.name] < 0
+    found: list[list[tuple[int, Ints]]] = [[] for _ in holdings.ranks]
+    number = 0
+    for holders, chunks in sets:
+        rows = holdings.order[holders.begins[chunks.undeclared]]
+        undeclared = chunks.undeclared[is_object[rows] | (holdings.nbytes[rows] > 0)]
+        for which, is_undeclared in ((undeclared, True), (chunks.large, False)):
+            for copy, variant in enumerate(holders.variants.tolist()):
+                items = holdings.item[holdings.order[holders.begins[which] + copy]]
+                found[variant].append((2 * number + is_undeclared, items))
+            number += len(which) > 0
+    none: tuple[int, Ints] = (0, np.zeros(0, np.int64))
+    columns = []
+    for parts in found:
+        numbers, of_sets = zip(none, *parts, strict=True)
+        lengths = list(map(len, of_sets))
+        columns.append((np.concatenate(of_sets), np.repeat(numbers, lengths)))
+    return columns
 
 
-def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
+def _by_rank(holdings: Holdings, slices: _Slices) -> _Slices:
     """Sort by rank, then in the order of the rank's items."""
     stride = int(holdings.item.max(initial=0)) + 1
-    key = shares.rank * stride + holdings.item[shares.row]
-    if (key[1:] > key[:-1]).all():
-        return shares
-    return shares.taken(np.argsort(key))
-
-
-def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
-    """For each rank, the items to compare with other ranks, and the number of each item's set, which is even if these
-    are declared equal. Equal results are one object.
-    """
-    members: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for number, each in enumerate(replicas):
-        for rank, copy in zip(each.ranks.tolist(), each.copies.tolist(), strict=True):
-            members[rank].append((number, copy))
-    known: dict[tuple[tuple[int, int], ...], tuple[Ints, Ints]] = {}
-    for key in set(map(tuple, members)):
-        parts = [replicas[number].items[copy] for number, copy in key]
-        sets = np.array([2 * n + (not replicas[n].declared) for n, _ in key], np.int64)
-        items = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        known[key] = items, np.repeat(sets, [len(part) for part in parts])
-    return [known[tuple(key)] for key in members]
+    key = slices[0] * stride + holdings.item[slices[1]]
+    return slices if (key[1:] > key[:-1]).all() else slices[:, np.argsort(key)]
 
 
 def _finished(
     holdings: Holdings,
-    shares: _Shares,
-    held: Sequence[tuple[Ints, Ints]],
+    slices: _Slices,
+    compared: Sequence[tuple[Ints, Ints]],
     mappings: Mapping[str, tuple[Any, ...]] | None,
 ) -> tuple[list[RankPlan], Catalog]:
-    """The plans of all ranks and the chunk table, from shares in the order of ranks and items."""
+    """The plans of all ranks and the chunk table, from slices in the order of ranks and items."""
     names = holdings.names
-    name = holdings.name[shares.row]
+    rank, row, begin, end = slices
+    name, item = holdings.name[row], holdings.item[row]
     tensors = np.flatnonzero(names.properties[name] >= 0)
     chunks = tensors[np.argsort(name[tensors], kind="stable")]
     counts = np.bincount(name[chunks], minlength=len(names.names))
     hints = np.full(len(name), -1, dtype=np.int64)
     hints[chunks] = np.arange(len(chunks)) - np.repeat(starts_of(counts), counts)
-    offsets, sizes = _boxes(holdings, shares.taken(chunks))
+    offsets, sizes = _boxes(holdings, slices[:, chunks])
     catalog = Catalog(
         names=names.names,
         table=names.table,
@@ -283,24 +276,27 @@ def _finished(
         sizes=sizes,
         mappings=mappings,
     )
-    items = holdings.item[shares.row]
-    edges = np.searchsorted(shares.rank, np.arange(len(held) + 1)).tolist()
+    variant_of = np.empty(sum(map(len, holdings.ranks)), dtype=np.int64)
+    for variant, ranks in enumerate(holdings.ranks):
+        variant_of[ranks] = variant
+    edges = np.searchsorted(rank, np.arange(len(variant_of) + 1)).tolist()
     plans = [
-        RankPlan(items[a:b], shares.begin[a:b], shares.end[a:b], hints[a:b], shared, sets)
-        for (a, b), (shared, sets) in zip(pairwise(edges), held, strict=True)
+        RankPlan(item[a:b], begin[a:b], end[a:b], hints[a:b], *compared[variant])
+        for (a, b), variant in zip(pairwise(edges), variant_of.tolist(), strict=True)
     ]
     return plans, catalog
 
 
-def _boxes(holdings: Holdings, shares: _Shares) -> tuple[Ints, Ints]:
+def _boxes(holdings: Holdings, slices: _Slices) -> tuple[Ints, Ints]:
     """The offsets and sizes of these slices, ragged."""
-    ndims = holdings.ndims[shares.row]
-    where = positions(starts_of(holdings.ndims)[shares.row], ndims)
+    _, row, begin, end = slices
+    ndims = holdings.ndims[row]
+    where = positions(starts_of(holdings.ndims)[row], ndims)
     offsets, sizes = holdings.offsets[where], holdings.sizes[where]
     cuttable = ndims > 0
     first = starts_of(ndims)[cuttable]
-    offsets[first] += shares.begin[cuttable]
-    sizes[first] = (shares.end - shares.begin)[cuttable]
+    offsets[first] += begin[cuttable]
+    sizes[first] = (end - begin)[cuttable]
     return offsets, sizes
 
 

@@ -1,16 +1,14 @@
-"""Planning in columns, with caches: what ``DataStatesSavePlanner`` does for this package's pipeline.
+"""Planning in columns, with a cache: what ``DataStatesSavePlanner`` does for this package's pipeline.
 
 If a state has the structure of an earlier one, it is not flattened, and the ranks exchange digests in place of plans.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.format.validate import validate
@@ -25,29 +24,22 @@ from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.differing import is_nothing, word_of
-from dcp_datastates.planning.exchange import Answer, Offer, RankReport
+from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 from dcp_datastates.planning.flat_state import FlatState
 from dcp_datastates.planning.global_plan import GlobalPlan
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
-from dcp_datastates.planning.plan_cache import PlanCache
-from dcp_datastates.planning.prepared_write import Prepared, report_of
+from dcp_datastates.planning.part_files import KnownFiles
+from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, Share, StateKey
 from dcp_datastates.planning.rank_plan import RankPlan
-from dcp_datastates.planning.rank_plan_cache import (
-    KnownPlan,
-    Leaves,
-    Looks,
-    RankPlanCache,
-    Share,
-)
-from dcp_datastates.planning.replicas import Held, sample
-from dcp_datastates.planning.save_planning import WriteJob
-from dcp_datastates.planning.serializer import Serializer
+from dcp_datastates.planning.samples import Held, sample
+from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
+from dcp_datastates.planning.serializer import serialize
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["ColumnPlanning", "Paths", "PlanOptions", "RankPlanner", "StateToPlan", "assign_shares"]
+__all__ = ["ColumnPlanning", "Paths", "PlanOptions", "StateToPlan", "assign_shares"]
 
 Paths = Mapping[str, tuple[Any, ...]]
 """The path of each name of a flattened state: the keys on the way to its value."""
@@ -66,17 +58,6 @@ class PlanOptions:
     split: bool = True
 
 
-@dataclass
-class RankPlanner:
-    """One rank's plan caches, for any number of saves. Any thread may use it."""
-
-    lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
-    """Guards the caches. No thread waits for another rank while it holds the lock."""
-    of_rank: RankPlanCache = field(default_factory=RankPlanCache)
-    of_coordinator: PlanCache = field(default_factory=PlanCache)
-    serializer: Serializer = field(default_factory=Serializer)
-
-
 @dataclass(frozen=True, eq=False)
 class StateToPlan:
     """A state at the call."""
@@ -89,195 +70,216 @@ class StateToPlan:
     paths: Paths | None = None
     """The path of each key of the state, if DCP's planner has flattened it already."""
 
-    def paths_of(self, found: Paths | None) -> Paths | None:
-        """The paths in the program's state, where ``found`` are those in this one."""
-        if self.paths is None or found is None:
-            return found
-        return {
-            name: (*self.paths.get(path[0], path[:1]), *path[1:]) for name, path in found.items()
-        }
+    @functools.cached_property
+    def built(self) -> dict[Any, Any]:
+        return self.build()
+
+    def plan(self, flat: FlatState) -> LocalPlan:
+        """The plan of this state, flattened."""
+        items = self.staged.as_captured(flat.items())
+        paths = flat.mappings
+        if paths is not None and self.paths is not None:  # those in the program's state
+            outer = self.paths
+            paths = {
+                name: (*outer.get(path[0], path[:1]), *path[1:]) for name, path in paths.items()
+            }
+        return LocalPlan.of(declared(items, flat.values, self.staged), paths)
+
+    def known_by(self, plan: LocalPlan, flat: FlatState) -> KnownState | None:
+        """Where the plan's items are in states like this one; None if that is unknown."""
+        if self.staged.fingerprint() != self.fingerprint:
+            return None  # a tensor was replaced after the call: this is the plan of another state
+        return KnownState.of(plan, self.staged, self.built, flat.mappings or {})
 
 
-class ColumnPlanning:
-    """Planning of one save by ``planner`` (a :class:`~dcp_datastates.planning.save_planning.SavePlanning`)."""
+@dataclass(frozen=True, eq=False)
+class _Offered:
+    """What this rank has offered to the coordinator."""
+
+    group: str
+    plan: LocalPlan
+    share: Share | None
+    """What the coordinator assigned for this plan before."""
+    agreed: Agreed
+    key: StateKey | None
+    """None if the plan is not cached."""
+    known: KnownState | None
+    """By which the state need not be flattened."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """What this rank has taken of the coordinator's answer."""
+
+    share: Share
+    report: bytes
+    """Digest of the report that the coordinator has."""
+    known: KnownState | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Assigned:
+    """What the coordinator has assigned."""
+
+    plan: GlobalPlan
+    reports: Sequence[Report | None]
+    """By rank, the report that the coordinator had then."""
+
+
+class ColumnPlanning(SavePlanning):
+    """Planning of one save in columns, with the plans in ``cache``."""
 
     kind = "in columns"
 
-    def __init__(self, planner: RankPlanner, options: PlanOptions, state: StateToPlan) -> None:
-        self._planner = planner
+    def __init__(self, cache: PlanCache, options: PlanOptions, state: StateToPlan) -> None:
+        self._cache = cache
         self._options = options
         self._state: StateToPlan | None = state
-        self._group, self._rank = "", 0
-        self._looks: Looks | None = None
-        self._found: Leaves | None = None
-        self._flat: FlatState | None = None
-        self._root: dict[Any, Any] = {}
-        self._known: KnownPlan | None = None
-        self._share: Share | None = None
-        self._plan_name = b""
-        self._global_plan: GlobalPlan | None = None  # on the coordinator
-        self._reported = b""  # digest
-        self.is_cached = False
+        self._flattened: FlatState | None = None
+        self._rank = 0
+        self._offered: _Offered | None = None
+        self._taken: _Taken | None = None
+        self._assigned: _Assigned | None = None
 
-    @functools.cached_property
+    @property
     def items(self) -> Sequence[WriteItem]:
-        assert self._share is not None, "take() comes first"
         return self._share.items
 
     @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:
-        planner, options, state = self._planner, self._options, self._state
-        assert state is not None, "the state was released"
-        self._group, self._rank = group, rank
-        if options.cache and options.flatten and state.fingerprint is not None:
-            self._looks = (group, state.fingerprint, state.staged.owned())
-            with planner.lock:
-                self._found = planner.of_rank.find(self._looks)
-        self.is_cached = self._found is not None
-        local = self._found.known.plan if self._found is not None else self._planned()
-        with planner.lock:
-            planner.of_rank.begin(group)
-            agreed, offer = planner.of_rank.offer(group, local)
-        if self._found is not None:
-            self._found.known = agreed or self._found.known
-            self._known = self._found.known
-        else:
-            self._known = agreed or KnownPlan(local)
-        return offer.encode()
+        self._rank = rank
+        state, key, known = self._to_plan, None, None
+        if self._options.cache and self._options.flatten and state.fingerprint is not None:
+            key = (group, rank, state.fingerprint, state.staged.owned())
+            known = self._cache.states.get(key)
+        self.is_cached = known is not None
+        plan = state.plan(self._flat()) if known is None else known.plan
+        agreed = self._cache.begin(group)
+        share = agreed.get(plan.digest)
+        self._offered = _Offered(group, plan, share, agreed, key, known)
+        if share is None:
+            return Offer(plan.digest, b"", plan.encoded).encode()
+        return Offer(plan.digest, share.final.digest).encode()
 
     @collection_paused()
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
-        options, planner = self._options, self._planner
-        offers = list(map(Offer.decode, proposals))
-        with planner.lock:
-            answers, self._global_plan = planner.of_coordinator.plan(
-                self._group,
-                offers,
-                lambda plans: assign_shares(plans, options),
-                (options.split, options.to_lowest_rank),
-            )
+        assert self._offered is not None, "propose() comes first"
+        options, offers = self._options, list(map(Offer.decode, proposals))
+        plan = self._cache.plan(
+            self._offered.group,
+            offers,
+            lambda plans: assign_shares(plans, options),
+            (options.split, options.to_lowest_rank),
+        )
+        self._assigned = _Assigned(plan, plan.reports)
+        answers = plan.answers([offer.share for offer in offers], self._assigned.reports)
         return [answer.encode() for answer in answers]
 
     @collection_paused()
     def take(self, answer: bytes) -> None:
-        assert self._known is not None, "propose() comes first"
-        options, planner, decoded = self._options, self._planner, Answer.decode(answer)
-        self._plan_name = decoded.global_plan
-        with planner.lock:
-            self._share = self._known.take(decoded)
-            if self._found is None and self._looks is not None:
-                self._found = self._learn(self._looks, self._known)
-            planner.of_rank.finish(self._group, self._known if options.cache else None)
+        offered, decoded = self._offered, Answer.decode(answer)
+        assert offered is not None, "propose() comes first"
+        share, known = offered.share, offered.known
+        if decoded.data:
+            share = Share(offered.plan, RankPlan.decode(decoded.data))
+        if share is None or share.final.digest != decoded.digest:
+            raise DataStatesError("the coordinator answers with a share that this rank has not")
+        if known is None and offered.key is not None:
+            known = self._to_plan.known_by(offered.plan, self._flat())
+            if known is not None:
+                self._cache.states.put(offered.key, known)
+        offered.agreed.put(offered.plan.digest, share)
+        if self._options.cache:
+            self._cache.end(offered.group, offered.agreed)
+        self._taken = _Taken(share, decoded.report, known)
 
-    def refused(self) -> None:
-        with self._planner.lock:
-            self._planner.of_rank.finish(self._group, None)
+    def left_out(self) -> None:
+        if (offered := self._offered) is not None:
+            self._cache.end(offered.group, offered.agreed)
 
     @collection_paused()
-    def prepared(self) -> Prepared | None:
-        if self._found is None or not self._staged.is_plain():
+    def known_files(self) -> KnownFiles | None:
+        known = self._known
+        if known is None or not self._to_plan.staged.is_plain():
             return None
-        assert self._share is not None
-        return self._found.prepare(self._share, self._rank)
+        return known.files(self._share, self._rank)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
-            return self._flatten().tensor(write_item)
-        return io.BytesIO(self._planner.serializer.serialize(self._object(write_item.index)))
+            return self._flat().tensor(write_item)
+        return io.BytesIO(serialize(self._object(write_item.index)))
 
     def sample(self, attempt: Attempt) -> bytes:
-        share = self._share
-        if share is None or not len(share.final.shared):
+        if self._taken is None or not len(self._share.final.shared):
             return b""
-        held, _keep = self._replicas(share)
-        return sample(share.final, held, attempt.incarnation ^ attempt.sequence, self._words(share))
+        held, _keep = self._replicas()
+        seed = attempt.incarnation ^ attempt.sequence
+        return sample(self._share.final, held, seed, self._words())
 
     def release(self) -> None:
-        self._state = self._flat = None
-        self._root = {}
+        self._state = self._flattened = None
 
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
-        share = self._share
-        assert share is not None
-        report = job.report or report_of(job.layouts, job.sealed, len(share.final.items))
-        is_known = share.reported.get(self._plan_name) == report.digest
-        self._reported = share.sent = report.digest
-        if not is_known:
-            share.reported = {}
-        return RankReport(report.digest, None if is_known else report.encode(), samples).encode()
-
-    def ended(self, committed: bool) -> None:
-        # Once the save is committed, the coordinator has this rank's report. After a failure that is unknown.
-        share = self._share
-        if share is not None and self._reported:
-            known = committed and share.sent == self._reported
-            share.reported = {self._plan_name: self._reported} if known else {}
+        assert self._taken is not None, "take() comes first"
+        digest = job.report.digest
+        data = b"" if digest == self._taken.report else job.report.encoded
+        return RankReport(digest, samples, data).encode()
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        return None if self._global_plan is None else self._global_plan.compose(metrics)
+        assigned = self._assigned
+        return None if assigned is None else assigned.plan.compose(assigned.reports, metrics)
 
     # ---- within ------------------------------------------------------------------------------------
 
     @property
-    def _staged(self) -> StagedState:
+    def _to_plan(self) -> StateToPlan:
         assert self._state is not None, "the state was released"
-        return self._state.staged
+        return self._state
 
-    def _planned(self) -> LocalPlan:
-        flat = self._flatten()
-        items = self._staged.as_captured(flat.items())
-        assert self._state is not None
-        paths = self._state.paths_of(flat.mappings)
-        return LocalPlan.of(declared(items, flat.values, self._staged), paths)
+    @property
+    def _share(self) -> Share:
+        assert self._taken is not None, "take() comes first"
+        return self._taken.share
 
-    def _learn(self, looks: Looks, known: KnownPlan) -> Leaves | None:
-        state, mappings = self._state, self._flatten().mappings
-        assert state is not None
-        if state.staged.fingerprint() != state.fingerprint:
-            return None  # a tensor was replaced after the call: this is the plan of another state
-        leaves = Leaves.of(known, state.staged, self._root, mappings or {})
-        if leaves is not None:
-            self._planner.of_rank.learn(looks, leaves)
-        return leaves
+    @property
+    def _known(self) -> KnownState | None:
+        return None if self._taken is None else self._taken.known
 
-    def _flatten(self) -> FlatState:
+    def _flat(self) -> FlatState:
         """The state as DCP flattens it."""
-        if self._flat is None:
-            assert self._state is not None
-            self._root = self._state.build()
-            self._flat = FlatState(
-                self._root,
+        if self._flattened is None:
+            self._flattened = FlatState(
+                self._to_plan.built,
                 flatten=self._options.flatten,
                 flatten_shards=self._options.flatten_shards,
                 is_coordinator=self._rank == 0,
             )
-        return self._flat
+        return self._flattened
 
     def _object(self, index: MetadataIndex) -> Any:
-        if self._found is not None and self._flat is None and index.fqn in self._found.paths:
-            return self._found.object(self._staged, index.fqn)
-        return self._flatten().object(index)
+        known = self._known
+        if known is not None and index.fqn in known.paths:
+            return known.object(self._to_plan.staged, index.fqn)
+        return self._flat().object(index)
 
-    def _words(self, share: Share) -> dict[int, int | None]:
+    def _words(self) -> dict[int, int | None]:
         """Digests of the objects among the shared items, by position. If another rank writes one of which this rank has
         nothing, nothing is lost.
         """
-        assert self._known is not None
-        plan, shared = self._known.plan, share.final.shared
-        at = np.flatnonzero(plan.kinds[shared] == OBJECT)
-        mine = set(share.final.items.tolist())
+        head, final = self._share.plan.head, self._share.final
+        at = np.flatnonzero(head.kinds[final.shared] == OBJECT)
+        mine = set(final.items.tolist())
         words: dict[int, int | None] = {}
-        for position, item in zip(at.tolist(), shared[at].tolist(), strict=True):
-            value = self._object(MetadataIndex(plan.names[item]))
+        for position, item in zip(at.tolist(), final.shared[at].tolist(), strict=True):
+            value = self._object(MetadataIndex(head.names[item]))
             words[position] = None if item not in mine and is_nothing(value) else word_of(value)
         return words
 
-    def _replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        assert self._known is not None
-        if self._found is not None and self._flat is None and self._staged.is_plain():
-            return self._found.held(self._staged, share.final.shared), []
-        items = self._known.plan.whole_items(share.final.shared)
-        tensors = list(map(self._on_host, items))
+    def _replicas(self) -> tuple[Held, list[Any]]:
+        known, share, staged = self._known, self._share, self._to_plan.staged
+        if known is not None and staged.is_plain():
+            return known.held(staged, share.final.shared), []
+        tensors = list(map(self._on_host, share.plan.whole_items(share.final.shared)))
         addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
         sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
         return Held(addresses, sizes), tensors
@@ -286,7 +288,7 @@ class ColumnPlanning:
         """An item's tensor, contiguous and with the bytes as stored; None if the host cannot read it."""
         if item.tensor_data is None:
             return None
-        tensor = local_tensor(self._flatten().tensor(item)).detach()
+        tensor = local_tensor(self._flat().tensor(item)).detach()
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
         return tensor.resolve_conj().resolve_neg().contiguous()
@@ -306,7 +308,7 @@ def assign_shares(
         if len(summary) > _SHOWN_ERRORS:
             summary = f"{summary[:_SHOWN_ERRORS]}... (truncated)"
         raise ValueError(f"Failed to validate global plan: {summary}")
-    if catalog.mappings is not None and any(p.mappings is not plans[0].mappings for p in plans):
+    if catalog.mappings is not None and any(p.head is not plans[0].head for p in plans):
         _refuse_values_within_values(catalog.mappings)
     return shares, catalog
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
-from dcp_datastates.planning.local_chunks import LocalChunks
+from dcp_datastates.planning.local_chunks import chunk_of
 
 __all__ = ["FlatState"]
 
@@ -49,7 +49,6 @@ class FlatState:
             paths = {name: path for name, path in paths.items() if name not in elsewhere}
         self.mappings: Mapping[str, tuple[Any, ...]] | None = paths
         self._is_coordinator = is_coordinator
-        self._chunks = LocalChunks(self.values, is_coordinator)
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether the value is a DTensor of which this rank has nothing, because it is outside the mesh."""
@@ -85,7 +84,8 @@ class FlatState:
     def tensor(self, item: WriteItem) -> torch.Tensor:
         """The tensor of an item, or the slice that it names."""
         assert item.tensor_data is not None
-        return self._chunks.tensor(item.index.fqn, item.tensor_data.chunk)
+        name = item.index.fqn
+        return chunk_of(self.values[name], name, item.tensor_data.chunk)
 
     def object(self, index: MetadataIndex) -> Any:
         """The object at ``index``."""

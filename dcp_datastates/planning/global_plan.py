@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -16,47 +14,70 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, encode
 from dcp_datastates.format.metadata_table import Compose, Document, Trace
-from dcp_datastates.planning.exchange import RankReport, Report
+from dcp_datastates.planning.exchange import Answer, RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
-from dcp_datastates.planning.replicas import Samples
+from dcp_datastates.planning.samples import Samples
 from dcp_datastates.storage.claims import Claim
 
 __all__ = ["GlobalPlan"]
 
-_KEPT_REPORTS: Final = 4
-
 
 class GlobalPlan:
-    """One global plan.
-
-    ``name`` is unique: two global plans with the same content have different names.
-    """
+    """One global plan, with the latest report of each rank. Any thread may use it."""
 
     def __init__(
         self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan], catalog: Catalog
     ) -> None:
-        self.name: Final = os.urandom(8)
         self.shares: Final = shares
         self.catalog: Final = catalog
         self._locals = locals_
-        self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
+        self._reports: list[Report | None] = [None] * len(shares)
+
+    @property
+    def reports(self) -> Sequence[Report | None]:
+        """The latest report of each rank, as they are now."""
+        return tuple(self._reports)
+
+    def answers(self, known: Sequence[bytes], reports: Sequence[Report | None]) -> list[Answer]:
+        """The answers to ranks that have the shares with these digests, where the coordinator has the ``reports``."""
+        return [
+            Answer(
+                share.digest,
+                b"" if report is None else report.digest,
+                b"" if share.digest == digest else share.encoded,
+            )
+            for share, digest, report in zip(self.shares, known, reports, strict=True)
+        ]
 
     @functools.cached_property
     def _samples(self) -> Samples:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
-    def compose(self, metrics: Mapping[str, float]) -> Compose:
-        """What makes the metadata of all ranks' reports. It raises :class:`DataStatesError` if replicas differ, say."""
+    def compose(self, known: Sequence[Report | None], metrics: Mapping[str, float]) -> Compose:
+        """What makes the metadata of all ranks' reports, each in full or one of those ``known``. It raises
+        :class:`DataStatesError` if replicas differ, say.
+        """
 
         def compose(reports: Sequence[bytes]) -> Document:
             sent = list(map(RankReport.decode, reports))
-            places = [self._take(rank, each) for rank, each in enumerate(sent)]
+            pairs = enumerate(zip(sent, known, strict=True))
+            places = [self._take(rank, *pair) for rank, pair in pairs]
             self._samples.check([each.samples for each in sent])
             return lambda meta, claim, trace: self._document(places, meta, claim, metrics, trace)
 
         return compose
+
+    def _take(self, rank: int, sent: RankReport, known: Report | None) -> Report:
+        """The report that ``rank`` sent, now or before."""
+        report = Report.decode(sent.data) if sent.data else known
+        if report is None or report.digest != sent.digest:
+            raise DataStatesError(
+                f"rank {rank} sent the digest of a report that the coordinator does not have"
+            )
+        self._reports[rank] = report
+        return report
 
     def _document(
         self,
@@ -75,21 +96,6 @@ class GlobalPlan:
         note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
         return encode(MetadataTable(self.catalog, self._placement(places, prefix), note, meta))
 
-    def _take(self, rank: int, sent: RankReport) -> Report:
-        """The report that ``rank`` sent, now or, for a digest alone, before."""
-        known = self._reports[rank]
-        if sent.data is not None:
-            known[sent.digest] = Report.decode(sent.data)
-        report = known.get(sent.digest)
-        if report is None:
-            raise DataStatesError(
-                f"rank {rank} sent the digest of a report that is not cached here"
-            )
-        known.move_to_end(sent.digest)
-        while len(known) > _KEPT_REPORTS:
-            known.popitem(last=False)
-        return report
-
     @functools.cached_property
     def _slots(self) -> list[Ints]:
         """For each rank, its items' rows in the placement."""
@@ -100,10 +106,10 @@ class GlobalPlan:
         of_names: dict[int, Ints] = {}
         slots = []
         for local, share in zip(self._locals, self.shares, strict=True):
-            names = of_names.get(id(local.names))
+            names = of_names.get(id(local.head))
             if names is None:
-                names = np.array([position[name] for name in local.names], np.int64)
-                of_names[id(local.names)] = names
+                names = np.array([position[name] for name in local.head.names], np.int64)
+                of_names[id(local.head)] = names
             mine = names[share.items]
             slots.append(
                 np.where(share.hints >= 0, first[mine] + share.hints, objects[mine])

@@ -13,54 +13,37 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.io.shards import holds_shards, shard_with
 
-__all__ = ["LocalChunks"]
+__all__ = ["chunk_of"]
 
 
-class LocalChunks:
-    """The chunks of tensors that this rank holds.
+def chunk_of(value: Any, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+    """The live tensor of ``value``, which has this name in the flattened state, or those of its rows that ``chunk``
+    names.
 
-    Args:
-        state: the flattened state. It must not change until the last call of :meth:`tensor`.
-        is_coordinator: whether this rank's default plan includes the values that all ranks hold.
+    Raises :class:`DataStatesError` for a chunk that this rank does not hold.
     """
+    if isinstance(value, ShardedTensor) or holds_shards(value):
+        tensor, begin = _shard_with(value, chunk.offsets)
+    else:
+        tensor, begin = value.to_local() if isinstance(value, DTensor) else value, 0
+        if tensor.shape != chunk.sizes and tensor.dim():
+            begin = chunk.offsets[0] - _first_row(value, name, chunk.offsets)
+    if tensor.shape != chunk.sizes and tensor.dim() and tensor.numel():
+        tensor = tensor.narrow(0, begin, chunk.sizes[0])
+    return tensor
 
-    def __init__(self, state: dict[str, Any], is_coordinator: bool) -> None:
-        self._state = state
-        self._is_coordinator = is_coordinator
-        self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
 
-    def tensor(self, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        """The live tensor, or those of its rows that ``chunk`` names.
-
-        Raises :class:`DataStatesError` for a chunk that this rank does not hold.
-        """
-        whole = self._state[fqn]
-        if isinstance(whole, ShardedTensor) or holds_shards(whole):
-            tensor, begin = _shard_with(whole, chunk.offsets)
-        else:
-            tensor = whole.to_local() if isinstance(whole, DTensor) else whole
-            begin = 0
-            if tensor.shape != chunk.sizes and tensor.dim():
-                begin = chunk.offsets[0] - self._first_row(fqn, chunk.offsets)
-        if tensor.shape != chunk.sizes and tensor.dim() and tensor.numel():
-            tensor = tensor.narrow(0, begin, chunk.sizes[0])
-        return tensor
-
-    def _first_row(self, fqn: str, offsets: torch.Size) -> int:
-        """The first row, in the full tensor, of this rank's chunk that contains the row ``offsets[0]``."""
-        if self._held is None:
-            local = create_default_local_save_plan(self._state, self._is_coordinator)
-            self._held = {}
-            for item in local.items:
-                if item.tensor_data is not None:
-                    chunk = item.tensor_data.chunk
-                    self._held.setdefault(item.index.fqn, []).append((chunk.offsets, chunk.sizes))
-        for starts, sizes in self._held[fqn]:
-            if starts[0] <= offsets[0] < starts[0] + sizes[0] and tuple(starts[1:]) == tuple(
-                offsets[1:]
+def _first_row(value: Any, name: str, offsets: torch.Size) -> int:
+    """The first row, in the full tensor, of this rank's chunk that contains the row ``offsets[0]``."""
+    for item in create_default_local_save_plan({name: value}, True).items:
+        if item.tensor_data is not None:
+            held = item.tensor_data.chunk
+            if (
+                held.offsets[0] <= offsets[0] < held.offsets[0] + held.sizes[0]
+                and held.offsets[1:] == offsets[1:]
             ):
-                return int(starts[0])
-        raise DataStatesError(f"this rank does not hold row {offsets[0]} of {fqn!r}")
+                return int(held.offsets[0])
+    raise DataStatesError(f"this rank does not hold row {offsets[0]} of {name!r}")
 
 
 def _shard_with(

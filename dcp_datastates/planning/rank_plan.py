@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of
-from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
-from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan
+from dcp_datastates.planning.packing import Named
 
 __all__ = ["RankPlan"]
 
-_PLAN = b"dsfp\x02"
-
 
 @dataclass(frozen=True, eq=False)
-class RankPlan:
+class RankPlan(Named):
     """A rank's share: M items, in the order of its :class:`LocalPlan`, without repetition."""
 
     items: Ints
@@ -40,29 +36,10 @@ class RankPlan:
     sets: Ints
     """(K,): the number of each item's set of ranks, the same on all ranks; ascending. Even: several write parts."""
 
-    def encode(self) -> bytes:
-        """Encode the share: equal shares give equal bytes. Encodes only once."""
-        return self._encoded
-
-    @staticmethod
-    def decode(data: bytes) -> RankPlan:
-        """The share that :meth:`encode` encoded. ValueError: the bytes are damaged."""
-        items, *others, shared, sets = unpack(_PLAN, 6, data)
-        first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
-        begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
-        plan = RankPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
-        plan.__dict__["digest"] = digest_of(data)
-        return plan
-
-    @functools.cached_property
-    def digest(self) -> bytes:
-        """The digest of the encoding, 16 bytes."""
-        return digest_of(self._encoded)
-
-    @functools.cached_property
-    def _encoded(self) -> bytes:
-        columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
-        return pack(_PLAN, [pack_ints(column) for column in columns])
+    def __post_init__(self) -> None:
+        counts = [len(each) for each in (self.items, self.begins, self.ends, self.hints)]
+        if len(set(counts)) > 1 or len(self.shared) != len(self.sets):
+            raise ValueError("the columns of a share have different lengths")
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:
         """The share as ``WriteItem`` objects, for DCP's planners and other writers.
@@ -78,17 +55,18 @@ class RankPlan:
         _, offsets, sizes = self._boxes(local)
         return local.layout_items(self.items, offsets, sizes)
 
-    def _boxes(self, local: LocalPlan) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
+    def _boxes(self, local: LocalPlan) -> tuple[Ints, Ints, Ints]:
         """Each item's kind, and (ragged) its offsets and sizes."""
-        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(local.names):
-            raise ValueError(f"the final plan is of other items than the {len(local.names)} given")
-        ndims = local.ndims[self.items]
-        where = positions(starts_of(local.ndims)[self.items], ndims)
+        head = local.head
+        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(head.names):
+            raise ValueError(f"the final plan is of other items than the {len(head.names)} given")
+        ndims = head.ndims[self.items]
+        where = positions(starts_of(head.ndims)[self.items], ndims)
         offsets, sizes = local.offsets[where], local.sizes[where]
         cuttable = ndims > 0
         first = starts_of(ndims)[cuttable]
         begins, ends = self.begins[cuttable], self.ends[cuttable]
-        kinds = local.kinds[self.items]
+        kinds = head.kinds[self.items]
         kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
         offsets[first] += begins
         sizes[first] = ends - begins

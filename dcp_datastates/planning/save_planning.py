@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from dcp_datastates._native import DeviceEvent, SaveFile
 from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.planning.exchange import Report
-from dcp_datastates.planning.prepared_write import Prepared
+from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["SavePlanning", "WriteJob"]
@@ -51,12 +51,12 @@ class SavePlanning(Protocol):
         """Take the coordinator's answer."""
         return
 
-    def refused(self) -> None:
-        """Note, instead, that the ranks do not save."""
+    def left_out(self) -> None:
+        """Note, instead, that a rank has left the save out: the coordinator has taken no rank's message."""
         return
 
-    def prepared(self) -> Prepared | None:
-        """The files of the part, prepared to be written from the staged state; None if that is impossible."""
+    def known_files(self) -> KnownFiles | None:
+        """The files of the part, if it is known where their tensors are in the staged state."""
         return None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -72,10 +72,6 @@ class SavePlanning(Protocol):
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
         """What the coordinator must know of this rank's files."""
 
-    def ended(self, committed: bool) -> None:
-        """Note the outcome of the save. Any thread."""
-        return
-
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         """What makes the metadata of all ranks' reports; None on other ranks than the coordinator, and if the metadata
         come from elsewhere.
@@ -88,16 +84,17 @@ class WriteJob:
     """What the engine is given to write: the files of this rank's part, with their layouts."""
 
     files: list[SaveFile]
-    sealed: Sequence[SealedFile]
     layouts: Sequence[FileLayout]
+    sealed: Sequence[SealedFile]
+    report: Report
     fences: list[DeviceEvent]
     """Events that device copies must wait for."""
+    readers: list[DeviceEvent]
+    """Events of the kernels that this thread has launched to resolve tensors."""
     keep: list[Any]
     """Objects that must stay alive until they have been read."""
-    report: Report | None = None
-    """Known if the files were prepared."""
-    readers: list[DeviceEvent] = field(default_factory=list)
-    """Events of the kernels that this thread has launched to resolve tensors."""
+    is_known: bool
+    """Whether it was known where the tensors are in the state."""
 
     @property
     def nbytes(self) -> int:

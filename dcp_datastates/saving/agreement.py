@@ -153,9 +153,9 @@ def agree(
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
     if assignment.reasons:
-        if planning is not None:
-            planning.refused()
         if any(each.kind == CheckpointSkipped.__name__ for each in assignment.reasons.values()):
+            if planning is not None:
+                planning.left_out()
             raise CheckpointSkipped(LEFT_OUT)
         raise NotAgreed(assignment.reasons, assignment.paths) from failure
     assert planning is not None

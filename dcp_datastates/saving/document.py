@@ -8,15 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.planning.exchange import Report
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -24,26 +25,21 @@ __all__ = ["document", "write_results"]
 
 
 def write_results(
-    items: Sequence[WriteItem],
-    layouts: Sequence[FileLayout],
-    sealed: Sequence[SealedFile],
-    attempt: Attempt,
+    items: Sequence[WriteItem], report: Report, attempt: Attempt
 ) -> list[WriteResult]:
-    """A rank's results: one for each item, with its place, and one for each file (:class:`FileRecord`)."""
+    """A rank's results: one for each file (:class:`FileRecord`), and one for each item, with its place."""
+    paths = [f"{attempt.name}/{name}" for name, _, _ in report.files]
     results = []
-    for layout, file in zip(layouts, sealed, strict=True):
-        path = f"{attempt.name}/{layout.name}"
-        record = FileRecord(path, file.nbytes, file.table_offset)
-        first = items[(layout.tensors or layout.objects)[0].item]
-        results.append(WriteResult(first.index, file.nbytes, record))
-        for entry in layout.tensors:
-            info = _StorageInfo(path, entry.offset, entry.nbytes, TRANSFORM_DESCRIPTORS)
-            results.append(WriteResult(items[entry.item].index, entry.nbytes, info))
-        for element, offset, size in zip(
-            layout.objects, file.object_offsets, file.object_sizes, strict=True
-        ):
-            info = _StorageInfo(path, offset, size, TRANSFORM_DESCRIPTORS)
-            results.append(WriteResult(items[element.item].index, size, info))
+    for number, (_, nbytes, table_offset) in enumerate(report.files):
+        first, record = (
+            np.argmax(report.numbers == number),
+            FileRecord(paths[number], nbytes, table_offset),
+        )
+        results.append(WriteResult(items[int(first)].index, nbytes, record))
+    places = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
+    for item, number, offset, length in zip(items, *places, strict=True):
+        info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
+        results.append(WriteResult(item.index, length, info))
     return results
 
 

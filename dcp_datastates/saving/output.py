@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from dcp_datastates._native import (
     SEGMENT_BYTES,
@@ -43,7 +43,7 @@ from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 from dcp_datastates.text import size as show_size
 
-__all__ = ["Output", "WrittenPart", "cancel", "check_fits", "error_of", "output_to"]
+__all__ = ["WrittenPart", "begin", "cancel", "check_fits", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class WrittenPart:
     """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
 
     def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int) -> None:
-        self._job = job
+        self.job = job
         self._stats = stats
         self._nbytes = nbytes
 
     def wait(self, seconds: float) -> bool:
-        job, stats = self._job, self._stats
+        job, stats = self.job, self._stats
         if not job.wait(seconds):
             return False
         if job.fault is None and stats.bytes_written is None:
@@ -73,16 +73,16 @@ class WrittenPart:
 
     @property
     def error(self) -> BaseException | None:
-        fault = self._job.fault
-        return None if fault is None else error_of(fault, self._nbytes)
+        fault = self.job.fault
+        return None if fault is None else _error_of(fault, self._nbytes)
 
     @property
     def progress(self) -> int:
         """Bytes read and written so far."""
-        return self._job.bytes_read + self._job.bytes_written
+        return self.job.bytes_read + self.job.bytes_written
 
     def cancel(self) -> None:
-        self._job.cancel()
+        self.job.cancel()
 
     def check(self) -> None:
         """A store has counted the bytes of each object that it has acknowledged."""
@@ -98,9 +98,9 @@ class _LocalPart(WrittenPart):
     def wait(self, seconds: float) -> bool:
         if not super().wait(seconds):
             return False
-        if self._job.fault is None:
-            self._stats.direct = self._job.direct
-            if not self._job.direct:
+        if self.job.fault is None:
+            self._stats.direct = self.job.direct
+            if not self.job.direct:
                 _log_buffered_once()
         return True
 
@@ -124,97 +124,50 @@ class _StorePart(WrittenPart):
         self._upload = upload
 
     def wait(self, seconds: float) -> bool:
-        return super().wait(seconds) and (self._job.fault is None or self._upload.is_over(seconds))
+        return super().wait(seconds) and (self.job.fault is None or self._upload.is_over(seconds))
 
     @property
     def error(self) -> BaseException | None:
-        fault = self._job.fault
+        fault = self.job.fault
         if fault is not None and fault.kind == "io" and self._upload.failure is not None:
             return self._upload.failure
         return super().error
 
 
-class Output(Protocol):
-    """The folder of a rank's files of one save. One thread uses it."""
-
-    def make_ready(self, rank: int) -> None:
-        """Raise unless the files of ``rank`` can lie there. Operates on storage."""
-
-    def save(
-        self,
-        engine: Engine,
-        content: WriteJob,
-        order: int,
-        window: Window,
-        expected: ExpectedBytes | None,
-    ) -> SaveJob:
-        """Begin to read and write. The arguments are those of ``Engine.save``."""
-
-    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
-        """The part of a job that :meth:`save` has begun."""
+def make_ready(folder: Location, rank: int) -> list[str]:
+    """The directories to sync with the files of ``rank`` in ``folder``. Raises unless the files can lie there. Operates
+    on storage, unless that is a store, which has no directories.
+    """
+    return [] if isinstance(folder, ObjectPath) else directories_to_sync(folder, rank)
 
 
-class _Directory:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._synced: list[str] = []
-        self._files: dict[Path, int] = {}
+def begin(
+    engine: Engine,
+    folder: Location,
+    synced: list[str],
+    content: WriteJob,
+    stats: SaveStats,
+    *,
+    order: int,
+    window: Window,
+    expected: ExpectedBytes | None,
+) -> WrittenPart:
+    """Begin to read the files of ``content``, and to write them to ``folder``.
 
-    def make_ready(self, rank: int) -> None:
-        self._synced = directories_to_sync(self._folder, rank)
-
-    def save(
-        self,
-        engine: Engine,
-        content: WriteJob,
-        order: int,
-        window: Window,
-        expected: ExpectedBytes | None,
-    ) -> SaveJob:
-        synced = self._synced if content.files else []
-        self._files = {
-            self._folder / layout.name: sealed.nbytes
-            for layout, sealed in zip(content.layouts, content.sealed, strict=True)
-        }
-        return engine.save(
-            content.files, synced, order, window, content.keep, content.fences, expected
-        )
-
-    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
-        return _LocalPart(job, stats, nbytes, self._files)
-
-
-class _Prefix:
-    def __init__(self, folder: ObjectPath) -> None:
-        self._folder = folder
-        self._upload: StoreUpload | None = None
-
-    def make_ready(self, rank: int) -> None:
-        pass  # a store has no directories
-
-    def save(
-        self,
-        engine: Engine,
-        content: WriteJob,
-        order: int,
-        window: Window,
-        expected: ExpectedBytes | None,
-    ) -> SaveJob:
+    ``synced`` is from :func:`make_ready`; the last three arguments are those of ``Engine.save``.
+    """
+    files, keep, fences = content.files, content.keep, content.fences
+    if isinstance(folder, ObjectPath):
         check_fits(content, engine)
-        job = engine.save_streamed(
-            content.files, order, window, content.keep, content.fences, expected
-        )
-        self._upload = StoreUpload(job, self._folder, content)
-        return job
-
-    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
-        assert self._upload is not None, "save() comes first"
-        return _StorePart(job, stats, nbytes, self._upload)
-
-
-def output_to(folder: Location) -> Output:
-    """The output to a folder of either kind."""
-    return _Prefix(folder) if isinstance(folder, ObjectPath) else _Directory(folder)
+        job = engine.save_streamed(files, order, window, keep, fences, expected)
+        upload = StoreUpload(job, folder, content)
+        return _StorePart(job, stats, content.nbytes, upload)
+    sizes = {
+        folder / layout.name: sealed.nbytes
+        for layout, sealed in zip(content.layouts, content.sealed, strict=True)
+    }
+    job = engine.save(files, synced if files else [], order, window, keep, fences, expected)
+    return _LocalPart(job, stats, content.nbytes, sizes)
 
 
 def cancel(job: SaveJob) -> None:
@@ -223,7 +176,7 @@ def cancel(job: SaveJob) -> None:
     job.wait(_CANCEL_SECONDS)
 
 
-def error_of(fault: Fault, nbytes: int) -> DataStatesError:
+def _error_of(fault: Fault, nbytes: int) -> DataStatesError:
     """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
     if fault.kind == "io":
         # StorageError adds the number and the path itself.

@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
     release_frames,
 )
 from dcp_datastates.io.destroy_hook import DestroyHook
-from dcp_datastates.planning.column_planning import RankPlanner
+from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
@@ -69,7 +69,7 @@ class RankContext:
 
     def __init__(self, group: CommitGroup) -> None:
         self.group: Final = group
-        self.planner: Final = RankPlanner()
+        self.planner: Final = PlanCache()
         """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
         self._reader = Worker("dcp_datastates-reading")

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates._native import Engine, SaveJob, Window
+from dcp_datastates._native import SaveJob, Window
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.format.layout import lay_out
-from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
-from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.saving import output
+from dcp_datastates.saving.files import Sources, write_job
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import Output, cancel, output_to
-from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Writing", "begin_write", "fail_write"]
 
@@ -40,8 +33,7 @@ class Writing:
     _planning: SavePlanning
     _attempt: Attempt
     _content: WriteJob
-    _job: SaveJob
-    _output: Output
+    _part: output.WrittenPart
     _samples: bytes
 
     def finish(self) -> None:
@@ -50,8 +42,8 @@ class Writing:
         Raises :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then no read or write is in
         progress but one that a device or storage holds up.
         """
-        save, content, job, planning = self._save, self._content, self._job, self._planning
-        part = self._output.part(job, save.stats, content.nbytes)
+        save, content, planning, part = self._save, self._content, self._planning, self._part
+        job = part.job
         try:
             if save.reads is None:
                 stall = Stall(logger, f"save {save.call.order}", save.call.config.commit_timeout)
@@ -64,13 +56,12 @@ class Writing:
             if (error := part.error) is not None:
                 raise error
         except BaseException:
-            cancel(job)
+            output.cancel(job)
             raise
         save.stats.timeline.begin("reading", job.read_seconds)
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
-        when_done(save.committed, lambda _: planning.ended(save.committed.peek() is None))
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -88,31 +79,42 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
 def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
-    native, output = engine(save.call.config.host_cache_bytes), output_to(folder)
+    native = engine(save.call.config.host_cache_bytes)
     look_for_nan(save, None if reads is None else reads.staged)
-    save.on_storage("looking for the attempt", lambda: output.make_ready(rank))
+    synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
     try:
-        content = _content(save, planning, folder, native)
+        content = write_job(Sources(native, planning, reads, save.progress), folder, rank)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
         raise
     if reads is not None and reads.fences:  # from devices
         _fit_cache(save.call.config, content)
-    stats.steady = planning.is_cached and content.report is not None
-    samples = b""
+    stats.steady = planning.is_cached and content.is_known
+    begun: list[Writing] = []
 
     def start(window: Window) -> SaveJob:
-        nonlocal samples
         samples = planning.sample(attempt)  # while the gate still holds
-        expected = None if reads is None else reads.staged.expected
-        job = output.save(native, content, save.call.order, window, expected)
-        save.progress.follow(job)
-        return job
+        part = output.begin(
+            native,
+            folder,
+            synced,
+            content,
+            stats,
+            order=save.call.order,
+            window=window,
+            expected=None if reads is None else reads.staged.expected,
+        )
+        save.progress.follow(part.job)
+        begun.append(Writing(save, planning, attempt, content, part, samples))
+        return part.job
 
-    job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
+    if reads is None:
+        start(Window(0.0))
+    else:
+        reads.hand_over(start, content.readers)
     stats.timeline.begin("window")
-    return Writing(save, planning, attempt, content, job, output, samples)
+    return begun[0]
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
@@ -126,30 +128,3 @@ def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
     fit_cache(content.nbytes, most)
-
-
-def _content(
-    save: SaveOperation, planning: SavePlanning, folder: Location, native: Engine
-) -> WriteJob:
-    reads = save.reads
-    keep: list[Any] = []
-    sources = Sources(native, planning, reads, keep, save.progress)
-    prepared = planning.prepared()
-    if prepared is not None and reads is not None:
-        paths = [folder / layout.name for layout in prepared.layouts]
-        files, sealed, report = prepared.files(
-            paths,
-            *reads.staged.bases(),
-            lambda name: resolve_object(
-                planning, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-            ),
-            keep,
-        )
-        return WriteJob(files, sealed, prepared.layouts, reads.fences, keep, report)
-    items = planning.items
-    layouts = lay_out(items, save.group.rank_set.rank)
-    paths = [folder / layout.name for layout in layouts]
-    files, sealed = files_to_write(items, sources, layouts, paths)
-    readers = fences(native, sources.devices)
-    after = [*(reads.fences if reads is not None else ()), *readers]
-    return WriteJob(files, sealed, layouts, after, keep, readers=readers)

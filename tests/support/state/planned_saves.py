@@ -35,11 +35,11 @@ def spied(body):
 
     def propose(plain, planning, *group):
         offered = plain(planning, *group)
-        planning._planner.spied.offered.append(len(offered))
+        planning._cache.spied.offered.append(len(offered))
         return offered
 
     def take(plain, planning, answer):
-        planning._planner.spied.answered.append(len(answer))
+        planning._cache.spied.answered.append(len(answer))
         return plain(planning, answer)
 
     @functools.wraps(body)
@@ -52,7 +52,7 @@ def spied(body):
 
 def spy(planner):
     planner.offered, planner.answered = [], []
-    planner.caches.spied = planner
+    planner.cache.spied = planner
     return planner
 
 

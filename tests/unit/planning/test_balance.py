@@ -107,14 +107,14 @@ def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
     finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
     for local, final, expected in zip(plans, finals, global_plan, strict=True):
         assert with_hints(final.write_items(local)) == with_hints(expected.items)
-        assert (np.arange(len(local.names)) == final.items).all()
+        assert (np.arange(len(local.head.names)) == final.items).all()
         again = RankPlan.decode(final.encode())
         assert again.digest == final.digest
         assert with_hints(again.write_items(local)) == with_hints(expected.items)
     made = catalog_metadata(catalog)
     assert made.state_dict_metadata == metadata.state_dict_metadata
     assert list(made.state_dict_metadata) == list(metadata.state_dict_metadata)
-    assert made.planner_data == {key: path for p in plans for key, path in p.mappings.items()}
+    assert made.planner_data == {key: path for p in plans for key, path in p.head.mappings.items()}
 
 
 @st.composite
@@ -286,7 +286,7 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_no
     for plans_, finals in ((plans, assign(plans)[0]), (plans, assign(plans, split=False)[0])):
         names = [
             [
-                (int(number), local.names[at])
+                (int(number), local.head.names[at])
                 for number, at in zip(final.sets, final.shared, strict=True)
             ]
             for local, final in zip(plans_, finals, strict=True)

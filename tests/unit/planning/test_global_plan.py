@@ -49,9 +49,13 @@ def _report(rank, start=4096):
 
 def _sent(reports, by_digest=()):
     return [
-        RankReport(each.digest, None if rank in by_digest else each.encode()).encode()
+        RankReport(each.digest, data=b"" if rank in by_digest else each.encode()).encode()
         for rank, each in enumerate(reports)
     ]
+
+
+def _composed(whole, sent):
+    return whole.compose(whole.reports, {})(sent)
 
 
 def _places(composed):
@@ -69,7 +73,7 @@ def _places(composed):
 
 
 def test_every_item_is_where_its_rank_reports_it_below_the_attempt():
-    composed = _global_plan().compose({})(_sent([_report(rank) for rank in range(3)]))
+    composed = _composed(_global_plan(), _sent([_report(rank) for rank in range(3)]))
     zero, one = (f"{ATTEMPT.name}/r{rank}.safetensors" for rank in (0, 1))
     assert _places(composed) == {
         "a": [(zero, 4096, 8), (one, 4096, 24)],
@@ -78,38 +82,33 @@ def test_every_item_is_where_its_rank_reports_it_below_the_attempt():
     }
 
 
-def test_a_report_by_digest_is_the_one_that_the_same_rank_sent():
+def test_a_report_by_digest_is_the_one_that_the_coordinator_has_named():
     whole = _global_plan()
     first, moved = ([_report(rank, start) for rank in range(3)] for start in (4096, 8192))
-    compose = whole.compose({})
-    in_full = [_places(compose(_sent(reports))) for reports in (first, moved)]
-    again = [_places(compose(_sent(reports, by_digest=(0, 1, 2)))) for reports in (first, moved)]
-    assert again == in_full
-    assert in_full[0] != in_full[1]
+    assert {each.report for each in whole.answers([b""] * 3, whole.reports)} == {b""}
+    in_full = _places(_composed(whole, _sent(first)))
+    named = whole.reports
+    assert [each.report for each in whole.answers([b""] * 3, named)] == [r.digest for r in first]
+    assert _places(_composed(whole, _sent(moved))) != in_full
+    again = whole.compose(named, {})(_sent(first, by_digest=(0, 1, 2)))
+    assert _places(again) == in_full, "though a report of another save has come meanwhile"
 
 
 def test_a_digest_that_is_not_known_is_refused_and_names_the_rank():
     reports = [_report(rank) for rank in range(3)]
     whole = _global_plan()
+    for _ in range(2):
+        with pytest.raises(DataStatesError, match="rank 1 sent the digest of a report"):
+            _composed(whole, _sent(reports, by_digest=(1,)))
+        _composed(_global_plan(), _sent(reports))  # whose reports are its own
+    _composed(whole, _sent([_report(rank, 8192) for rank in range(3)]))
     with pytest.raises(DataStatesError, match="rank 1 sent the digest of a report"):
-        whole.compose({})(_sent(reports, by_digest=(1,)))
-    other = _global_plan()  # whose reports are its own
-    other.compose({})(_sent(reports))
-    with pytest.raises(DataStatesError, match="rank 1 sent the digest of a report"):
-        whole.compose({})(_sent(reports, by_digest=(1,)))
+        _composed(whole, _sent(reports, by_digest=(1,)))
 
 
-def test_of_many_reports_the_latest_used_are_kept():
-    compose = _global_plan().compose({})
-    reports = [[_report(rank, 4096 * (1 + number)) for rank in range(3)] for number in range(5)]
-    for each in reports[:4]:
-        compose(_sent(each))
-    compose(_sent(reports[0], by_digest=(0, 1, 2)))
-    compose(_sent(reports[4]))
-    compose(_sent(reports[0], by_digest=(0, 1, 2)))
-    with pytest.raises(DataStatesError, match="rank 0 sent the digest"):
-        compose(_sent(reports[1], by_digest=(0,)))
-
-
-def test_plans_with_the_same_content_have_names_of_their_own():
-    assert _global_plan().name != _global_plan().name
+def test_a_rank_that_has_its_share_is_named_it():
+    whole = _global_plan()
+    digests = [share.digest for share in whole.shares]
+    answers = whole.answers([digests[0], digests[0], b""], whole.reports)
+    assert [each.digest for each in answers] == digests
+    assert [bool(each.data) for each in answers] == [False, True, True]

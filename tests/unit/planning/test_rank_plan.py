@@ -1,14 +1,10 @@
-"""A rank's share: its bytes, and its items for DCP's planners."""
+"""A rank's share: its items for DCP's planners, and for the layout."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.state.chunks import Box
 from support.state.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -26,39 +22,6 @@ def _share(*rows, shared=(), sets=()):
     """Of rows of item, begin, end and hint."""
     columns = np.array(rows, np.int64).reshape(-1, 4).T
     return RankPlan(*columns, np.array(shared, np.int64), np.array(sets, np.int64))
-
-
-@st.composite
-def shares(draw):
-    numbers = st.integers(-1, 1 << 40)
-    rows = draw(st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=9))
-    held = draw(st.lists(st.tuples(numbers, numbers), max_size=9))
-    return _share(*rows, shared=[at for at, _ in held], sets=[number for _, number in held])
-
-
-@given(shares())
-def test_a_share_comes_back_with_its_digest(share):
-    found = RankPlan.decode(share.encode())
-    for column in dataclasses.fields(RankPlan):
-        assert getattr(found, column.name).tolist() == getattr(share, column.name).tolist()
-    assert found.digest == share.digest
-    assert found.encode() == share.encode()
-
-
-@given(shares(), shares())
-def test_digests_are_equal_if_and_only_if_the_shares_are(one, other):
-    equal = all(
-        getattr(one, column.name).tolist() == getattr(other, column.name).tolist()
-        for column in dataclasses.fields(RankPlan)
-    )
-    assert (one.digest == other.digest) == equal
-
-
-@given(shares(), st.data())
-def test_a_share_that_is_cut_off_is_refused(share, data):
-    encoded = share.encode()
-    with pytest.raises(ValueError):
-        RankPlan.decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 def test_whole_items_are_those_of_the_local_plan_with_their_hints():

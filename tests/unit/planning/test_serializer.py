@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dcp_datastates.planning import serializer
-from dcp_datastates.planning.serializer import Serializer
+from dcp_datastates.planning.serializer import serialize
 
-VALUES = [None, True, False, 1, 0, 1.0, 0.0, -0.0, math.nan, "1", "", 1 << 200, -1]
+KEPT = [None, True, False, 1, 0, 1.0, 0.0, math.inf, "1", "", 1 << 200, -1, "x" * 256]
+OTHERS = [-0.0, math.nan, "x" * 257, 1 << 256, [1], {"a": 1}, b"x"]
 
 
 def _saved(value):
@@ -21,35 +22,31 @@ def _saved(value):
 
 
 def test_values_that_are_equal_to_python_keep_their_own_bytes():
-    one = Serializer()
     for _ in range(2):
-        assert [one.serialize(value) for value in VALUES] == list(map(_saved, VALUES))
+        assert list(map(serialize, KEPT + OTHERS)) == list(map(_saved, KEPT + OTHERS))
 
 
-@pytest.mark.parametrize("value", [*VALUES, "x" * 256], ids=repr)
+@pytest.mark.parametrize("value", KEPT, ids=repr)
 def test_small_values_are_serialized_once(value):
-    one = Serializer()
-    assert one.serialize(value) is one.serialize(value)
+    assert serialize(value) is serialize(value)
 
 
-@pytest.mark.parametrize("value", ["x" * 257, 1 << 256, [1], {"a": 1}, b"x"], ids=repr)
+@pytest.mark.parametrize("value", OTHERS, ids=repr)
 def test_large_and_mutable_values_are_serialized_each_time(value):
-    one = Serializer()
-    assert one.serialize(value) is not one.serialize(value)
-    assert one.serialize(value) == _saved(value)
+    assert serialize(value) is not serialize(value)
 
 
 def test_a_value_that_changes_is_serialized_as_it_is():
-    one, value = Serializer(), {"step": 1}
-    one.serialize(value)
+    value = {"step": 1}
+    serialize(value)
     value["step"] = 2
-    assert one.serialize(value) == _saved({"step": 2})
+    assert serialize(value) == _saved({"step": 2})
 
 
-def test_steps_that_never_recur_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(serializer, "_KEPT", 3)
-    one = Serializer()
-    kept = one.serialize(-1)
-    for step in range(5):
-        one.serialize(step)
-    assert one.serialize(-1) is not kept
+def test_steps_that_never_recur_do_not_pile_up():
+    most = serializer._kept.cache_parameters()["maxsize"]
+    kept = serialize(-1)
+    for step in range(most):
+        serialize(step)
+    assert serializer._kept.cache_info().currsize == most
+    assert serialize(-1) is not kept

@@ -45,10 +45,10 @@ def test_a_message_that_is_cut_off_is_refused(message, data):
 class _Planning:
     """Each rank proposes its name, and is assigned all of them."""
 
-    was_refused = False
+    was_left_out = False
 
-    def refused(self):
-        self.was_refused = True
+    def left_out(self):
+        self.was_left_out = True
 
     def assign(self, proposals):
         return [b"+".join(proposals)] * len(proposals)
@@ -146,7 +146,7 @@ def test_a_save_that_one_rank_leaves_out_is_skipped_by_all_and_the_coordinator_h
     proposals[rank] = _refused(CheckpointSkipped(LEFT_OUT))
     outcomes = _outcomes(*proposals)
     assert [type(each) for each in outcomes] == [CheckpointSkipped] * 2
-    assert planning.was_refused
+    assert planning.was_left_out
 
 
 def test_a_rank_alone_gets_its_own_error():

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dcp_datastates import ConfigurationError
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.format.metadata import decode
+from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
@@ -38,7 +39,7 @@ def _laid_out(items, rank, sizes):
 def _results(plans):
     laid_out = [_laid_out(plan.items, rank, SIZES[rank]) for rank, plan in enumerate(plans)]
     results = [
-        write_results(plan.items, *each, ATTEMPT)
+        write_results(plan.items, report_of(*each, len(plan.items)), ATTEMPT)
         for plan, each in zip(plans, laid_out, strict=True)
     ]
     return results, laid_out

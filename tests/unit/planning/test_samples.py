@@ -10,7 +10,7 @@ from support.state.chunks import Box, write_item
 from dcp_datastates import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.replicas import Held, Samples, sample
+from dcp_datastates.planning.samples import Held, Samples, sample
 
 SHAPE = (1024, 300)
 
@@ -26,7 +26,7 @@ def _plans(names_by_rank):
 
 def _said(local, share, values, seed=7, unknown=()):
     """What a rank says that holds ``values`` by name; the host cannot read the ``unknown`` ones."""
-    names = [local.names[item] for item in share.shared]
+    names = [local.head.names[item] for item in share.shared]
     tensors = [values[name] for name in names]
     addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
     sizes = np.array(
@@ -50,7 +50,7 @@ def test_one_tensor_that_differs_is_named_or_its_neighbours_are(count, place):
     locals_, shares = _plans([names, names])
     values, others = _values(names), _values(names)
     which = {"first": 0, "middle": count // 2, "last": count - 1}[place]
-    name = locals_[1].names[int(shares[1].shared[which])]
+    name = locals_[1].head.names[int(shares[1].shared[which])]
     others[name] = others[name] + 1
     said = [_said(locals_[0], shares[0], values), _said(locals_[1], shares[1], others)]
     assert len(said[0]) <= 128, "bytes that travel with every save"

@@ -12,16 +12,16 @@ from support.state.plans import item, thing
 
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
-from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io import engine
 from dcp_datastates.process.progress import Progress
-from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
+from dcp_datastates.saving.files import Sources, write_job
 
 
 class _Planning:
     """Resolves each item to the data of its name; raises what is an error."""
 
-    def __init__(self, **data):
+    def __init__(self, *items, **data):
+        self.items = items
         self._data = data
 
     def resolve_data(self, write_item):
@@ -31,42 +31,37 @@ class _Planning:
         return data
 
 
-def _files(tmp_path, items, **data):
-    """What goes to the engine, and what must stay alive."""
+def _job(tmp_path, *items, **data):
+    """What goes to the engine."""
     native = engine.engine(parse_size(CACHE))
-    sources = Sources(native, _Planning(**data), None, [], Progress(60))
-    layouts = lay_out(items, 0)
-    files, sealed = files_to_write(
-        items, sources, layouts, [tmp_path / layout.name for layout in layouts]
-    )
-    return layouts, files, sealed, sources
+    return write_job(Sources(native, _Planning(*items, **data), None, Progress(60)), tmp_path, 0)
 
 
 def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):
     items = [item("w", (3, 2)), thing("o"), item("e", (0, 4))]
     weight, empty = torch.ones(3, 2), torch.zeros(0, 4)
-    (layout,), files, (sealed,), sources = _files(
-        tmp_path, items, w=weight, o=io.BytesIO(b"x" * 77), e=empty
-    )
-    assert len(files) == 1
+    job = _job(tmp_path, *items, w=weight, o=io.BytesIO(b"x" * 77), e=empty)
+    assert len(job.files) == 1
+    (layout,), (sealed,) = job.layouts, job.sealed
     assert sealed == layout.seal([77])
-    held = [each.data_ptr() for each in sources.keep if isinstance(each, torch.Tensor)]
+    assert job.report.lengths.tolist() == [24, 77, 0]
+    held = [each.data_ptr() for each in job.keep if isinstance(each, torch.Tensor)]
     assert weight.data_ptr() in held
 
 
 @pytest.mark.parametrize(
     "error", [pickle.PicklingError("no"), TypeError("no"), AttributeError("no")]
 )
-def test_an_object_that_does_not_pickle_is_named(error):
+def test_an_object_that_does_not_pickle_is_named(error, tmp_path):
     with pytest.raises(
         UnsupportedStateError, match=f"'o' .* cannot be stored: {type(error).__name__}: no"
     ):
-        resolve_object(_Planning(o=error), thing("o"))
+        _job(tmp_path, thing("o"), o=error)
 
 
-def test_another_error_of_the_planner_stays_as_it_is():
+def test_another_error_of_the_planner_stays_as_it_is(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        resolve_object(_Planning(o=ZeroDivisionError()), thing("o"))
+        _job(tmp_path, thing("o"), o=ZeroDivisionError())
 
 
 @pytest.mark.parametrize(
@@ -84,13 +79,13 @@ def test_another_error_of_the_planner_stays_as_it_is():
 )
 def test_data_that_are_not_as_planned_are_refused(planned, data, says, tmp_path):
     with pytest.raises(DataStatesError, match=says):
-        _files(tmp_path, [planned], x=data)
+        _job(tmp_path, planned, x=data)
 
 
 def test_a_tensor_without_memory_is_refused_by_name(tmp_path):
     with pytest.raises(UnsupportedTensorError, match="'x'"):
-        _files(tmp_path, [item("x", (2,))], x=torch.ones(2, device="meta"))
+        _job(tmp_path, item("x", (2,)), x=torch.ones(2, device="meta"))
 
 
 def test_an_empty_tensor_may_have_another_shape(tmp_path):
-    _files(tmp_path, [item("x", (0, 3))], x=torch.zeros(0))
+    _job(tmp_path, item("x", (0, 3)), x=torch.zeros(0))

@@ -1,0 +1,159 @@
+"""Samples: whether ranks that hold replicas of one value hold the same.
+
+Ranks that write parts of one tensor must hold the same values; otherwise the checkpoint would be a mixture that no rank
+ever had. Where one writes what others hold, and nothing declares them equal, a difference is named (``differing.py``).
+So every rank samples its replicas, and the coordinator compares the samples. A sample is a few words of each tensor, at
+places that are the same on all ranks and change from save to save. Ranks send one digest per run of tensors, so that an
+error can name the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from dcp_datastates._native import sample_words
+from dcp_datastates.errors import ReplicasDifferError
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.planning.differing import say
+from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
+
+__all__ = ["Held", "Samples", "sample"]
+
+_RUNS: Final = (32, 256)
+"""Digests per set of ranks, of what is declared equal, and of other values: a message can tell so many apart."""
+
+_DIGEST_BYTES: Final = 4
+_UNKNOWN: Final = bytes(_DIGEST_BYTES)
+_PARTS: Final = 4
+"""Places per tensor, one in each quarter: the engine samples the words of a place from one page."""
+
+_SHOWN: Final = (3, 20)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The memory of a share's ``shared`` items, in their order, with the bytes as stored."""
+
+    addresses: Ints
+    sizes: Ints
+    """Bytes; 0 if the host cannot read the memory."""
+
+
+def sample(
+    final: RankPlan, held: Held, seed: int, words_of: Mapping[int, int | None] | None = None
+) -> bytes:
+    """The digests of this rank's replicas. ``seed``: the same on all ranks, below 2**64. ``words_of``: by position
+    among the shared items, the digest of an object; None: not to be compared.
+    """
+    quarter = held.sizes // _PARTS
+    parts = np.arange(_PARTS)
+    addresses = held.addresses[:, None] + quarter[:, None] * parts
+    sizes = np.repeat(quarter, _PARTS).reshape(-1, _PARTS)
+    sizes[:, -1] += held.sizes - quarter * _PARTS
+    # Memory may have been freed since the call: then the save fails as torn, and must not crash here.
+    words = np.array(
+        sample_words(addresses.ravel().tolist(), sizes.ravel().tolist(), seed, guarded=True),
+        np.uint64,
+    )
+    data = words.reshape(-1, _PARTS)
+    is_known = held.sizes > 0
+    for at, word in (words_of or {}).items():
+        data[at, 0], is_known[at] = word or 0, word is not None
+    digests = []
+    for begin, end in _runs(final.sets):
+        known = bool(is_known[begin:end].all())
+        digests.append(_digest(data[begin:end].tobytes()) if known else _UNKNOWN)
+    return b"".join(digests)
+
+
+def _digest(data: bytes) -> bytes:
+    digest = blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    return digest if digest != _UNKNOWN else b"\1" * _DIGEST_BYTES
+
+
+def _runs(sets: Ints) -> list[tuple[int, int]]:
+    """Begin and end of each run of ``shared`` items: up to as many as ``_RUNS`` says for each set."""
+    if not len(sets):
+        return []
+    edges = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist(), len(sets)]
+    runs: list[tuple[int, int]] = []
+    for begin, end in pairwise(edges):
+        count = min(end - begin, _RUNS[sets[begin] % 2])
+        runs += pairwise([begin + (end - begin) * cut // count for cut in range(count + 1)])
+    return runs
+
+
+class Samples:
+    """Compares the ranks' samples for one global plan, on the coordinator."""
+
+    def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
+        self._locals = locals_
+        self._shares = shares
+        self._spans = [_spans(share.sets) for share in shares]
+
+    def check(self, samples: Sequence[bytes]) -> None:
+        """Raise :class:`ReplicasDifferError` if two ranks hold different replicas of what several write, and name other
+        values that differ; ``samples`` are by rank.
+        """
+        seen: dict[int, tuple[int, bytes]] = {}  # by set: a rank, and its digests
+        for rank, (said, spans) in enumerate(zip(samples, self._spans, strict=True)):
+            for number, begin, end in spans:
+                mine = said[begin:end] or _UNKNOWN * ((end - begin) // _DIGEST_BYTES)
+                other, theirs = seen.setdefault(number, (rank, mine))
+                if mine != theirs:
+                    self._compare(rank, mine, other, theirs, begin, is_cut=not number % 2)
+                    if _UNKNOWN in theirs:
+                        seen[number] = rank, mine
+
+    def _compare(
+        self, rank: int, mine: bytes, other: int, theirs: bytes, begin: int, is_cut: bool
+    ) -> None:
+        share = self._shares[rank]
+        runs = _runs(share.sets)[begin // _DIGEST_BYTES :]
+        differ = []
+        for place, run in zip(range(0, len(mine), _DIGEST_BYTES), runs, strict=False):
+            pair = {each[place : place + _DIGEST_BYTES] for each in (mine, theirs)}
+            if len(pair) > 1 and _UNKNOWN not in pair:
+                differ.append(run)
+        if not differ:
+            return
+        names = self._locals[rank].head.names
+        most = _SHOWN[not is_cut]
+        shown = "; ".join(
+            _named([names[item] for item in share.shared[slice(*run)]]) for run in differ[:most]
+        )
+        more = f"; and {len(differ) - most} more" if len(differ) > most else ""
+        if not is_cut:
+            say(f"{shown}{more}", (other, rank))
+            return
+        raise ReplicasDifferError(
+            f"rank {other} and rank {rank} hold different values of {shown}{more}. Each would write a part of them, "
+            f"as of replicas that are equal, and what is stored would be a mixture. Broadcast the values, give "
+            f"each rank's tensor a name of its own, or use DataStatesSavePlanner(split_replicas=False)"
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return repr(names[0])
+    return f"one of {len(names)} values from {names[0]!r} to {names[-1]!r}"
+
+
+def _spans(sets: Ints) -> list[tuple[int, int, int]]:
+    """For each set that a rank is in: its number, and where its digests begin and end among the rank's
+    digests (bytes).
+    """
+    spans: list[tuple[int, int, int]] = []
+    for place, (begin, _) in enumerate(_runs(sets)):
+        number, at = int(sets[begin]), place * _DIGEST_BYTES
+        if spans and spans[-1][0] == number:
+            at = spans.pop()[1]
+        spans.append((number, at, (place + 1) * _DIGEST_BYTES))
+    return spans
