@@ -37,7 +37,7 @@ from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
-from dcp_datastates.storage.self_test import Findings, Operation, what_works, what_works_for
+from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
 
 __all__ = ["Place"]
 
@@ -61,10 +61,7 @@ class Place:
 
     @property
     def _findings(self) -> Findings:
-        directory = self._directory
-        if directory.is_local:
-            return what_works_for(Path(str(directory)))
-        return what_works(directory.parent)
+        return what_works_for(self._directory)
 
     @property
     def _creates_once(self) -> bool:
