@@ -388,7 +388,7 @@ def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
 def _listed(found: Found) -> Listed:
     unjudged = False
     try:
-        problem = flaw(found, "structure")
+        problem = flaw([found], "structure")
         pinned = pins(found.path)
     except StorageError as error:
         problem, pinned, unjudged = str(error), (), True

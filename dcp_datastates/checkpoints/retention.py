@@ -133,7 +133,7 @@ def retain_here(
     last: list[Found] = []
     for found in newest_first(paths):
         everything.append(found)
-        if problem := flaw(found, verify):
+        if problem := flaw([found], verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
@@ -147,7 +147,7 @@ def retain_here(
     older = list(newest_first(path for path in paths if path not in seen | unopened))
     everything += older
     keep.check_known(everything)
-    best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
+    best = keep.the_best(everything, lambda found: found in last or flaw([found], verify) is None)
     newest = -math.inf if keep.within is None else _time_of_newest(everything)
     for found in older:
         if found.error is not None:

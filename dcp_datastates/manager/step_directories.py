@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
+from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
@@ -19,11 +19,6 @@ from dcp_datastates.checkpoints.listing import (
     step_of,
 )
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.checkpoints.tiers import (
-    copies_newest_first,
-    flaw_of_copies,
-    none_is_whole,
-)
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
@@ -145,7 +140,7 @@ class StepDirectories:
     def best(self, keep: Keep) -> int | None:
         """The step of the best checkpoint by ``keep``; None if it does not rank them, or none has the metric."""
         best = keep.the_best(
-            newest_first(self._paths()), lambda found: flaw(found, self._verify) is None
+            newest_first(self._paths()), lambda found: flaw([found], self._verify) is None
         )
         return step_of(best[0].path.name) if best else None
 
@@ -175,19 +170,8 @@ class StepDirectories:
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
         if all are other programs'; :class:`StorageError` if one that may be the newest cannot be judged.
         """
-        problems = []
-        for copies in copies_newest_first(self.roots, self.is_one):
-            path = copies[0].path
-            if path.name in leave_out:
-                problems.append(f"{path.name} cannot be loaded")
-                continue
-            problem = flaw_of_copies(copies, self._verify)
-            if problem is None:
-                return path.name
-            logger.warning("leaving out checkpoint %s: %s", path, problem)
-            problems.append(f"{path.name}: {problem}")
-        if problems:
-            raise none_is_whole(self.roots, problems)
+        for place in newest_whole(self.roots, self._verify, self.is_one, leave_out):
+            return place.name
         if paths := self._paths():
             raise ForeignCheckpointError(
                 f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "
