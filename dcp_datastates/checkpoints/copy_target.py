@@ -147,7 +147,7 @@ class CopyTarget:
                 for parent in local.sync_directories(folder):
                     operations.sync_directory(parent, _PHASE)
         store_index.register(directory, attempt)
-        if decisions.repeat(directory, attempt, data) is not State.COMMITTED:
+        if decisions.decide_alone(directory, attempt, data) is not State.COMMITTED:
             raise CheckpointSupersededError(
                 f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "
                 f"path"

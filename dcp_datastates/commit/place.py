@@ -133,7 +133,7 @@ class Place:
         doubts: list[OSError] = []
         try:
             if not self._creates_once:
-                state = decisions.decide_unguarded(directory, attempt, data)
+                state = decisions.decide_alone(directory, attempt, data, creates_once=False)
             else:
                 state = decisions.decide(directory, attempt, data, doubts.append)
         except NotStoredError as error:

@@ -353,7 +353,7 @@ def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
         raise StorageError(5, "cut off", target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dcp_datastates.storage.decisions.repeat", cut_off)
+        patch.setattr("dcp_datastates.storage.decisions.decide_alone", cut_off)
         with pytest.raises(StorageError, match="cut off"):
             dcp_datastates.copy(f"{three}/step-3", target)
     if to == "a store":
