@@ -13,7 +13,6 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.storage import attempts, decisions, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
-from dcp_datastates.storage.object_store import StoredObject
 
 __all__ = [
     "attempts_at",
@@ -79,8 +78,7 @@ def names_at(path: Location) -> list[str]:
     place = stored(path)
     if place.is_local:
         return presence.names_in(str(place))
-    listing = place.store.list(place.key)
-    return [*listing.folders, *(_name(each) for each in listing.objects)]
+    return place.store.list(place.key).names
 
 
 def attempts_at(path: Location) -> list[Attempt]:
@@ -191,7 +189,7 @@ def sizes_of(
     sizes: dict[str, int] = {}
     for folder in folders:
         for each in place.store.list((place / folder).key).objects:
-            sizes[f"{folder}/{_name(each)}"] = each.nbytes
+            sizes[f"{folder}/{each.name}"] = each.nbytes
     missing = FileNotFoundError("there is no such object")
     return [(record, sizes.get(record.relative_path, missing)) for record in records]
 
@@ -203,11 +201,7 @@ def data_sizes(folder: Location) -> list[int]:
         objects = place.store.list(place.key).objects
     except StorageError:
         return []
-    return [each.nbytes for each in objects if attempts.rank_of(_name(each)) is not None]
-
-
-def _name(entry: StoredObject) -> str:
-    return entry.key.rpartition("/")[2]
+    return [each.nbytes for each in objects if attempts.rank_of(each.name) is not None]
 
 
 def remove_all(path: Location, first: Iterable[str]) -> None:

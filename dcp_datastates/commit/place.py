@@ -31,7 +31,6 @@ from dcp_datastates.storage import (
     store_index,
 )
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
@@ -225,7 +224,6 @@ class Place:
             data = decision.data
         directory = self._directory
         path = directory / METADATA_NAME
-        step()
         if directory.is_local:
             local_store.put_copy(path.key, decisions.decision_path(directory, attempt).key, data)
         else:

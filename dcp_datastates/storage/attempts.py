@@ -16,7 +16,6 @@ from typing import Final, TypeVar
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
@@ -151,7 +150,7 @@ def rank_of(name: str) -> int | None:
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
     folder = directory / attempt.name
-    return any(rank_of(_name(each)) is not None for each in folder.store.walk(folder.key))
+    return any(rank_of(each.name) is not None for each in folder.store.walk(folder.key))
 
 
 def survey(
@@ -189,7 +188,7 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     mine = [
         each
         for each in folder.store.walk(folder.key)
-        if (owner := rank_of(_name(each))) is not None and owner % world == rank
+        if (owner := rank_of(each.name)) is not None and owner % world == rank
     ]
     delete_objects(directory, mine)
     remove_folders(directory, [attempt])
@@ -201,7 +200,7 @@ def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
     """
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
-        names = {_name(each) for each in folder.store.walk(folder.key)}
+        names = {each.name for each in folder.store.walk(folder.key)}
         if not names:
             local_store.remove_folder(folder.key)
         elif names == {
@@ -214,14 +213,9 @@ def delete_objects(directory: ObjectPath, objects: Iterable[StoredObject]) -> No
     """Delete objects of the store of ``directory``, 1,000 by a request. Raises :class:`StorageError`."""
     keys = iter([each.key for each in objects])
     for batch in _batches(keys):
-        step()
         directory.store.delete(batch)
 
 
 def _batches(keys: Iterator[str]) -> Iterator[list[str]]:
     while batch := list(islice(keys, _DELETED_AT_ONCE)):
         yield batch
-
-
-def _name(entry: StoredObject) -> str:
-    return entry.key.rpartition("/")[2]

@@ -21,7 +21,6 @@ from typing import Final
 
 from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import (
@@ -120,7 +119,6 @@ def decide(
     committed, or may come to be. :func:`withdraw` then decides.
     """
     path = decision_path(directory, attempt)
-    step()
     try:
         hit("publish.decide.before")
         created = path.store.put_if_absent(path.key, data)
@@ -152,7 +150,6 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
     path = decision_path(directory, attempt)
     failure: StorageError | None = None
     for _ in range(_TRIES):
-        step()
         try:
             if path.store.put_if_absent(path.key, _mark(_WITHDRAWN)):
                 return State.WITHDRAWN
@@ -162,7 +159,6 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
             return State.WITHDRAWN
         except StorageError as error:
             failure = error
-        step()
         state = state_of(directory, attempt)
         if state is not None:
             return state
@@ -187,7 +183,6 @@ def decide_alone(
     """
     path = decision_path(directory, attempt)
     failure: OSError | None = None
-    step()
     try:
         if creates_once:
             created = path.store.put_if_absent(path.key, data)
@@ -197,7 +192,6 @@ def decide_alone(
             return State.COMMITTED
     except OSError as error:
         failure = error
-    step()
     state = state_of(directory, attempt)
     if state is None:  # the request may still be carried out
         raise failure or StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
@@ -211,7 +205,6 @@ def mark_deleted(directory: ObjectPath, attempt: Attempt) -> None:
     committed it has no effect. The caller has seen it committed. Idempotent; raises :class:`StorageError`.
     """
     path = decision_path(directory, attempt)
-    step()
     try:
         path.store.put(path.key, _mark(_DELETED))
     except ObjectMissingError:  # another process has deleted it, with its folder
