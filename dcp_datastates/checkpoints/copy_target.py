@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.checkpoints.inventory import is_committed, sizes_of
+from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -23,6 +23,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.storage import (
     attempts,
     decisions,
@@ -106,8 +107,9 @@ def committed_at(target: Location) -> Attempt | None:
 
 def same_size(target: Location, records: Iterable[FileRecord]) -> set[str]:
     """The paths of those of ``records`` that are at ``target``. A file appears there when all of it is written."""
-    sizes = sizes_of(target, records)
-    return {record.relative_path for record, found in sizes if found == record.nbytes}
+    expected = {record.relative_path: record.nbytes for record in records}
+    found = sizes(target, expected.keys())
+    return {file for file, nbytes in expected.items() if found[file] == nbytes}
 
 
 def is_whole(target: Location, record: FileRecord) -> bool:

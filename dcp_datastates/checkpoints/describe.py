@@ -20,7 +20,6 @@ from dcp_datastates.checkpoints.inventory import (
     is_committed,
     is_directory,
     may_be_committed,
-    sizes_of,
 )
 from dcp_datastates.checkpoints.listing import (
     Found,
@@ -38,6 +37,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
@@ -303,8 +303,8 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         nbytes=committed.nbytes,
         ranks=_ranks(committed.note.files),
         files=tuple(
-            _file(record, found)
-            for record, found in sizes_of(directory, committed.note.files.values())
+            _file(committed.note.files[name], found)
+            for name, found in sizes(directory, committed.note.files.keys()).items()
         ),
         dtypes=_totals(tensors),
         tensors=tensors,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.inventory import sizes_of
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import Committed, wrong_size
+from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import Location, locate_all
@@ -242,11 +242,11 @@ def _problems_by_file(
             problems.setdefault(damage.file, damage.problem)
     if verify != "structure":
         return problems
-    for record, found in sizes_of(directory, committed.note.files.values()):
+    for file, found in sizes(directory, committed.note.files.keys()).items():
         if isinstance(found, int):
-            problem: Problem | None = wrong_size(record, found)
+            problem: Problem | None = wrong_size(committed.note.files[file], found)
         else:
             problem = found if isinstance(found, StorageError) else "missing"
         if problem is not None:
-            problems[record.relative_path] = problem
+            problems[file] = problem
     return problems

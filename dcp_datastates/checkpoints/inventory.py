@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.storage import attempts, decisions, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
@@ -30,7 +28,6 @@ __all__ = [
     "newest_possible",
     "remove_all",
     "saves_at",
-    "sizes_of",
 ]
 
 _STAT_THREADS: Final = 8
@@ -164,34 +161,6 @@ def newest_attempt(path: Location) -> Attempt:
         return max(attempts_at(path), default=_NEWEST)
     except StorageError:
         return _NEWEST
-
-
-def sizes_of(
-    directory: Location, records: Iterable[FileRecord]
-) -> list[tuple[FileRecord, int | OSError]]:
-    """The data files of a checkpoint, each with its size on storage, or FileNotFoundError, or the :class:`StorageError`
-    of looking at it.
-    """
-    place, records = stored(directory), list(records)
-    if place.is_local:
-
-        def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
-            try:
-                return record, place.store.size((place / record.relative_path).key)
-            except FileNotFoundError:
-                return record, FileNotFoundError("there is no such file")
-            except StorageError as error:
-                return record, error
-
-        with ThreadPoolExecutor(_STAT_THREADS) as executor:
-            return list(executor.map(look, records))
-    folders = {os.path.dirname(record.relative_path) for record in records}
-    sizes: dict[str, int] = {}
-    for folder in folders:
-        for each in place.store.list((place / folder).key).objects:
-            sizes[f"{folder}/{each.name}"] = each.nbytes
-    missing = FileNotFoundError("there is no such object")
-    return [(record, sizes.get(record.relative_path, missing)) for record in records]
 
 
 def data_sizes(folder: Location) -> list[int]:
