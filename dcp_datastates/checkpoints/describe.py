@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
-    data_sizes,
     is_committed,
     is_directory,
     may_be_committed,
@@ -58,9 +57,6 @@ _STATES: Final[dict[decisions.State | None, State]] = {
     decisions.State.COMMITTED: "replaced",
     decisions.State.DELETED: "deleted",
 }
-"""The state of an uncommitted attempt: a live process holds it; no process holds it; or the file system has
-no locks.
-"""
 
 
 @dataclass(frozen=True)
@@ -353,15 +349,17 @@ def _file(record: FileRecord, found: int | OSError) -> DataFile:
 
 
 def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
+    place = stored(directory)
+    others = [attempt for attempt in attempts.present(place) if attempt != committed]
     return tuple(
-        _attempt(directory, attempt) for attempt in attempts_at(directory) if attempt != committed
+        UncommittedAttempt(
+            attempt.name,
+            _STATES[decisions.state_of(place, attempt)],
+            len(contents.data),
+            sum(each.nbytes for each in contents.data),
+        )
+        for attempt, contents in sorted(attempts.survey(place, others).items())
     )
-
-
-def _attempt(directory: Location, attempt: Attempt) -> UncommittedAttempt:
-    sizes = data_sizes(directory / attempt.name)
-    state = _STATES[decisions.state_of(stored(directory), attempt)]
-    return UncommittedAttempt(attempt.name, state, len(sizes), sum(sizes))
 
 
 def _directory(root: Location) -> Directory:

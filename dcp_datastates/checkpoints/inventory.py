@@ -8,18 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage import attempts, decisions, local_store, presence, store_index
+from dcp_datastates.storage import attempts, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 
 __all__ = [
     "attempts_at",
     "committed_among",
-    "data_sizes",
     "folders_in",
     "has_rest",
     "is_committed",
-    "is_committed_at_root",
     "is_directory",
     "is_link",
     "may_be_committed",
@@ -27,7 +25,6 @@ __all__ = [
     "newest_attempt",
     "newest_possible",
     "remove_all",
-    "saves_at",
 ]
 
 _STAT_THREADS: Final = 8
@@ -89,12 +86,6 @@ def has_rest(path: Location) -> bool:
     return place.is_local and local_store.has_unfinished(place.key)
 
 
-def saves_at(path: Location, there: Iterable[Attempt]) -> list[Attempt]:
-    """Those of the attempts ``there`` that may yet be committed: nothing is decided about them."""
-    place = stored(path)
-    return [attempt for attempt in there if decisions.state_of(place, attempt) is None]
-
-
 def is_committed(path: Location) -> bool:
     """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program. Raises
     :class:`StorageError` if that cannot be told.
@@ -121,14 +112,6 @@ def committed_among(paths: Iterable[Location]) -> list[Location]:
         return [
             path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
         ]
-
-
-def is_committed_at_root(root: Location, names: Iterable[str]) -> bool:
-    """:func:`is_committed` of a directory in which the directories ``names`` are."""
-    place = stored(root)
-    if not any(map(Attempt.parse, names)):
-        return place.is_local and attempts.has_foreign_metadata(place)
-    return attempts.is_taken(place)
 
 
 def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
@@ -161,16 +144,6 @@ def newest_attempt(path: Location) -> Attempt:
         return max(attempts_at(path), default=_NEWEST)
     except StorageError:
         return _NEWEST
-
-
-def data_sizes(folder: Location) -> list[int]:
-    """The sizes of the ranks' files in an attempt's directory, in bytes; none if it cannot be read."""
-    place = stored(folder)
-    try:
-        objects = place.store.list(place.key).objects
-    except StorageError:
-        return []
-    return [each.nbytes for each in objects if attempts.rank_of(each.name) is not None]
 
 
 def remove_all(path: Location, first: Iterable[str]) -> None:

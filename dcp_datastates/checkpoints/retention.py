@@ -24,14 +24,14 @@ from dcp_datastates.checkpoints.inventory import (
     has_rest,
     is_committed,
     is_link,
-    saves_at,
 )
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.process.forks import enter
+from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import date
 
 __all__ = ["Retained", "retain", "retain_here"]
@@ -232,7 +232,8 @@ def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bo
         if is_link(path) or is_committed(path):
             return False
         claimed = attempts_at(path)
-        saves = saves_at(path, claimed)
+        place = stored(path)
+        saves = [attempt for attempt in claimed if decisions.state_of(place, attempt) is None]
         nothing = not claimed and not has_rest(path)
     except OSError:  # another user's directory, say
         return False
