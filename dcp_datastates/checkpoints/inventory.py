@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -11,6 +11,7 @@ from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage import attempts, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_store import StoredObject
 
 __all__ = [
     "attempts_at",
@@ -155,4 +156,11 @@ def remove_all(path: Location, first: Iterable[str]) -> None:
     if place.is_local:
         shutil.rmtree(str(place))
     else:
-        attempts.delete_objects(place, place.store.walk(place.key))
+        attempts.delete_objects(place, _all_below(place))
+
+
+def _all_below(place: ObjectPath) -> Iterator[StoredObject]:
+    listing = place.store.list(place.key)
+    yield from listing.objects
+    for name in listing.folders:
+        yield from _all_below(place / name)

@@ -124,9 +124,6 @@ class ObjectStore(Protocol):
     def list(self, prefix: str) -> Listing:
         """What lies directly below ``prefix`` (``""``: the bucket); one request for each 1,000 entries."""
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        """All objects below ``prefix``, at any depth, in order where the store lists in order."""
-
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
 

@@ -86,7 +86,7 @@ def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
     store.counts.clear()
     assert str(latest(root)) == f"{root}/step-0"
     # Two of the root and its index, one of the checkpoint's prefix, one of its attempt's for the sizes.
-    assert store.counts["list"] + store.counts["walk"] <= 4
+    assert store.counts["list"] <= 4
     assert store.counts["get"] + store.counts["get_range"] + store.counts["size"] <= 5
 
 
