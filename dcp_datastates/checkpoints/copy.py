@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,7 +131,9 @@ def _unit(
     return run
 
 
-def checked_pieces(directory: Location, record: FileRecord, done: Done) -> Iterator[memoryview]:
+def checked_pieces(
+    directory: Location, record: FileRecord, done: Callable[[int], object]
+) -> Iterator[memoryview]:
     """The bytes of a data file in ``directory``, in pieces, each compared with its checksums; last the table of these.
 
     Raises :class:`CheckpointCorruptError`, or OSError.
