@@ -14,10 +14,8 @@ from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
 from dcp_datastates_cli import (
     convert,
-    copy,
     delete,
     describe,
-    diff,
     doctor,
     find,
     trace,
@@ -34,9 +32,9 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "doctor": doctor.run,
     "watch": watch.run,
     "trace": trace.run,
-    "convert": convert.run,
-    "copy": copy.run,
-    "diff": diff.run,
+    "convert": convert.run_convert,
+    "copy": convert.run_copy,
+    "diff": convert.run_diff,
     "latest": find.run,
     "retain": delete.run_retain,
     "rm": delete.run_rm,

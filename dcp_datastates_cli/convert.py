@@ -1,24 +1,27 @@
-"""``dcp-datastates convert``: from one format to another."""
+"""``dcp-datastates convert``, ``copy`` and ``diff``: what reads a checkpoint and another place."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
+from dcp_datastates.checkpoints.copy import copy
+from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.conversion.convert import ConvertOptions, convert
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates_cli.output import OK, print_json, say
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 from dcp_datastates_cli.progress_bar import progress_bar
 
-__all__ = ["prefixes", "run"]
+__all__ = ["run_convert", "run_copy", "run_diff"]
 
 
-def run(options: argparse.Namespace) -> int:
+def run_convert(options: argparse.Namespace) -> int:
     """Convert ``options.source`` to ``options.target``; returns the exit status."""
-    options.rename = prefixes(options.rename)
+    options.rename = _prefixes(options.rename)
     given: dict[str, Any] = {
         name: value
         for name in ConvertOptions.__annotations__
@@ -33,7 +36,58 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def prefixes(given: Iterable[str] | None) -> dict[str, str] | None:
+def run_copy(options: argparse.Namespace) -> int:
+    """Copy ``options.source`` to ``options.target``; returns the exit status."""
+    source = locate(options.source)
+    with progress_bar("copying", source, options.quiet) as progress:
+        target = copy(source, options.target, threads=options.threads, progress=progress)
+    if options.json:
+        print_json({"source": source, "target": target})
+    elif not options.quiet:
+        say(f"{source} is copied to {target}")
+    return OK
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Compare ``options.a`` with ``options.b``; returns the exit status."""
+    try:
+        found = _diff(options)
+    except CheckpointCorruptError as error:  # status 1 says that they differ
+        complain(str(error))
+        return TROUBLE
+    if options.json:
+        print_json(_document(found))
+    elif options.quiet:
+        for each in found.differences:
+            say(each)
+    else:
+        say(found)
+    return OK if found.same else NO
+
+
+def _diff(options: argparse.Namespace) -> Comparison:
+    with progress_bar("comparing", locate(options.a), options.quiet) as progress:
+        return diff(
+            options.a,
+            options.b,
+            only=options.only,
+            rename=_prefixes(options.rename),
+            allow_objects=options.allow_objects,
+            threads=options.threads,
+            progress=progress,
+        )
+
+
+def _document(found: Comparison) -> dict[str, Any]:
+    document = {**dataclasses.asdict(found), "same": found.same}
+    for each in document["differences"]:
+        for name in ("largest", "relative"):
+            if each[name] is not None and math.isinf(each[name]):
+                each[name] = "inf"  # JSON has no such number
+    return document
+
+
+def _prefixes(given: Iterable[str] | None) -> dict[str, str] | None:
     """``OLD=NEW`` of each argument. Raises :class:`ConfigurationError` for one without ``=``."""
     if not given:
         return None

@@ -195,8 +195,7 @@ def _remove_directory(path: ObjectPath, there: dict[Attempt, Contents], whole: b
     attempts.remove_folders(path, there)
     if local_store.remove_folder(path.key, whole):
         return True
-    left = path.store.list(path.key)
-    names = [*left.folders, *left.links, *(each.key.rpartition("/")[2] for each in left.objects)]
+    names = path.store.list(path.key).names
     logger.warning(
         "%s is deleted, but not its directory: it holds %s", path, ", ".join(map(repr, names[:3]))
     )

@@ -16,11 +16,9 @@ from typing import Any, Final, Literal
 from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
-    data_sizes,
     is_committed,
     is_directory,
     may_be_committed,
-    sizes_of,
 )
 from dcp_datastates.checkpoints.listing import (
     Found,
@@ -38,6 +36,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
@@ -58,9 +57,6 @@ _STATES: Final[dict[decisions.State | None, State]] = {
     decisions.State.COMMITTED: "replaced",
     decisions.State.DELETED: "deleted",
 }
-"""The state of an uncommitted attempt: a live process holds it; no process holds it; or the file system has
-no locks.
-"""
 
 
 @dataclass(frozen=True)
@@ -303,8 +299,8 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         nbytes=committed.nbytes,
         ranks=_ranks(committed.note.files),
         files=tuple(
-            _file(record, found)
-            for record, found in sizes_of(directory, committed.note.files.values())
+            _file(committed.note.files[name], found)
+            for name, found in sizes(directory, committed.note.files.keys()).items()
         ),
         dtypes=_totals(tensors),
         tensors=tensors,
@@ -353,15 +349,17 @@ def _file(record: FileRecord, found: int | OSError) -> DataFile:
 
 
 def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
+    place = stored(directory)
+    others = [attempt for attempt in attempts.present(place) if attempt != committed]
     return tuple(
-        _attempt(directory, attempt) for attempt in attempts_at(directory) if attempt != committed
+        UncommittedAttempt(
+            attempt.name,
+            _STATES[decisions.state_of(place, attempt)],
+            len(contents.data),
+            sum(each.nbytes for each in contents.data),
+        )
+        for attempt, contents in sorted(attempts.survey(place, others).items())
     )
-
-
-def _attempt(directory: Location, attempt: Attempt) -> UncommittedAttempt:
-    sizes = data_sizes(directory / attempt.name)
-    state = _STATES[decisions.state_of(stored(directory), attempt)]
-    return UncommittedAttempt(attempt.name, state, len(sizes), sum(sizes))
 
 
 def _directory(root: Location) -> Directory:
@@ -388,7 +386,7 @@ def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
 def _listed(found: Found) -> Listed:
     unjudged = False
     try:
-        problem = flaw(found, "structure")
+        problem = flaw([found], "structure")
         pinned = pins(found.path)
     except StorageError as error:
         problem, pinned, unjudged = str(error), (), True

@@ -84,7 +84,9 @@ class Examination:
         self._damages = list(self._consistency_check.of_metadata())
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
-        """Read all files; returns all damages, those of the metadata too. Raises :class:`StorageError`."""
+        """Read all files; returns all damages, those of the metadata too, by file and offset. Raises
+        :class:`StorageError`.
+        """
         try:
             work(self._units(), sum(record.nbytes for record in self._files), threads, progress)
         except OSError as error:
@@ -94,7 +96,7 @@ class Examination:
         finally:
             for source in self._open:
                 source.close()
-        return self._damages
+        return sorted(self._damages, key=_place)
 
     # --- opening, one file after another: work() takes one unit at a time -----------------------
 
@@ -204,6 +206,10 @@ class Examination:
                 damages += self._consistency_check.of_header(file.record, bytes(header))
         file.source.drop_cached()
         return damages
+
+
+def _place(damage: Damage) -> tuple[str, int]:
+    return damage.file, -1 if damage.offset is None else damage.offset
 
 
 def _skip(record: FileRecord, done: Done) -> None:

@@ -1,34 +1,46 @@
-"""Finds the checkpoint to resume from: the newest intact one, the same on every rank."""
+"""Finds the checkpoint to resume from: the newest intact one, the same on every rank.
+
+Its copies may lie in several tiers, and each of its files may be whole in another one.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final, Literal, get_args, overload
 
 import torch.distributed as dist
 
+from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
-from dcp_datastates.checkpoints.tiers import (
-    first_problem,
-    newest_whole,
-    none_is_whole,
-    problems_by_file,
-)
-from dcp_datastates.checkpoints.verify import verify as verify_bytes
-from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
+from dcp_datastates.io.committed import Committed, wrong_size
+from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
+from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import Location, locate_all
 
-__all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
+__all__ = [
+    "Verification",
+    "check_verification",
+    "copies_newest_first",
+    "flaw",
+    "latest",
+    "latest_here",
+    "newest_whole",
+]
 
 logger = logging.getLogger(__name__)
 
 Verification = Literal["metadata", "structure", "full"]
 
 _REPLACEMENTS: Final = 3
+
+Problem = str | StorageError
+"""What is wrong with a file; or why that cannot be judged."""
 
 
 @overload
@@ -97,10 +109,7 @@ def latest(
     is_one = isinstance(root, str | os.PathLike)
 
     def look() -> list[tuple[int, str]]:
-        if not is_one:
-            return newest_whole(roots, verify)
-        found = latest_here(roots[0], verify)
-        return [] if found is None else [(0, found.name)]
+        return [(roots.index(path.parent), path.name) for path in newest_whole(roots, verify)]
 
     # Each rank has its own name for a tier, and its own storage_options.
     found = from_first_rank(look, "latest", "the latest checkpoint", process_group, timeout)
@@ -122,51 +131,122 @@ def latest_here(
     root: Location, verify: Verification, among: Callable[[Location], bool] = lambda path: True
 ) -> Location | None:
     """:func:`latest` in this process alone, of the directories that ``among`` takes."""
+    return next(iter(newest_whole([root], verify, among)), None)
+
+
+def newest_whole(
+    roots: Sequence[Location],
+    verify: Verification,
+    among: Callable[[Location], bool] = lambda path: True,
+    leave_out: Collection[str] = (),
+) -> list[Location]:
+    """The places, the nearest first, of the newest checkpoint below ``roots``, the tiers, that passes ``verify``, of
+    those that ``among`` takes. Empty if there is none. ``leave_out``: the names of those that could not be loaded. This
+    process alone looks.
+
+    Raises :class:`CheckpointCorruptError` if there are some, and none passes: a job must not start over unnoticed.
+    """
     problems = []
-    for found in newest_first(filter(among, candidates(root))):
-        problem = flaw(found, verify)
+    for copies in copies_newest_first(roots, among):
+        path = copies[0].path
+        if path.name in leave_out:
+            problems.append(f"{path.name} cannot be loaded")
+            continue
+        problem = flaw(copies, verify)
         if problem is None:
-            return found.path
-        logger.warning("leaving out checkpoint %s: %s", found.path, problem)
-        problems.append(f"{found.path.name}: {problem}")
-    if problems:
-        raise none_is_whole([root], problems)
-    return None
+            return [found.path for found in copies]
+        logger.warning("leaving out checkpoint %s: %s", path, problem)
+        problems.append(f"{path.name}: {problem}")
+    if not problems:
+        return []
+    where = " and ".join(repr(str(root)) for root in roots)
+    raise CheckpointCorruptError(
+        f"none of the {len(problems)} checkpoints in {where} can be restored ({'; '.join(problems[:3])}); repair or "
+        f"move them, or begin in another directory"
+    )
 
 
-def flaw(found: Found, verify: Verification) -> str | None:
-    """Why a checkpoint does not pass; None if it does.
+def copies_newest_first(
+    roots: Sequence[Location], among: Callable[[Location], bool] = lambda path: True
+) -> Iterator[list[Found]]:
+    """This package's checkpoints below ``roots``, newest first; of each all copies, the nearest first.
 
-    If a save replaces the checkpoint during the check, it is checked again. Raises :class:`StorageError` if it cannot
-    be judged: an older one must not take its place.
+    Copies in several tiers have one attempt. In one directory, each is a checkpoint of its own.
+    """
+    paths = [path for root in dict.fromkeys(roots) for path in filter(among, candidates(root))]
+    if len(roots) == 1:
+        yield from ([found] for found in newest_first(paths))
+        return
+    for _, copies in groupby(newest_first(paths), key=lambda found: found.attempt):
+        yield sorted(copies, key=lambda found: roots.index(found.path.parent))
+
+
+def flaw(copies: Sequence[Found], verify: Verification) -> str | None:
+    """Why a checkpoint, of which there are ``copies``, does not pass: the problem of a file that is whole in none of
+    them. None if it passes.
+
+    If a save replaces the checkpoint during the check, it is checked again. Raises :class:`StorageError` if none is
+    known to be whole, and one cannot be judged: an older one must not take its place.
     """
     for _ in range(_REPLACEMENTS):
-        problem = _flaw(found, verify)
+        problem = _flaw(copies, verify)
         if problem is None:
             return None
-        now = open_found(found.path)
-        if now is None:
+        now = [found for each in copies if (found := open_found(each.path)) is not None]
+        if not now:
             return "it was deleted meanwhile"
-        if now.attempt == found.attempt:
+        newest = max(found.attempt for found in now)
+        if newest == copies[0].attempt:
             return problem
-        found = now
+        copies = [found for found in now if found.attempt == newest]
     return "it is being replaced all the time"
 
 
-def _flaw(found: Found, verify: Verification) -> str | None:
-    if found.error is not None:
-        raise found.error
-    if found.committed is None:
-        return found.problem
-    if verify != "full":
-        return first_problem(problems_by_file(found.path, found.committed, verify))
-    try:
-        damages = verify_bytes(found.path).damages
-    except StorageError:
-        raise
-    except DataStatesError as error:
-        return str(error)
-    if not damages:
-        return None
-    more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
-    return f"{damages[0].file}: {damages[0].problem}{more}"
+def _flaw(copies: Sequence[Found], verify: Verification) -> str | None:
+    committed = next((found.committed for found in copies if found.committed is not None), None)
+    if committed is None:
+        for found in copies:
+            if found.error is not None:
+                raise found.error
+        return copies[0].problem
+    left: dict[str, Problem] | None = None
+    for found in copies:
+        here = _problems_by_file(found.path, committed, verify)
+        left = (
+            here
+            if left is None
+            else {file: _worse(left[file], here[file]) for file in left if file in here}
+        )
+        if not left:
+            return None
+    assert left
+    for problem in left.values():
+        if isinstance(problem, StorageError):
+            raise problem
+    file, problem = next(iter(left.items()))
+    more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+    return f"{file}: {problem}{more}"
+
+
+def _worse(one: Problem, other: Problem) -> Problem:
+    return other if isinstance(other, StorageError) else one
+
+
+def _problems_by_file(
+    directory: Location, committed: Committed, verify: Verification
+) -> dict[str, Problem]:
+    """The data files of ``committed`` that are not whole in ``directory``, and why."""
+    problems: dict[str, Problem] = {}
+    if verify == "full":
+        for damage in Examination(directory, committed).run(thread_count(None), None):
+            problems.setdefault(damage.file, damage.problem)
+    if verify != "structure":
+        return problems
+    for file, found in sizes(directory, committed.note.files.keys()).items():
+        if isinstance(found, int):
+            problem: Problem | None = wrong_size(committed.note.files[file], found)
+        else:
+            problem = found if isinstance(found, StorageError) else "missing"
+        if problem is not None:
+            problems[file] = problem
+    return problems

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.storage import attempts, decisions, local_store, presence, store_index
+from dcp_datastates.storage import attempts, local_store, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import StoredObject
@@ -18,11 +16,9 @@ from dcp_datastates.storage.object_store import StoredObject
 __all__ = [
     "attempts_at",
     "committed_among",
-    "data_sizes",
     "folders_in",
     "has_rest",
     "is_committed",
-    "is_committed_at_root",
     "is_directory",
     "is_link",
     "may_be_committed",
@@ -30,8 +26,6 @@ __all__ = [
     "newest_attempt",
     "newest_possible",
     "remove_all",
-    "saves_at",
-    "sizes_of",
 ]
 
 _STAT_THREADS: Final = 8
@@ -79,8 +73,7 @@ def names_at(path: Location) -> list[str]:
     place = stored(path)
     if place.is_local:
         return presence.names_in(str(place))
-    listing = place.store.list(place.key)
-    return [*listing.folders, *(_name(each) for each in listing.objects)]
+    return place.store.list(place.key).names
 
 
 def attempts_at(path: Location) -> list[Attempt]:
@@ -92,12 +85,6 @@ def has_rest(path: Location) -> bool:
     """Whether an interrupted deletion has left anything at ``path`` but attempts. Raises :class:`StorageError`."""
     place = stored(path)
     return place.is_local and local_store.has_unfinished(place.key)
-
-
-def saves_at(path: Location, there: Iterable[Attempt]) -> list[Attempt]:
-    """Those of the attempts ``there`` that may yet be committed: nothing is decided about them."""
-    place = stored(path)
-    return [attempt for attempt in there if decisions.state_of(place, attempt) is None]
 
 
 def is_committed(path: Location) -> bool:
@@ -126,14 +113,6 @@ def committed_among(paths: Iterable[Location]) -> list[Location]:
         return [
             path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
         ]
-
-
-def is_committed_at_root(root: Location, names: Iterable[str]) -> bool:
-    """:func:`is_committed` of a directory in which the directories ``names`` are."""
-    place = stored(root)
-    if not any(map(Attempt.parse, names)):
-        return place.is_local and attempts.has_foreign_metadata(place)
-    return attempts.is_taken(place)
 
 
 def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
@@ -168,48 +147,6 @@ def newest_attempt(path: Location) -> Attempt:
         return _NEWEST
 
 
-def sizes_of(
-    directory: Location, records: Iterable[FileRecord]
-) -> list[tuple[FileRecord, int | OSError]]:
-    """The data files of a checkpoint, each with its size on storage, or FileNotFoundError, or the :class:`StorageError`
-    of looking at it.
-    """
-    place, records = stored(directory), list(records)
-    if place.is_local:
-
-        def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
-            try:
-                return record, place.store.size((place / record.relative_path).key)
-            except FileNotFoundError:
-                return record, FileNotFoundError("there is no such file")
-            except StorageError as error:
-                return record, error
-
-        with ThreadPoolExecutor(_STAT_THREADS) as executor:
-            return list(executor.map(look, records))
-    folders = {os.path.dirname(record.relative_path) for record in records}
-    sizes: dict[str, int] = {}
-    for folder in folders:
-        for each in place.store.list((place / folder).key).objects:
-            sizes[f"{folder}/{_name(each)}"] = each.nbytes
-    missing = FileNotFoundError("there is no such object")
-    return [(record, sizes.get(record.relative_path, missing)) for record in records]
-
-
-def data_sizes(folder: Location) -> list[int]:
-    """The sizes of the ranks' files in an attempt's directory, in bytes; none if it cannot be read."""
-    place = stored(folder)
-    try:
-        objects = place.store.list(place.key).objects
-    except StorageError:
-        return []
-    return [each.nbytes for each in objects if attempts.rank_of(_name(each)) is not None]
-
-
-def _name(entry: StoredObject) -> str:
-    return entry.key.rpartition("/")[2]
-
-
 def remove_all(path: Location, first: Iterable[str]) -> None:
     """Remove another program's checkpoint, with all that lies in it; the files ``first`` before all others, so that the
     rest is no checkpoint if this is interrupted. Raises OSError.
@@ -219,4 +156,11 @@ def remove_all(path: Location, first: Iterable[str]) -> None:
     if place.is_local:
         shutil.rmtree(str(place))
     else:
-        attempts.delete_objects(place, place.store.walk(place.key))
+        attempts.delete_objects(place, _all_below(place))
+
+
+def _all_below(place: ObjectPath) -> Iterator[StoredObject]:
+    listing = place.store.list(place.key)
+    yield from listing.objects
+    for name in listing.folders:
+        yield from _all_below(place / name)

@@ -19,7 +19,6 @@ from dcp_datastates.checkpoints.inventory import (
     committed_among,
     folders_in,
     is_committed,
-    is_committed_at_root,
     is_link,
     may_be_committed,
     newest_attempt,
@@ -36,7 +35,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.presence import NotAFileError
 from dcp_datastates.text import step_of
 
@@ -111,7 +110,9 @@ def candidates(root: Location) -> list[Location]:
     """
     there = directories(root)
     found = [path for path in there if may_be_committed(path)]
-    if is_committed_at_root(root, [path.name for path in there]):
+    # A store is not asked for more than its list.
+    may_be_one = stored(root).is_local or any(Attempt.parse(path.name) for path in there)
+    if may_be_one and is_committed(root):
         if not found:
             raise ConfigurationError(
                 f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "

@@ -24,14 +24,14 @@ from dcp_datastates.checkpoints.inventory import (
     has_rest,
     is_committed,
     is_link,
-    saves_at,
 )
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.process.forks import enter
+from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import date
 
 __all__ = ["Retained", "retain", "retain_here"]
@@ -133,7 +133,7 @@ def retain_here(
     last: list[Found] = []
     for found in newest_first(paths):
         everything.append(found)
-        if problem := flaw(found, verify):
+        if problem := flaw([found], verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
@@ -147,7 +147,7 @@ def retain_here(
     older = list(newest_first(path for path in paths if path not in seen | unopened))
     everything += older
     keep.check_known(everything)
-    best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
+    best = keep.the_best(everything, lambda found: found in last or flaw([found], verify) is None)
     newest = -math.inf if keep.within is None else _time_of_newest(everything)
     for found in older:
         if found.error is not None:
@@ -232,7 +232,8 @@ def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bo
         if is_link(path) or is_committed(path):
             return False
         claimed = attempts_at(path)
-        saves = saves_at(path, claimed)
+        place = stored(path)
+        saves = [attempt for attempt in claimed if decisions.state_of(place, attempt) is None]
         nothing = not claimed and not has_rest(path)
     except OSError:  # another user's directory, say
         return False

@@ -107,12 +107,8 @@ def verify(
         tensors=tensors,
         objects=len(committed.table.catalog.names) - tensors,
         seconds=time.monotonic() - began,
-        damages=tuple(sorted(damages, key=_place)),
+        damages=tuple(damages),
     )
-
-
-def _place(damage: Damage) -> tuple[str, int]:
-    return damage.file, -1 if damage.offset is None else damage.offset
 
 
 def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float) -> Report:

@@ -31,13 +31,12 @@ from dcp_datastates.storage import (
     store_index,
 )
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
-from dcp_datastates.storage.self_test import Findings, Operation, what_works, what_works_for
+from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
 
 __all__ = ["Place"]
 
@@ -61,10 +60,7 @@ class Place:
 
     @property
     def _findings(self) -> Findings:
-        directory = self._directory
-        if directory.is_local:
-            return what_works_for(Path(str(directory)))
-        return what_works(directory.parent)
+        return what_works_for(self._directory)
 
     @property
     def _creates_once(self) -> bool:
@@ -136,7 +132,7 @@ class Place:
         doubts: list[OSError] = []
         try:
             if not self._creates_once:
-                state = decisions.decide_unguarded(directory, attempt, data)
+                state = decisions.decide_alone(directory, attempt, data, creates_once=False)
             else:
                 state = decisions.decide(directory, attempt, data, doubts.append)
         except NotStoredError as error:
@@ -228,7 +224,6 @@ class Place:
             data = decision.data
         directory = self._directory
         path = directory / METADATA_NAME
-        step()
         if directory.is_local:
             local_store.put_copy(path.key, decisions.decision_path(directory, attempt).key, data)
         else:

@@ -110,21 +110,17 @@ def _check_files(requests: list[Request], source: StoredCheckpoint, copies: Near
 
 def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -> dict[str, int]:
     described = source.note.files.keys()
-    if isinstance(place, ObjectPath):
-        return stored_files.sizes(place, sorted({*map(_file_of, requests)} & described))
-    found = {}
     is_shared = source.sharing is not None and place is source.places[0]
-    opened = requests if is_shared else [each for each in requests if each.target is None]
-    for file in {*map(_file_of, opened)} & described:
+    if not (is_shared or isinstance(place, ObjectPath)):
+        requests = [each for each in requests if each.target is None]
+    found = {}
+    for file, nbytes in stored_files.sizes(place, {*map(_file_of, requests)} & described).items():
+        if isinstance(nbytes, int):
+            found[file] = nbytes
+            continue
+        kind = CheckpointNotFoundError if isinstance(nbytes, FileNotFoundError) else StorageError
         path = place / file
-        try:
-            found[file] = path.stat().st_size
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                error.errno, f"open {path}: {error.strerror}", str(path)
-            ) from error
-        except OSError as error:
-            raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
+        raise kind(nbytes.errno, f"open {path}: {nbytes.strerror}", str(path)) from nbytes
     return found
 
 

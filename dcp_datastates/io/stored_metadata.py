@@ -83,8 +83,7 @@ def _what_is_there(directory: ObjectPath, listing: Listing) -> str:
         return _uncommitted(there[-1], states[there[-1]])
     if store_index.INDEX_NAME in listing.folders and (entries := store_index.entries(directory)):
         return f"but there are checkpoints below it, such as {entries[0].name!r}"
-    names = [*listing.folders, *listing.links, *(_name(each.key) for each in listing.objects)]
-    if not names:
+    if not (names := listing.names):
         return _of_the_key_itself(directory)
     if directory.is_local and (steps := [each for each in names if _holds(directory / each)]):
         return f"but there are checkpoints below it, such as {max(steps)!r}"
@@ -157,10 +156,6 @@ def _attempt_of(directory: ObjectPath, listing: Listing) -> Attempt | None:
         return metadata.decode(data, directory / METADATA_NAME).note.attempt
     except CheckpointCorruptError:
         return None
-
-
-def _name(key: str) -> str:
-    return key.rpartition("/")[2]
 
 
 # ---- what is no checkpoint of this package -------------------------------------------------------

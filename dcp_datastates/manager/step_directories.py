@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
+from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
@@ -18,10 +18,6 @@ from dcp_datastates.checkpoints.listing import (
     newest_first,
 )
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.checkpoints.tiers import (
-    newest_whole,
-    none_is_whole,
-)
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
@@ -142,7 +138,7 @@ class StepDirectories:
     def best(self, keep: Keep) -> int | None:
         """The step of the best checkpoint by ``keep``; None if it does not rank them, or none has the metric."""
         best = keep.the_best(
-            newest_first(self._paths()), lambda found: flaw(found, self._verify) is None
+            newest_first(self._paths()), lambda found: flaw([found], self._verify) is None
         )
         return number_of(best[0].path, PREFIX) if best else None
 
@@ -172,15 +168,8 @@ class StepDirectories:
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
         if all are other programs'; :class:`StorageError` if one that may be the newest cannot be judged.
         """
-        found = newest_whole(
-            self.roots,
-            self._verify,
-            lambda path: self.is_one(path) and path.name not in leave_out,
-        )
-        if found:
-            return found[0][1]
-        if leave_out:
-            raise none_is_whole(self.roots, [f"{name} cannot be loaded" for name in leave_out])
+        for place in newest_whole(self.roots, self._verify, self.is_one, leave_out):
+            return place.name
         if paths := self._paths():
             raise ForeignCheckpointError(
                 f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "

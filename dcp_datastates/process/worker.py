@@ -63,7 +63,7 @@ class Worker:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:
+                except (RuntimeError, MemoryError) as error:
                     logger.warning("%s cannot start: %s", self._name, error)
                     if not sys.is_finalizing() and "shutdown" not in str(error):
                         self._refusal = (

@@ -10,13 +10,12 @@ import errno
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
@@ -151,34 +150,37 @@ def rank_of(name: str) -> int | None:
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
     folder = directory / attempt.name
-    return any(rank_of(_name(each)) is not None for each in folder.store.walk(folder.key))
+    return any(rank_of(each.name) is not None for each in folder.store.list(folder.key).objects)
 
 
 def survey(
     directory: ObjectPath, among: Iterable[Attempt] | None = None
 ) -> dict[Attempt, Contents]:
-    """All objects of the attempts ``among`` (None: of all that are) below ``directory``: one LIST for each 1,000 of
-    them. Raises :class:`StorageError`.
+    """The objects of the attempts ``among`` (None: of all that are) at ``directory``: one LIST for each of them. Raises
+    :class:`StorageError`.
     """
     found: dict[Attempt, Contents] = {}
-    places = [directory] if among is None else [directory / attempt.name for attempt in among]
-    beginning = f"{directory.key}/" if directory.key else ""
-    for each in chain.from_iterable(place.store.walk(place.key) for place in places):
-        folder, _, name = each.key.removeprefix(beginning).partition("/")
-        attempt = Attempt.parse(folder)
-        if attempt is None or not name:
-            continue
-        contents = found.setdefault(attempt, Contents())
-        if name == DECISION_NAME:
-            contents.decision = each
-        elif rank_of(name) is not None:
-            contents.data.append(each)
-        else:
-            contents.others.append(each)
-    if directory.is_local:  # an attempt has a folder before it has a file
-        for attempt in present(directory) if among is None else among:
-            found.setdefault(attempt, Contents())
+    for attempt in present(directory) if among is None else among:
+        folder, contents = directory / attempt.name, Contents()
+        for each in _objects_in(folder):
+            if each.name == DECISION_NAME:
+                contents.decision = each
+            elif rank_of(each.name) is not None:
+                contents.data.append(each)
+            else:
+                contents.others.append(each)
+        if directory.is_local or contents != Contents():  # a store has no folders
+            found[attempt] = contents
     return found
+
+
+def _objects_in(folder: ObjectPath) -> list[StoredObject]:
+    """What lies directly in an attempt's folder."""
+    listing = folder.store.list(folder.key)
+    objects, decision = list(listing.objects), folder / DECISION_NAME
+    if folder.is_local and DECISION_NAME in listing.folders and local_store.is_object(decision.key):
+        objects.append(StoredObject(decision.key, folder.store.size(decision.key), 0.0))
+    return objects
 
 
 def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) -> None:
@@ -188,8 +190,8 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     folder = directory / attempt.name
     mine = [
         each
-        for each in folder.store.walk(folder.key)
-        if (owner := rank_of(_name(each))) is not None and owner % world == rank
+        for each in folder.store.list(folder.key).objects
+        if (owner := rank_of(each.name)) is not None and owner % world == rank
     ]
     delete_objects(directory, mine)
     remove_folders(directory, [attempt])
@@ -201,12 +203,11 @@ def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
     """
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
-        names = {_name(each) for each in folder.store.walk(folder.key)}
+        names = folder.store.list(folder.key).names
         if not names:
             local_store.remove_folder(folder.key)
-        elif names == {
-            DECISION_NAME
-        }:  # no process may decide anew between its removal and the folder's
+        elif names == [DECISION_NAME]:
+            # No process may decide anew between its removal and the folder's.
             local_store.discard_folder(folder.key)
 
 
@@ -214,14 +215,9 @@ def delete_objects(directory: ObjectPath, objects: Iterable[StoredObject]) -> No
     """Delete objects of the store of ``directory``, 1,000 by a request. Raises :class:`StorageError`."""
     keys = iter([each.key for each in objects])
     for batch in _batches(keys):
-        step()
         directory.store.delete(batch)
 
 
 def _batches(keys: Iterator[str]) -> Iterator[list[str]]:
     while batch := list(islice(keys, _DELETED_AT_ONCE)):
         yield batch
-
-
-def _name(entry: StoredObject) -> str:
-    return entry.key.rpartition("/")[2]

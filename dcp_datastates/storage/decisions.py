@@ -21,7 +21,6 @@ from typing import Final
 
 from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import (
@@ -36,11 +35,10 @@ __all__ = [
     "State",
     "StoredDecision",
     "decide",
-    "decide_unguarded",
+    "decide_alone",
     "decision_path",
     "mark_deleted",
     "read",
-    "repeat",
     "state_of",
     "withdraw",
 ]
@@ -121,7 +119,6 @@ def decide(
     committed, or may come to be. :func:`withdraw` then decides.
     """
     path = decision_path(directory, attempt)
-    step()
     try:
         hit("publish.decide.before")
         created = path.store.put_if_absent(path.key, data)
@@ -153,7 +150,6 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
     path = decision_path(directory, attempt)
     failure: StorageError | None = None
     for _ in range(_TRIES):
-        step()
         try:
             if path.store.put_if_absent(path.key, _mark(_WITHDRAWN)):
                 return State.WITHDRAWN
@@ -163,7 +159,6 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
             return State.WITHDRAWN
         except StorageError as error:
             failure = error
-        step()
         state = state_of(directory, attempt)
         if state is not None:
             return state
@@ -176,45 +171,29 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
     )
 
 
-def decide_unguarded(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
-    """As :func:`decide`, in a store that lets two creations of an object succeed (:mod:`self_test`): then only one
-    process may decide about an attempt, and no other withdraws it.
-    """
-    path = decision_path(directory, attempt)
-    state = state_of(directory, attempt)
-    if state is None:
-        step()
-        try:
-            path.store.put(path.key, data)
-        except StorageError:
-            step()
-            state = state_of(directory, attempt)
-            if state is None:  # the request may still be carried out
-                raise
-        else:
-            return State.COMMITTED
-    if state is State.COMMITTED:
-        _check_same(path, data)
-    return state
-
-
-def repeat(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
-    """Commit an attempt that is committed elsewhere, with the metadata ``data`` of that place; returns what is decided
-    about it here. Any process, any number of times: a request that is carried out late does no harm.
+def decide_alone(
+    directory: ObjectPath, attempt: Attempt, data: bytes, creates_once: bool = True
+) -> State:
+    """Commit an attempt that no process withdraws, with the metadata ``data``; returns what is decided about it: a copy
+    of one that is committed elsewhere (any process, any number of times: a request that is carried out late does no
+    harm), or, without ``creates_once``, one in a store that lets two creations of an object succeed
+    (:mod:`self_test`), where only one process may decide about an attempt.
 
     Raises as :func:`decide`.
     """
     path = decision_path(directory, attempt)
     failure: OSError | None = None
-    step()
     try:
-        if path.store.put_if_absent(path.key, data):
+        if creates_once:
+            created = path.store.put_if_absent(path.key, data)
+        elif created := state_of(directory, attempt) is None:
+            path.store.put(path.key, data)
+        if created:
             return State.COMMITTED
     except OSError as error:
         failure = error
-    step()
     state = state_of(directory, attempt)
-    if state is None:
+    if state is None:  # the request may still be carried out
         raise failure or StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
     if state is State.COMMITTED:
         _check_same(path, data)
@@ -226,7 +205,6 @@ def mark_deleted(directory: ObjectPath, attempt: Attempt) -> None:
     committed it has no effect. The caller has seen it committed. Idempotent; raises :class:`StorageError`.
     """
     path = decision_path(directory, attempt)
-    step()
     try:
         path.store.put(path.key, _mark(_DELETED))
     except ObjectMissingError:  # another process has deleted it, with its folder

@@ -159,17 +159,6 @@ class FsspecStore:
         objects.sort(key=lambda each: each.key)
         return Listing(tuple(sorted(folders)), tuple(objects))
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        try:
-            found = self._ask(
-                "listing", prefix, lambda: self._files.find(self._path(prefix), detail=True)
-            )
-        except ObjectMissingError:
-            return
-        for name, about in sorted(found.items()):
-            if (key := self._key(name)) != prefix:  # which find() shows if it is an object itself
-                yield _object(key, about)
-
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             remove = functools.partial(self._remove, key)

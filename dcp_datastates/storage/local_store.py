@@ -41,6 +41,7 @@ __all__ = [
     "LocalStore",
     "discard_folder",
     "has_unfinished",
+    "is_object",
     "make_folder",
     "put_copy",
     "remove_folder",
@@ -162,17 +163,6 @@ class LocalStore:
         objects = tuple(each for each in found if each is not None)
         return Listing(tuple(sorted(folders)), objects, tuple(sorted(links)))
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        found = self.list(prefix)
-        yield from found.objects
-        for name in found.folders:
-            below = f"{prefix}/{name}" if prefix else name
-            if _is_object(_path(below)):
-                status = os.stat(_path(below) / _WITHIN)
-                yield StoredObject(below, status.st_size, status.st_mtime)
-            else:
-                yield from self.walk(below)
-
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = _path(key)
@@ -226,6 +216,13 @@ def remove_folder(key: str, whole: bool = False) -> bool:
         with contextlib.suppress(FileNotFoundError):
             operations.sync_directory(path.parent, current_phase())
     return True
+
+
+def is_object(key: str) -> bool:
+    """Whether the folder ``key`` is an object, which was created where the file system has no links. Raises
+    :class:`StorageError`.
+    """
+    return _is_object(_path(key))
 
 
 def has_unfinished(key: str) -> bool:

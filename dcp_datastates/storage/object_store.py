@@ -42,6 +42,11 @@ class StoredObject:
     modified_at: float
     """By the store's clock, in seconds since the epoch."""
 
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -52,6 +57,11 @@ class Listing:
     objects: tuple[StoredObject, ...]
     links: tuple[str, ...] = ()
     """The names of symbolic links to folders, in order. Only a file system has them."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all."""
+        return [*self.folders, *self.links, *(each.name for each in self.objects)]
 
 
 class ObjectMissingError(StorageError, FileNotFoundError):
@@ -113,9 +123,6 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str) -> Listing:
         """What lies directly below ``prefix`` (``""``: the bucket); one request for each 1,000 entries."""
-
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        """All objects below ``prefix``, at any depth, in order where the store lists in order."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""

@@ -160,24 +160,6 @@ class ObstoreStore:
             tuple(_objects(found["objects"], prefix)),
         )
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        below = f"{prefix}/" if prefix else None
-        last: str | None = None
-
-        def pages(own: _Clients) -> tuple[Any, Any]:
-            """The first page after ``last``, and those that follow it."""
-            rest = iter(obstore.list(own.calls, below, offset=last, chunk_size=1000))
-            return next(rest, None), rest
-
-        page, rest = self._read("listing", prefix, pages)
-        while page is not None:
-            yield from _objects(page, prefix)
-            last = page[-1]["path"] if page else last
-            try:
-                page = next(rest, None)
-            except (exceptions.BaseError, OSError):
-                page, rest = self._read("listing", prefix, pages)
-
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
         if not names:

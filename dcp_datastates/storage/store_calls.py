@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage.bounded import troubled
+from dcp_datastates.storage.bounded import step, troubled
 
 __all__ = ["BusyError", "ExpiredError", "patiently", "says_conflict", "says_expired"]
 
@@ -60,8 +60,9 @@ def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -
     """Return what ``ask`` returns, which sends a request. While it raises :class:`BusyError`, ask again, for
     ``seconds`` at most; after :class:`ExpiredError` once, if ``renew`` has read the credentials anew.
 
-    Raises what ``ask`` raises in the end. Any thread.
+    Raises what ``ask`` raises in the end. Any thread. In work that was abandoned, nothing is sent.
     """
+    step()
     began, wait = time.monotonic(), _FIRST_WAIT
     renewed = said = False
     while True:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 
@@ -59,7 +58,7 @@ def entries(root: ObjectPath) -> list[Entry]:
     """
     index = root / INDEX_NAME
     listed = index.store.list(index.key).objects
-    found = (Entry.parse(each.key.rpartition("/")[2]) for each in listed)
+    found = (Entry.parse(each.name) for each in listed)
     return sorted(filter(None, found), key=lambda entry: entry.attempt, reverse=True)
 
 
@@ -70,7 +69,6 @@ def register(directory: ObjectPath, attempt: Attempt) -> None:
     if directory.is_local:
         return
     path = directory.parent / INDEX_NAME / Entry(attempt, directory.name).key
-    step()
     hit("publish.register.before")
     path.store.put(path.key, b"")
     hit("publish.register.after")
@@ -81,5 +79,4 @@ def forget(directory: ObjectPath, attempts: Iterable[Attempt]) -> None:
     index = directory.parent / INDEX_NAME
     keys = [(index / Entry(attempt, directory.name).key).key for attempt in attempts]
     if keys and not directory.is_local:
-        step()
         index.store.delete(keys)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.copy_target import (
+from dcp_datastates.checkpoints.copy import (
     CopyTarget,
     checked_pieces,
     committed_at,

@@ -8,7 +8,7 @@ import shutil
 import time
 from typing import Final
 
-from dcp_datastates.checkpoints.copy_target import committed_at
+from dcp_datastates.checkpoints.copy import committed_at
 from dcp_datastates.checkpoints.delete import delete_committed
 from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first
 from dcp_datastates.errors import DataStatesError, StorageError

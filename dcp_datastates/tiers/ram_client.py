@@ -55,7 +55,6 @@ class Node(Protocol):
     def name(self) -> str: ...
     def find(self, key: str) -> Answer[Entry | None]: ...
     def read(self, key: str, begin: int, end: int) -> Answer[tuple[Entry, Buffer] | None]: ...
-    def walk(self, prefix: str) -> Answer[list[Entry]]: ...
     def list(self, prefix: str) -> Answer[list[Entry]]: ...
     def delete(self, keys: Iterable[str]) -> Answer[object]: ...
     def left(self) -> Answer[int]: ...
@@ -93,9 +92,6 @@ class OwnNode:
 
     def read(self, key: str, begin: int, end: int) -> Answer[tuple[Entry, Buffer] | None]:
         return lambda: self._files.read(key, begin, end)
-
-    def walk(self, prefix: str) -> Answer[list[Entry]]:
-        return lambda: self._files.walk(prefix)
 
     def list(self, prefix: str) -> Answer[list[Entry]]:
         return lambda: self._files.list(prefix)
@@ -147,9 +143,6 @@ class OtherNode:
 
     def read(self, key: str, begin: int, end: int) -> Answer[tuple[Entry, Buffer] | None]:
         return self._ask(Kind.READ, messages.packed_range(key, begin, end), _entry_and_data)
-
-    def walk(self, prefix: str) -> Answer[list[Entry]]:
-        return self._ask(Kind.WALK, messages.packed_keys([prefix]), _entries)
 
     def list(self, prefix: str) -> Answer[list[Entry]]:
         return self._ask(Kind.LIST, messages.packed_keys([prefix]), _entries)

@@ -108,12 +108,6 @@ class RamFiles:
             file.seek(begin)
             return entry, file.read(max(0, min(end, entry.nbytes) - begin))
 
-    def walk(self, prefix: str) -> list[Entry]:
-        """All objects below ``prefix``, in no order."""
-        root = self._path(prefix)
-        below = ((f"{prefix}{each.path[len(root) :]}", each) for each in _files_below(root))
-        return [entry for key, each in below if (entry := _entry_of(key, each)) is not None]
-
     def list(self, prefix: str) -> list[Entry]:
         """The objects and the folders directly below ``prefix``, in no order."""
         found = []

@@ -34,7 +34,7 @@ _ERRNO: Final = struct.Struct("!I")
 
 
 def packed_keys(keys: Iterable[str]) -> bytes:
-    """What ``FIND``, ``LIST``, ``WALK`` and ``PUT`` (one key) and ``DELETE`` contain."""
+    """What ``FIND``, ``LIST`` and ``PUT`` (one key) and ``DELETE`` contain."""
     return b"\0".join(os.fsencode(key) for key in keys)
 
 

@@ -4,7 +4,7 @@ A message is a header (its kind, the CRC32C of all the rest, its length) and its
 carries one request at a time:
 
 1. ``HELLO`` with the token of the server's process, which only the job's processes know. ``OK``.
-2. ``FIND``, ``READ``, ``LIST``, ``WALK``, ``DELETE``, ``LEFT``: ``OK`` with the answer, or ``ERROR``.
+2. ``FIND``, ``READ``, ``LIST``, ``DELETE``, ``LEFT``: ``OK`` with the answer, or ``ERROR``.
 3. ``PUT``: ``OK``. Then as many ``PIECE`` as there are, without answers; ``COMPLETE``: ``OK``, when every checksum was
    right. Then ``PUBLISH``: ``OK``. A server that fails on the way says ``ERROR`` and ends the connection. If the
    connection ends before ``PUBLISH``, nothing appears.
@@ -67,15 +67,14 @@ class Kind(IntEnum):
     FIND = 2
     READ = 3
     LIST = 4
-    WALK = 5
-    DELETE = 6
-    PUT = 7
-    PIECE = 8
-    COMPLETE = 9
-    PUBLISH = 10
-    LEFT = 11
-    OK = 12
-    ERROR = 13
+    DELETE = 5
+    PUT = 6
+    PIECE = 7
+    COMPLETE = 8
+    PUBLISH = 9
+    LEFT = 10
+    OK = 11
+    ERROR = 12
 
 
 class DamagedError(OSError):

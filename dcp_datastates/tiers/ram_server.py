@@ -153,8 +153,6 @@ class RamServer(LineServer):
             return [] if entry is None else [packed([entry])]
         if kind is Kind.LIST:
             return [packed(files.list(keys[0]))]
-        if kind is Kind.WALK:
-            return [packed(files.walk(keys[0]))]
         if kind is Kind.DELETE:
             files.delete(keys)
             return []

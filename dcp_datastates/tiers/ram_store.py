@@ -105,10 +105,6 @@ class RamStore:
             tuple(map(_object, (e for k, e in found.items() if not k.endswith("/")))),
         )
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        found = self._union("listing", prefix, lambda node, name: node.walk(name))
-        return map(_object, found.values())
-
     def left(self) -> int:
         """The bytes of data files that still have room, if each node stores equally many."""
         nodes = self._nodes()

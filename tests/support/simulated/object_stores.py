@@ -135,10 +135,6 @@ class MemoryStore:
                 objects.append(each)
         return Listing(tuple(sorted(folders)), tuple(objects))
 
-    def walk(self, prefix: str) -> Iterator[StoredObject]:
-        self._read(Request("walk", prefix))
-        return iter(self._below(f"{prefix}/" if prefix else ""))
-
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
         if not names:

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from dcp_datastates.storage.fsspec_adapter import FsspecStore
-from dcp_datastates.storage.object_store import ObjectStore
+from dcp_datastates.storage.object_store import ObjectStore, StoredObject
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from support.stores import server
 from support.stores.programs import serve
 from support.stores.ram import temporary_store
 
-__all__ = ["KINDS", "new_store"]
+__all__ = ["KINDS", "new_store", "objects_below"]
 
 _numbers = itertools.count(1)
 
@@ -118,3 +118,12 @@ KINDS: dict[str, Callable[[], ObjectStore]] = {
     "azurite": _azurite,
     "ram": lambda: temporary_store(_new_name()),
 }
+
+
+def objects_below(store: ObjectStore, prefix: str = "") -> list[StoredObject]:
+    """All objects below ``prefix``, at any depth, in order."""
+    listing = store.list(prefix)
+    found = list(listing.objects)
+    for name in listing.folders:
+        found += objects_below(store, f"{prefix}/{name}" if prefix else name)
+    return sorted(found, key=lambda each: each.key)

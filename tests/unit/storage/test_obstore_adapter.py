@@ -273,7 +273,6 @@ CALLS = {
     "get": lambda store: store.get("a"),
     "range": lambda store: store.get_range("a", 0, 2),
     "list": lambda store: store.list(""),
-    "walk": lambda store: list(store.walk("")),
     "delete": lambda store: store.delete(["a"]),
 }
 

@@ -23,6 +23,7 @@ from dcp_datastates.commit.place import Place
 from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.object_path import stored
 from dcp_datastates.storage.self_test import Operation, examine, what_works
 from dcp_datastates.storage.store_calls import ExpiredError
 
@@ -297,7 +298,7 @@ NO_LACK = {
 }
 NEEDS = {
     "s3fs": (Operation.SHRINK, ignores_truncation, "s3fs"),
-    "unreadable": (Operation.LIST, refusing("listdir", errno.EACCES), "permission to read"),
+    "unreadable": (Operation.LIST, refusing("scandir", errno.EACCES), "permission to read"),
 }
 
 
@@ -361,8 +362,9 @@ def test_storage_in_trouble_says_nothing_about_what_it_can_do(monkeypatch, tmp_p
 def test_what_a_killed_self_test_left_is_removed_later_and_nothing_else(tmp_path):
     names = [".self-test.0123456789abcdef", ".self-test.fedcba9876543210", ".self-test.mine"]
     for name in names:
-        (tmp_path / name / "decision").mkdir(parents=True)
-        (tmp_path / name / "a").touch()
+        (tmp_path / name).mkdir()
+        for left in ("a", "b", ".a.0123456789abcdef~"):
+            (tmp_path / name / left).touch()
     (tmp_path / names[1] / "precious").touch()
     for name in names:
         os.utime(tmp_path / name, (1, 1))
@@ -375,15 +377,15 @@ def test_what_a_killed_self_test_left_is_removed_later_and_nothing_else(tmp_path
 def test_a_root_that_cannot_be_written_to_is_tried_where_the_checkpoint_goes(tmp_path):
     place = tmp_path / "shared" / "mine"
     place.mkdir(parents=True)
-    found: list[Path] = []
+    found: list[str] = []
     answers = self_test.what_works
 
     def note(root):
-        found.append(root)
+        found.append(str(root))
         return answers(root)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(self_test, "what_works", note)
         patched.setattr(os, "access", lambda path, mode: Path(path) != place.parent)
-        self_test.what_works_for(place)
-    assert found == [place]
+        self_test.what_works_for(stored(place))
+    assert found == [str(place)]

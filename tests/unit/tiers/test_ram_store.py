@@ -125,7 +125,6 @@ def test_a_node_that_is_gone_is_never_a_missing_object(cluster):
         lambda: store.get("missing"),
         lambda: store.size("missing"),
         lambda: store.list("step-1"),
-        lambda: list(store.walk("")),
         lambda: store.delete([OTHER]),
         lambda: store.put(OTHER, b"new"),
         lambda: store.put_if_absent("new", b""),
