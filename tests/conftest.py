@@ -15,7 +15,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.crashes.matrix import matrix_lines
 from support.jobs.ranks import agree, close_pool, under_torchrun
 from support.tiers import SHARES, part_of
 
@@ -115,26 +114,3 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     close_pool()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [
-        report
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.stats.get(outcome, [])
-    ]
-    for file, where in (("test_kill_matrix", "path"), ("test_store_kill_matrix", "URL")):
-        cells = [each for each in reports if each.nodeid.startswith(f"tests/crash/{file}.py")]
-        if not cells:
-            continue
-        # They bring the package along, which most runs want later.
-        if where == "path":
-            from support.crashes.cells import POINTS as points
-        else:
-            from support.crashes.store_cells import STORE_POINTS as points
-        if lines := matrix_lines(cells, points):
-            terminalreporter.section(
-                f"killed there: what is at the {where}, when the survivors knew"
-            )
-            for line in lines:
-                terminalreporter.line(line)

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import run_cli
-from support.documents import (
+from support.commands import (
     ROOT,
     blocks,
     documents,
     program,
     run,
+    run_cli,
     started,
     table_cells,
     torchrun,

@@ -31,7 +31,7 @@ from support.crashes.cells import NEVER
 from support.jobs.processes import run_ranks
 from support.state.checkpoints import attempts, causes
 from support.state.planners import FailingPlanner
-from support.state.saving import COMMIT_GROUP, number_at, part, report_of, save_over
+from support.state.saving import number_at, part, report_of, save_over
 
 from dcp_datastates.commit import group
 from dcp_datastates.storage import failpoints
@@ -59,9 +59,6 @@ _EVERY_RANK = (
 _FULL = ("flush.allocate.before", "flush.write.before", "publish.write.before")
 _SLOW = ("sync.data.after", "vote.after", "publish.create.after", "outcome.before")
 """Nothing else happens at these: a save that is slow at one of them is committed all the same."""
-_ONLY_WITH_COMMIT_GROUP = frozenset(_EVERY_RANK) | {
-    *("flush.allocate.before", "sync.data.after", "vote.after", "outcome.before")
-}
 _STALLED = ("vote.before", "vote.after", "outcome.after")
 _STALLED_SECONDS, _PATIENCE_SECONDS = 4.0, 1.5
 _PLANNERS = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
@@ -111,9 +108,7 @@ def _drawn(saves: int, every: int, chance: random.Random) -> list[_Fault]:
             "stalled": _STALLED,
             "skipped": ("skipped",),
         }[kind]
-        where = chance.choice(
-            [place for place in places if COMMIT_GROUP or place not in _ONLY_WITH_COMMIT_GROUP]
-        )
+        where = chance.choice(places)
         coordinator = where == "create_global_plan" or where in NEVER["other"]
         rank = 0 if coordinator else chance.randrange(WORLD)
         faults.append(_Fault(kind, rank, WARM_UP + save, where))

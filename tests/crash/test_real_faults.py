@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.crashes.cells import POINTS
-from support.crashes.failing import armed_on
+from support.crashes.failing import armed_on, await_fired, go_on, silence, stop
 from support.crashes.faults import fault_between_saves
 from support.crashes.mounts import bind_permissions, fill, remount, tmpfs
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
-from support.jobs.stopping import await_fired, go_on, silence, stop
 from support.state.checkpoints import committed
 from support.state.planners import FailingPlanner
 from support.state.saving import save_over

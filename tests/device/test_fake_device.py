@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda, installed
-from support.devices.fake_training import CACHE, Stepper, differing, model, save, writer
+from support.devices.fake_cuda import (
+    CACHE,
+    FakeCuda,
+    Stepper,
+    differing,
+    installed,
+    model,
+    save,
+    writer,
+)
 from support.tiers import sampled, tries
 from support.waiting import await_that
 

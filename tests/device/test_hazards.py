@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, Stepper, differing, model, save
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
 from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed._shard import sharded_tensor
@@ -487,7 +486,7 @@ sys.path[:0] = {paths!r}
 import torch
 import torch.distributed.checkpoint as dcp
 from support.devices.fake_cuda import installed
-from support.devices.fake_training import CACHE, Stepper, model
+from support.devices.fake_cuda import CACHE, Stepper, model
 from dcp_datastates import DataStatesWriter
 context = installed()
 cuda = context.__enter__()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, differing, save
+from support.devices.fake_cuda import CACHE, FakeCuda, differing, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

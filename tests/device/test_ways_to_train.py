@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, Stepper, differing, model, save
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
 from torch.utils.checkpoint import checkpoint
 
 Named = dict[str, torch.Tensor]

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, Stepper, differing, model, save
-from support.devices.write_kinds import FEW, KINDS, Owner, bytes_of, may_escape, outcome, writes_to
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
+from support.devices.writes import FEW, KINDS, Owner, bytes_of, may_escape, outcome, writes_to
 from support.state.checkpoints import raises
 from support.tiers import sampled
 

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from support.crashes.failing import armed
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.logs import lines
 from support.state.checkpoints import (
     CACHE,
     async_save,
@@ -25,6 +24,7 @@ from support.state.checkpoints import (
     save,
     writer,
 )
+from support.waiting import lines
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates

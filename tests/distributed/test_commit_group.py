@@ -15,11 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.crashes.failing import armed, armed_on
+from support.crashes.failing import armed, armed_on, await_fired
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.jobs.stopping import await_fired
-from support.logs import lines
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -30,7 +28,7 @@ from support.state.checkpoints import (
     raises,
     writer,
 )
-from support.waiting import await_that
+from support.waiting import await_that, lines
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_datastates
@@ -274,13 +272,21 @@ def test_what_only_one_rank_cannot_capture_fails_the_save_on_all(shared_dir):
 
 
 @ranks(2)
-def test_ranks_that_mean_different_directories_do_not_commit(shared_dir):
+@pytest.mark.parametrize("commits_there", [False, True])
+def test_ranks_that_mean_different_directories_do_not_commit(commits_there, shared_dir):
     mine = shared_dir / f"host{dist.get_rank()}" / "c"
-    with raises(ConfigurationError, "rank 1", "does not see"):
+    if commits_there and dist.get_rank() == 1:
+        mine.mkdir(parents=True)
+        (mine / ".metadata").write_bytes(b"what is there is not ours to touch")
+    with raises(ConfigurationError, "rank 1", "does not see", str(mine)):
         _begin(1, mine).upload_completion.result(60)
-    assert not committed(mine)
     dist.barrier()
-    assert (dist.get_rank() == 0) == mine.exists(), "what was made to see is gone again"
+    if dist.get_rank() == 0:
+        assert not committed(mine)
+    elif commits_there:
+        assert [each.name for each in mine.iterdir()] == [".metadata"]
+    else:
+        assert not mine.exists(), "what was made to see is gone again"
 
 
 @ranks(2)

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.crashes.failing import armed_on
+from support.crashes.failing import armed_on, silence
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
-from support.jobs.stopping import silence
 from support.state.checkpoints import CACHE, committed, load_everything, writer
 from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks
-from support.logs import lines
 from support.state.checkpoints import CACHE, assert_same, raises, writer
+from support.waiting import lines
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_datastates as ds

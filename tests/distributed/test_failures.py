@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.crashes.failing import silence
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.jobs.stopping import silence
 from support.state.checkpoints import (
     assert_same,
     async_save,

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
-from support.logs import lines
 from support.state.checkpoints import committed, raises, save
 from support.state.files import data_files
-from support.waiting import await_that
+from support.waiting import await_that, lines
 from torch.distributed import distributed_c10d
 
 from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain

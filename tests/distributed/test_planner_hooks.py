@@ -15,15 +15,15 @@ import torch.distributed.checkpoint as dcp
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, load, raises, zeros
-from support.state.planned_saves import (
+from support.state.planners import (
     Skipping,
+    own_step,
     owned,
     save_by,
     saved_alone,
     saver,
     state_of,
 )
-from support.state.planners import own_step
 from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

@@ -21,7 +21,7 @@ from support.state.fuzz import mutated
 from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
 from support.state.states import filled
 from support.tiers import tries
-from support.work import little_work
+from support.waiting import little_work
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 

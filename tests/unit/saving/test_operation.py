@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.crashes.failing import armed
 from support.jobs.scripts import run_script
-from support.logs import lines
 from support.state.checkpoints import CACHE, async_save, save, writer
+from support.waiting import lines
 
 import dcp_datastates
 from dcp_datastates import StorageError

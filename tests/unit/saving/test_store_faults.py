@@ -10,9 +10,8 @@ import torch
 from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import CACHE, assert_same
 from support.state.states import filled
-from support.stores.programs import start
 from support.stores.proxy import Proxy, answered, corrupted, stalled
-from support.stores.server import Bucket, bucket_behind, client, endpoint, moto, use
+from support.stores.server import Bucket, bucket_behind, client, endpoint, moto, start, use
 from support.waiting import await_that
 
 import dcp_datastates

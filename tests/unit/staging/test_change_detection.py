@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from support.devices.training import TrainingRun
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -17,6 +16,7 @@ from support.state.checkpoints import (
     raises,
     zeros,
 )
+from support.state.loops import TrainingRun
 
 from dcp_datastates import SnapshotTornError
 from dcp_datastates.staging.change_detection import Portion

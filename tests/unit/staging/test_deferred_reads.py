@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.devices.training import OPTIMIZERS, TrainingRun, in_backward
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -14,6 +13,7 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
+from support.state.loops import OPTIMIZERS, TrainingRun, in_backward
 from support.tiers import tries
 
 from dcp_datastates import track

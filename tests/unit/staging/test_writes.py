@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices.write_kinds import (
+from support.devices.writes import (
     COLUMNS,
     FEW,
     KINDS,
     ROWS,
     Owner,
+    Write,
     bytes_of,
     may_escape,
     outcome,
     plain,
     writes_to,
 )
-from support.devices.writes import Write
 from support.state.checkpoints import CACHE
 from support.state.wrapped import Blocks
 from support.tiers import sampled
