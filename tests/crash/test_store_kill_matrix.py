@@ -34,7 +34,7 @@ _MOST_OF_A_WITHDRAWAL = 64
 
 
 SAMPLE = (
-    *("upload.before-other", "upload.after-coordinator"),
+    "upload.before-other",
     *("publish.register.after-coordinator", "publish.decide.after-coordinator"),
 )
 

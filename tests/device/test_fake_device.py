@@ -238,7 +238,7 @@ def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn(cuda: FakeCuda, directory: Path, **options: Any) -> bool:
-    """Whether saves with steps before and behind them are wrong, in any of a few tries."""
+    """Whether saves with steps before and after them are wrong, in any of a few tries."""
     stepper = Stepper(cuda, model(4))
     cuda.await_pinned(CACHE)
     side = cuda.new_stream()

@@ -28,6 +28,7 @@ from support.state.checkpoints import (
     raises,
     writer,
 )
+from support.tiers import sampled
 from support.waiting import await_that, lines
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -85,14 +86,14 @@ def test_async_save_brings_its_own_group_and_tells_of_capture_and_commit(shared_
 
 @ranks(3)
 def test_async_save_does_not_mix_with_training_on_the_default_gloo_group(shared_dir):
-    for number in range(6):
+    for number in range(3):
         response = _begin(number, shared_dir / "c")
         for _ in range(200):
             tensor = torch.full((10,), float(dist.get_rank()))
             dist.all_reduce(tensor)
             assert tensor.eq(3.0).all(), "another collective's bytes"
         response.upload_completion.result(60)
-    assert _number(shared_dir / "c") == 5
+    assert _number(shared_dir / "c") == 2
 
 
 @ranks(2)
@@ -309,7 +310,7 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
 
 
 @ranks(2)
-@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize("only", sampled([0, 1], keep=[1]))
 def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
     """Only one rank is behind; both leave the save out, and read nothing of it."""
     most = 1 if dist.get_rank() == only else 4
@@ -338,7 +339,7 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
 
 
 @ranks(2)
-@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize("only", sampled([0, 1], keep=[0]))
 def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir):
     """On the package's own path: in the first message of planning, and in the same words."""
     options = {"when_behind": "skip", "max_in_flight": 1, "read_window": "immediate"}

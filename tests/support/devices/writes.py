@@ -158,12 +158,14 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "load_state_dict", _load_state_dict
 
 
-_known: dict[str, dict[str, Write]] = {}
+_known: dict[tuple[str, bool], dict[str, Write]] = {}
 
 
-def writes(kind: str, make: Callable[[], torch.Tensor]) -> dict[str, Write]:
-    """The writes that torch can carry out on what ``make`` returns, by name. Found once for each ``kind``."""
-    if kind not in _known:
+def writes(kind: str, make: Callable[[], torch.Tensor], every: bool) -> dict[str, Write]:
+    """The writes that torch can carry out on what ``make`` returns, by name; if not ``every`` one, those of
+    :data:`FEW`. Found once for each ``kind``.
+    """
+    if (kind, every) not in _known:
         torch.manual_seed(0)
         like = make()
         logging.disable(logging.CRITICAL)  # DTensor logs what it cannot do
@@ -171,12 +173,13 @@ def writes(kind: str, make: Callable[[], torch.Tensor]) -> dict[str, Write]:
             found = {
                 name: _tries(function, make)
                 for name, function in _functions()
-                if len(layers(like)) == 1 or name not in CRASHES_ON_WRAPPERS
+                if (every or name in FEW)
+                and (len(layers(like)) == 1 or name not in CRASHES_ON_WRAPPERS)
             }
         finally:
             logging.disable(logging.NOTSET)
-        _known[kind] = {name: write for name, write in found.items() if write is not None}
-    return _known[kind]
+        _known[kind, every] = {name: write for name, write in found.items() if write is not None}
+    return _known[kind, every]
 
 
 ROWS, COLUMNS = 160, 128  # 80 KiB: deferred
@@ -274,9 +277,12 @@ def outcome(handle: Any, tensor: torch.Tensor, expected: bytes, path: Path) -> s
     return "right" if _stored(tensor, path) == expected else "WRONG"
 
 
-def writes_to(name: str) -> dict[str, Write]:
+def writes_to(name: str, every: bool = False) -> dict[str, Write]:
     kind = KINDS[name]
-    return writes("plain", plain) if kind.local else writes(kind.make.__name__, kind.make)
+    make = plain if kind.local else kind.make
+    found = writes(make.__name__, make, every)
+    assert found
+    return found
 
 
 def _some_word_is_left(before: bytes, after: bytes) -> bool:
