@@ -183,7 +183,7 @@ def writes(kind: str, make: Callable[[], torch.Tensor], every: bool) -> dict[str
 
 
 ROWS, COLUMNS = 160, 128  # 80 KiB: deferred
-FEW = ("add_", "index_put_", "_foreach_mul_", "set_")
+FEW = ("add_", "copy_", "index_put_", "_foreach_mul_", "set_")
 
 
 class Kind(NamedTuple):

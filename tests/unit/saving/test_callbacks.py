@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import torch
 from support.jobs.ranks import ranks
 from support.state.archiving import archived_save
 from support.state.checkpoints import CACHE
+from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates as ds
@@ -51,8 +53,16 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "deed"),
+    sampled(
+        itertools.product(HOOKS, DEEDS),
+        keep=[
+            *(("committed", deed) for deed in DEEDS),
+            *(("captured", _save_and_wait), ("archived", _wait)),
+        ],
+    ),
+)
 def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
     done = threading.Event()
 
@@ -71,7 +81,7 @@ def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
     assert done.wait(60)
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
+@pytest.mark.parametrize("deed", sampled(DEEDS, keep=[_wait, _save_and_wait, _raise]))
 def test_saves_go_on_whatever_a_listener_does(deed, tmp_path):
     done = threading.Event()
 
