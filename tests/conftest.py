@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.jobs.ranks import agree, close_pool, under_torchrun
+from support.jobs.ranks import close_pool
 from support.tiers import SHARES, part_of
 
 from dcp_datastates.storage import attempt
@@ -31,8 +31,7 @@ with contextlib.suppress(ImportError):  # not where only the tests for a GPU run
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Pytest's, emptied after the test: checkpoints are large."""
     yield tmp_path
-    if not under_torchrun():  # there, another rank may still be looking
-        shutil.rmtree(tmp_path, ignore_errors=True)
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def _attempts_of_today() -> Iterator[None]:
 @pytest.fixture
 def shared_dir(tmp_path: Path) -> Path:
     """A fresh directory that all ranks see."""
-    return Path(agree(str(tmp_path)))
+    return tmp_path
 
 
 @pytest.fixture

@@ -24,14 +24,11 @@ from support.commands import (
     table_cells,
     torchrun,
 )
-from support.jobs.ranks import under_torchrun
 from support.jobs.scripts import Ended, ranks_of_torchrun, run_program, run_script
 from support.state.checkpoints import assert_same, attempts, committed, load_everything
 from support.waiting import await_that
 
 import dcp_datastates as ds
-
-pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
 
 RECIPES = "docs/recipes.md"
 QUICK_START = "Quick start"

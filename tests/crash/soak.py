@@ -28,8 +28,9 @@ from typing import Any
 
 import torch.distributed as dist
 from support.crashes.cells import NEVER
+from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
-from support.state.checkpoints import attempts, causes
+from support.state.checkpoints import causes
 from support.state.planners import FailingPlanner
 from support.state.saving import number_at, part, report_of, save_over
 
@@ -231,7 +232,8 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
     os.environ["DCP_DATASTATES_FAILPOINTS"] = ""
     failpoints.reload()
     assert _told(_begin(path, place + 1, MAX_ELEMENTS))
-    _assert_tidy(Path(path))
+    assert_tidy(Path(path), WORLD)
+    dist.barrier()
     return figures
 
 
@@ -340,14 +342,3 @@ def _usage() -> Usage:
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
     )
-
-
-def _assert_tidy(path: Path) -> None:
-    """The last save has removed what those before it left."""
-    deadline = time.monotonic() + 5
-    while len(attempts(path)) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    names = sorted(entry.name for entry in path.iterdir())
-    assert len(names) == 3, f"left behind: {names}"
-    assert {".metadata", "README"} < set(names)
-    dist.barrier()

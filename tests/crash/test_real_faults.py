@@ -146,15 +146,10 @@ def test_an_error_between_vote_and_outcome(point, kind, shared_dir):
 
 
 @ranks(2)
-def test_an_error_after_the_publication_does_not_make_it_a_failure(shared_dir):
+@pytest.mark.parametrize("point", ["cleanup.link.before", "cleanup.unlink.before"])
+def test_an_error_after_the_publication_does_not_make_it_a_failure(point, shared_dir):
     """Else the files of the checkpoint that is there would be removed."""
-    fault = armed_on(0, "cleanup.link.before=error:EIO", shared_dir / "fired")
-    assert fault_between_saves(shared_dir / "c", fault) == [None, None]
-
-
-@ranks(2)
-def test_what_cannot_be_removed_fails_nothing(shared_dir):
-    fault = armed_on(0, "cleanup.unlink.before=error:EIO", shared_dir / "fired")
+    fault = armed_on(0, f"{point}=error:EIO", shared_dir / "fired")
     assert fault_between_saves(shared_dir / "c", fault) == [None, None]
 
 

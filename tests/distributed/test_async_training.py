@@ -14,7 +14,6 @@ from support.state.checkpoints import (
     async_save,
     attempts,
     clone,
-    committed,
     load,
     load_everything,
     writer,
@@ -79,25 +78,6 @@ def test_saving_over_the_same_path_every_iteration_while_training(shared_dir):
 
 
 @ranks(4)
-def test_collectives_of_training_go_on_during_a_save(shared_dir):
-    state = {"w": torch.nn.Parameter(torch.full((1_000_000,), float(dist.get_rank())))}
-    group = own_group()
-    future = async_save(state, shared_dir / "c", group=group, read_deadline=0.5)
-    rounds = 0
-    finished = torch.zeros(1)
-    while not finished.item():
-        total = torch.ones(1000)
-        dist.all_reduce(total)
-        assert total[0].item() == 4
-        rounds += 1
-        finished.fill_(float(future.done()))
-        dist.all_reduce(finished, op=dist.ReduceOp.MIN)
-    future.result(1)
-    assert rounds > 1
-    assert committed(shared_dir / "c")
-
-
-@ranks(4)
 def test_data_parallel_replicas_and_plain_tensors_are_saved_once(shared_dir):
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(300, 300))
@@ -114,13 +94,6 @@ def test_data_parallel_replicas_and_plain_tensors_are_saved_once(shared_dir):
     size = sum(file.stat().st_size for file in (shared_dir / "c").rglob("*.safetensors"))
     dense = 300 * 301 * 4 + 50_000 * 8
     assert size < dense + 200_000, "replicas were stored more than once"
-
-
-@ranks(4)
-def test_ranks_with_nothing_to_save_take_part(shared_dir):
-    state = {"w": torch.arange(70_000.0)} if dist.get_rank() == 2 else {}
-    async_save(state, shared_dir / "c", group=own_group(), read_deadline=0.1).result(60)
-    assert_same(load_everything(shared_dir / "c"), {"w": torch.arange(70_000.0)})
 
 
 @ranks(2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED, Report
 
@@ -133,13 +134,7 @@ class Directory:
         shutil.copytree(committed, self.path)
 
     def check_left(self, world: int) -> None:
-        path = Path(self.path)
-        left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-        attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
-        assert not more, f"left behind: {left}"
-        files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
-        expected = [".metadata", "README", attempt, f"{attempt}/decision", *files]
-        assert left == sorted(expected), f"left behind: {left}"
+        assert_tidy(Path(self.path), world)
 
 
 def _environment(place: Place, fired: Path, failpoints: Iterable[str]) -> dict[str, str]:
