@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
+from support.jobs.scripts import run_program
 from support.tiers import sampled, tries
 from support.waiting import await_that
 from torch.distributed._shard import sharded_tensor
@@ -488,12 +487,9 @@ def test_a_stream_of_another_context_fails_the_save_by_name(cuda: FakeCuda, tmp_
 # ---- the end --------------------------------------------------------------------------------------------
 
 HANGS = """
-import sys, tempfile, time
-sys.path[:0] = {paths!r}
-import torch
+import tempfile, time, torch
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import installed
-from support.devices.fake_cuda import CACHE, Stepper, model
+from support.devices.fake_cuda import CACHE, Stepper, installed, model
 from dcp_datastates import DataStatesWriter
 context = installed()
 cuda = context.__enter__()
@@ -511,17 +507,7 @@ raise SystemExit("training gave up")
 
 
 @pytest.mark.parametrize("eager", sampled([False, True], keep=[False]))
-def test_a_process_ends_though_its_device_hangs(eager: bool) -> None:
-    tests = Path(__file__).parents[1]
-    script = HANGS.format(paths=[str(tests), str(tests.parent)], eager=eager)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, words = process.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        pytest.fail("still there after 90 s")
-    assert process.returncode == 1, words
-    assert "training gave up" in words
+def test_a_process_ends_though_its_device_hangs(eager: bool, tmp_path: Path) -> None:
+    ended = run_program(HANGS.format(eager=eager), tmp_path, timeout=90)
+    assert ended.returncode == 1, ended.stderr
+    assert "training gave up" in ended.stderr

@@ -100,7 +100,7 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
         return tell(*arguments)
 
     def hear_late(*arguments):
-        time.sleep(4)
+        time.sleep(2)
         return hear(*arguments)
 
     voter._tell, voter._hear = tell_without_the_store, hear_late

@@ -39,7 +39,7 @@ def _run(script: str, path: Path, *arguments: str, ranks: int = 0) -> str:
 
 IN_FUTURE = """
 import sys
-from unit.format.future_torch import install, said_of
+from support.state.future_torch import install, said_of
 path, rank, *kinds = sys.argv[1:]
 install(*kinds)
 import torch, dcp_datastates

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 import torch
 from support.jobs.ranks import ranks
+from support.jobs.scripts import run_script
 from support.state.archiving import archived_save
 from support.state.checkpoints import CACHE
 from support.tiers import sampled
@@ -145,14 +143,14 @@ def test_the_callbacks_of_a_future_that_has_just_its_outcome_are_waited_for(monk
 
 
 def test_a_process_ends_after_its_callbacks_and_what_they_save(tmp_path):
-    program = f"""
-        import torch, dcp_datastates as ds
-        handle = ds.async_save({{"w": torch.ones(1000)}}, "{tmp_path}/step-1")
-        handle.committed.add_done_callback(
-            lambda _: ds.async_save({{"best": 1}}, "{tmp_path}/best")
-        )
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    run_script(
+        """
+        import dcp_datastates as ds
+        handle = ds.async_save({"w": torch.ones(1000)}, f"{path}/step-1")
+        handle.committed.add_done_callback(lambda _: ds.async_save({"best": 1}, f"{path}/best"))
+        """,
+        tmp_path,
+    ).assert_clean()
     assert ds.load(tmp_path / "best") == {"best": 1}
 
 
