@@ -15,8 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.crashes.matrix import matrix_lines
-from support.jobs.ranks import agree, close_pool, under_torchrun
+from support.jobs.ranks import close_pool
 from support.tiers import SHARES, part_of
 
 from dcp_datastates.storage import attempt
@@ -32,8 +31,7 @@ with contextlib.suppress(ImportError):  # not where only the tests for a GPU run
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Pytest's, emptied after the test: checkpoints are large."""
     yield tmp_path
-    if not under_torchrun():  # there, another rank may still be looking
-        shutil.rmtree(tmp_path, ignore_errors=True)
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +45,7 @@ def _attempts_of_today() -> Iterator[None]:
 @pytest.fixture
 def shared_dir(tmp_path: Path) -> Path:
     """A fresh directory that all ranks see."""
-    return Path(agree(str(tmp_path)))
+    return tmp_path
 
 
 @pytest.fixture
@@ -115,26 +113,3 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     close_pool()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [
-        report
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.stats.get(outcome, [])
-    ]
-    for file, where in (("test_kill_matrix", "path"), ("test_store_kill_matrix", "URL")):
-        cells = [each for each in reports if each.nodeid.startswith(f"tests/crash/{file}.py")]
-        if not cells:
-            continue
-        # They bring the package along, which most runs want later.
-        if where == "path":
-            from support.crashes.cells import POINTS as points
-        else:
-            from support.crashes.store_cells import STORE_POINTS as points
-        if lines := matrix_lines(cells, points):
-            terminalreporter.section(
-                f"killed there: what is at the {where}, when the survivors knew"
-            )
-            for line in lines:
-                terminalreporter.line(line)

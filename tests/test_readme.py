@@ -13,25 +13,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import run_cli
-from support.documents import (
+from support.commands import (
     ROOT,
     blocks,
     documents,
     program,
     run,
+    run_cli,
     started,
     table_cells,
     torchrun,
 )
-from support.jobs.ranks import under_torchrun
 from support.jobs.scripts import Ended, ranks_of_torchrun, run_program, run_script
 from support.state.checkpoints import assert_same, attempts, committed, load_everything
 from support.waiting import await_that
 
 import dcp_datastates as ds
-
-pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
 
 RECIPES = "docs/recipes.md"
 QUICK_START = "Quick start"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.documents import program, started
+from support.commands import program, started
 from support.jobs.scripts import ranks_of_torchrun, run_script
 
 pytest.importorskip("ray.train")

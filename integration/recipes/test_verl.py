@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.documents import program
+from support.commands import program
 from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds

@@ -28,10 +28,11 @@ from typing import Any
 
 import torch.distributed as dist
 from support.crashes.cells import NEVER
+from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
-from support.state.checkpoints import attempts, causes
+from support.state.checkpoints import causes
 from support.state.planners import FailingPlanner
-from support.state.saving import COMMIT_GROUP, number_at, part, report_of, save_over
+from support.state.saving import number_at, part, report_of, save_over
 
 from dcp_datastates.commit import group
 from dcp_datastates.storage import failpoints
@@ -59,9 +60,6 @@ _EVERY_RANK = (
 _FULL = ("flush.allocate.before", "flush.write.before", "publish.write.before")
 _SLOW = ("sync.data.after", "vote.after", "publish.create.after", "outcome.before")
 """Nothing else happens at these: a save that is slow at one of them is committed all the same."""
-_ONLY_WITH_COMMIT_GROUP = frozenset(_EVERY_RANK) | {
-    *("flush.allocate.before", "sync.data.after", "vote.after", "outcome.before")
-}
 _STALLED = ("vote.before", "vote.after", "outcome.after")
 _STALLED_SECONDS, _PATIENCE_SECONDS = 4.0, 1.5
 _PLANNERS = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
@@ -111,9 +109,7 @@ def _drawn(saves: int, every: int, chance: random.Random) -> list[_Fault]:
             "stalled": _STALLED,
             "skipped": ("skipped",),
         }[kind]
-        where = chance.choice(
-            [place for place in places if COMMIT_GROUP or place not in _ONLY_WITH_COMMIT_GROUP]
-        )
+        where = chance.choice(places)
         coordinator = where == "create_global_plan" or where in NEVER["other"]
         rank = 0 if coordinator else chance.randrange(WORLD)
         faults.append(_Fault(kind, rank, WARM_UP + save, where))
@@ -236,7 +232,8 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
     os.environ["DCP_DATASTATES_FAILPOINTS"] = ""
     failpoints.reload()
     assert _told(_begin(path, place + 1, MAX_ELEMENTS))
-    _assert_tidy(Path(path))
+    assert_tidy(Path(path), WORLD)
+    dist.barrier()
     return figures
 
 
@@ -345,14 +342,3 @@ def _usage() -> Usage:
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
     )
-
-
-def _assert_tidy(path: Path) -> None:
-    """The last save has removed what those before it left."""
-    deadline = time.monotonic() + 5
-    while len(attempts(path)) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    names = sorted(entry.name for entry in path.iterdir())
-    assert len(names) == 3, f"left behind: {names}"
-    assert {".metadata", "README"} < set(names)
-    dist.barrier()

@@ -26,7 +26,6 @@ CELLS = [
     for when in ("before", "after")
 ]
 SAMPLE = (
-    "archive.write.after-other-store",
     "archive.write.before-coordinator-directory",
     "archive.commit.after-coordinator-store",
 )

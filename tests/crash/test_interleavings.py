@@ -20,6 +20,7 @@ from support.tiers import tries
 from dcp_datastates import StorageError
 from dcp_datastates.commit.place import Place
 from dcp_datastates.storage import attempts, decisions, local_store, store_index
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 
@@ -39,7 +40,7 @@ def where(request, tmp_path):
     return arguments
 
 
-@pytest.mark.parametrize("schedules", tries(12, 150, "INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(5, 150, "INTERLEAVINGS"))
 def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole(
     schedules, where, monkeypatch
 ):
@@ -108,6 +109,22 @@ def _cleans_marks_up(patch):
     patch.setattr(Place, "remove", remove)
 
 
+def _trusts_the_pointer(patch):
+    """A reader takes what ``.metadata`` is a copy of for the newest attempt."""
+    real = attempts.newest_committed
+
+    def newest_committed(directory):
+        found = real(directory)
+        try:
+            copied, _ = directory.store.get((directory / ".metadata").key)
+        except FileNotFoundError:
+            return found
+        attempt = Attempt.parse(copied[1:].rstrip(b".").decode())
+        return found and (attempt, found[1])
+
+    patch.setattr(attempts, "newest_committed", newest_committed)
+
+
 def _latest_decision_wins(patch):
     """The attempt that was committed last counts, not the newest."""
 
@@ -162,17 +179,18 @@ def _makes_folders_again(patch):
     patch.setattr(local_store.LocalStore, "put_if_absent", put_if_absent)
 
 
-# By the first seed to look from, in a store and in a directory; None where the defect cannot be.
+# By the first seed that shows it, in a store and in a directory; None where it cannot be, or is seldom seen.
 DEFECTS = {
     _plain_put: (0, None),
-    _no_read_back: (6, 12),
-    _settles_by_reading: (0, 0),
+    _no_read_back: (33, 56),
+    _settles_by_reading: (1, 0),
     _settles_by_the_mark_alone: (263, 25),
-    _cleans_marks_up: (6, None),
-    _latest_decision_wins: (2, None),
-    _looks_once: (9, None),
+    _cleans_marks_up: (10, None),
+    _trusts_the_pointer: (8, None),
+    _latest_decision_wins: (10, None),
+    _looks_once: (182, None),
     _leaves_older_ones_undecided: (4, 26),
-    _orders_by_clocks: (0, 71),
+    _orders_by_clocks: (75, 74),
     _does_not_register: (0, None),
     _makes_folders_again: (None, 739),
 }

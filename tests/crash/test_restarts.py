@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 from crash.restarts import FAILPOINTS, Job, Plan
-from support.jobs.ranks import under_torchrun
 from support.state.checkpoints import load_everything
 from support.tiers import sampled, tries
-
-pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
 
 SECONDS = 240
 EVERY = 50

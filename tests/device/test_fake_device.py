@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda, installed
-from support.devices.fake_training import CACHE, Stepper, differing, model, save, writer
+from support.devices.fake_cuda import (
+    CACHE,
+    FakeCuda,
+    Stepper,
+    differing,
+    installed,
+    model,
+    save,
+    writer,
+)
 from support.tiers import sampled, tries
 from support.waiting import await_that
 
@@ -230,7 +238,7 @@ def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn(cuda: FakeCuda, directory: Path, **options: Any) -> bool:
-    """Whether saves with steps before and behind them are wrong, in any of a few tries."""
+    """Whether saves with steps before and after them are wrong, in any of a few tries."""
     stepper = Stepper(cuda, model(4))
     cuda.await_pinned(CACHE)
     side = cuda.new_stream()

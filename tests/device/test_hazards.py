@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, Stepper, differing, model, save
-from support.tiers import sampled
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
+from support.jobs.scripts import run_program
+from support.tiers import sampled, tries
 from support.waiting import await_that
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -64,14 +62,16 @@ def stalled(cuda: FakeCuda) -> Iterator[None]:
 # ---- writes that no step announces ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("saves", tries(2, 6))
 def test_a_write_behind_the_queue_and_before_the_reads_tears(
-    cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads]
+    cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads], saves: int
 ) -> None:
     """All reads have been given to the driver, which has not done them: no one has let the write pass."""
     stepper = Stepper(cuda, model(4))
     cuda.await_pinned(CACHE)
-    torn = 0
-    for index in range(6):
+    torn = index = 0
+    while index < saves or not torn:
+        index += 1
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
         stepper.step()
         expected = stepper.now()
@@ -79,7 +79,7 @@ def test_a_write_behind_the_queue_and_before_the_reads_tears(
         await_that(_is_queued(snapshots[-1]))
         stepper.write_all(1)
         torn += _refused_as_torn(future, cuda, tmp_path / f"{index}", expected)
-    assert torn
+        assert torn or index < 20
 
 
 def _refused_as_torn(
@@ -105,11 +105,12 @@ def _is_queued(reads: DeferredReads) -> Callable[[], bool]:
     return holds
 
 
-def test_a_step_behind_the_gate_tears_nothing(cuda: FakeCuda, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", tries(2, 6))
+def test_a_step_behind_the_gate_tears_nothing(cuda: FakeCuda, tmp_path: Path, saves: int) -> None:
     """It moves the counters, too, and the reads may be done much later."""
     stepper = Stepper(cuda, model(4))
     cuda.await_pinned(CACHE)
-    for index in range(6):
+    for index in range(saves):
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
         expected = stepper.now()
         future = save(tmp_path / f"{index}", stepper.named)
@@ -119,15 +120,17 @@ def test_a_step_behind_the_gate_tears_nothing(cuda: FakeCuda, tmp_path: Path) ->
         assert differing(tmp_path / f"{index}", expected) == []
 
 
+@pytest.mark.parametrize("saves", tries(2, 6))
 def test_a_write_on_another_stream_after_a_foreign_step_tears(
-    cuda: FakeCuda, tmp_path: Path
+    cuda: FakeCuda, tmp_path: Path, saves: int
 ) -> None:
     """An optimizer that was not known at the call passes the gate, and owns nothing of what is saved."""
     stepper = Stepper(cuda, {"w": torch.nn.Parameter(torch.randn(4096, 1024))})
     side = cuda.new_stream()
     cuda.await_pinned(CACHE)
-    torn = 0
-    for index in range(6):
+    torn = index = 0
+    while index < saves or not torn:
+        index += 1
         cuda.synchronize()
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
         expected = stepper.now()
@@ -136,7 +139,7 @@ def test_a_write_on_another_stream_after_a_foreign_step_tears(
         with cuda.current(side):
             stepper.write_all(1)
         torn += _refused_as_torn(future, cuda, tmp_path / f"{index}", expected)
-    assert torn
+        assert torn or index < 20
 
 
 def test_an_optimizer_that_was_unknown_and_owns_what_is_saved_tears_nothing(
@@ -283,8 +286,9 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
 # ---- DCP's thread has other current streams than the caller -----------------------------------------
 
 
+@pytest.mark.parametrize("saves", tries(3, 8))
 def test_what_a_planner_makes_comes_after_the_callers_stream(
-    cuda: FakeCuda, tmp_path: Path
+    cuda: FakeCuda, tmp_path: Path, saves: int
 ) -> None:
     made = cuda.adopt(torch.zeros(300, 1000))
 
@@ -293,7 +297,7 @@ def test_what_a_planner_makes_comes_after_the_callers_stream(
             return made
 
     side = cuda.new_stream()
-    for index in range(8):
+    for index in range(saves):
         cuda.synchronize()
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
         values = torch.full((300, 1000), float(index + 1))
@@ -308,8 +312,9 @@ def test_what_a_planner_makes_comes_after_the_callers_stream(
         assert differing(tmp_path / f"{index}", {"x": values}) == []
 
 
+@pytest.mark.parametrize("saves", tries(3, 8))
 def test_copies_of_sharded_tensors_come_after_the_callers_stream(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
 ) -> None:
     def sharded() -> Any:
         meta = sharded_tensor.ShardMetadata([0, 0], [300, 1000], "rank:0/cpu")
@@ -329,7 +334,7 @@ def test_copies_of_sharded_tensors_come_after_the_callers_stream(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         source, side = sharded(), cuda.new_stream()
-        for index in range(8):
+        for index in range(saves):
             cuda.synchronize()
             cuda.configure(seed=index, max_delay_us=20000, piece=16384)
             values = torch.full((300, 1000), float(index + 1))
@@ -482,12 +487,9 @@ def test_a_stream_of_another_context_fails_the_save_by_name(cuda: FakeCuda, tmp_
 # ---- the end --------------------------------------------------------------------------------------------
 
 HANGS = """
-import sys, tempfile, time
-sys.path[:0] = {paths!r}
-import torch
+import tempfile, time, torch
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import installed
-from support.devices.fake_training import CACHE, Stepper, model
+from support.devices.fake_cuda import CACHE, Stepper, installed, model
 from dcp_datastates import DataStatesWriter
 context = installed()
 cuda = context.__enter__()
@@ -505,17 +507,7 @@ raise SystemExit("training gave up")
 
 
 @pytest.mark.parametrize("eager", sampled([False, True], keep=[False]))
-def test_a_process_ends_though_its_device_hangs(eager: bool) -> None:
-    tests = Path(__file__).parents[1]
-    script = HANGS.format(paths=[str(tests), str(tests.parent)], eager=eager)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, words = process.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        pytest.fail("still there after 90 s")
-    assert process.returncode == 1, words
-    assert "training gave up" in words
+def test_a_process_ends_though_its_device_hangs(eager: bool, tmp_path: Path) -> None:
+    ended = run_program(HANGS.format(eager=eager), tmp_path, timeout=90)
+    assert ended.returncode == 1, ended.stderr
+    assert "training gave up" in ended.stderr

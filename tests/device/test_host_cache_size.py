@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import Stepper, differing, model, save
+from support.devices.fake_cuda import FakeCuda, Stepper, differing, model, save
 
 from dcp_datastates.io import engine
 from dcp_datastates.process import memory_limit

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, differing, save
+from support.devices.fake_cuda import CACHE, FakeCuda, differing, save
+from support.tiers import tries
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -146,15 +146,16 @@ def test_a_graph_runs_when_it_is_replayed(cuda: FakeCuda) -> None:
 # ---- saves -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("saves", tries(2, 4))
 @pytest.mark.parametrize("window", ["backward", "immediate"])
 def test_saves_of_training(
-    cuda: FakeCuda, make_model: Callable[[], nn.Module], tmp_path: Path, window: str
+    cuda: FakeCuda, make_model: Callable[[], nn.Module], tmp_path: Path, window: str, saves: int
 ) -> None:
     model = cuda.adopt_module(make_model())
     optimizer = stepped_by(model)
     cuda.await_pinned(CACHE)
     with cuda.kernels():
-        for index in range(4):
+        for index in range(saves):
             cuda.configure(seed=index + 1, max_delay_us=5000, piece=16384)
             step(model, optimizer)
             state = state_of(model, optimizer)

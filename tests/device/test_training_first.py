@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, differing, save
+from support.devices.fake_cuda import CACHE, FakeCuda, differing, save
 from support.waiting import await_that
 
 from dcp_datastates import DataStatesWriter

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support.devices.fake_cuda import FakeCuda
-from support.devices.fake_training import CACHE, Stepper, differing, model, save
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
+from support.tiers import sampled, tries
 from torch.utils.checkpoint import checkpoint
 
 Named = dict[str, torch.Tensor]
@@ -69,15 +70,26 @@ def several(cuda: FakeCuda, named: Named) -> tuple[list[Stepper], Callable[[], N
     return steppers, iterate
 
 
-@pytest.mark.parametrize("way", [in_backward, accumulating, recomputing, several])
-@pytest.mark.parametrize("window", ["backward", "immediate"])
+@pytest.mark.parametrize("saves", tries(2, 6))
+@pytest.mark.parametrize(
+    ("way", "window"),
+    sampled(
+        itertools.product(
+            [in_backward, accumulating, recomputing, several], ["backward", "immediate"]
+        ),
+        keep=[
+            *((in_backward, "immediate"), (accumulating, "backward")),
+            *((recomputing, "backward"), (several, "immediate")),
+        ],
+    ),
+)
 def test_each_save_is_the_state_at_its_call(
-    cuda: FakeCuda, tmp_path: Path, way: Callable, window: str
+    cuda: FakeCuda, tmp_path: Path, way: Callable, window: str, saves: int
 ) -> None:
     named = model(4)
     steppers, iterate = way(cuda, named)
     cuda.await_pinned(CACHE)
-    for index in range(6):
+    for index in range(saves):
         cuda.configure(seed=index + 1, max_delay_us=5000, piece=16384)
         expected = {name: value for stepper in steppers for name, value in stepper.now().items()}
         if way is several:

@@ -12,16 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.crashes.failing import armed_on
+from support.crashes.failing import silence
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
-from support.jobs.stopping import silence
 from support.state.checkpoints import CACHE, committed, load_everything, writer
 from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import RankLostError, SaveFailedError
+from dcp_datastates import RankLostError
 from dcp_datastates.commit import groups
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -82,9 +81,9 @@ def test_a_new_group_over_the_same_store_plans_and_saves_at_once(shared_dir):
 def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
     _forget_groups()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detector, "SILENCE_SECONDS", 4.0)
+        patch.setattr(detector, "SILENCE_SECONDS", 1.5)
         if dist.get_rank() == 1:
-            time.sleep(6)
+            time.sleep(3)
         _save(1, shared_dir / "c")
     assert committed(shared_dir / "c")
 
@@ -101,7 +100,7 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
         return tell(*arguments)
 
     def hear_late(*arguments):
-        time.sleep(4)
+        time.sleep(2)
         return hear(*arguments)
 
     voter._tell, voter._hear = tell_without_the_store, hear_late
@@ -110,27 +109,6 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
     dist.barrier()
     assert len(load_everything(shared_dir / "c")) == 2
     _forget_groups()
-
-
-@ranks(2)
-def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shared_dir):
-    _save(0, shared_dir / "warm")
-    group, behind = _group(), dist.get_rank() == 1
-    entries = "vote.before@1=error:EIO;vote.before@2=error:EIO"
-    with pytest.MonkeyPatch.context() as patch, armed_on(0, entries, shared_dir / "fired"):
-        if behind:  # it learns of what the coordinator decides when it meets it in the third round
-            patch.setattr(type(group.detector), "decision", None)
-            wait = group._voter._await_files
-            patch.setattr(
-                group._voter, "_await_files", lambda round_: (time.sleep(2), wait(round_))[1]
-            )
-        ours = writer(shared_dir / "c", max_in_flight=3, read_window="immediate")
-        saves = [dcp_datastates.async_save(_state(n), writer=ours) for n in range(3)]
-        outcomes = [save.upload_completion.exception(60) for save in saves]
-    assert [type(outcome) for outcome in outcomes[:2]] == [SaveFailedError] * 2, outcomes
-    assert outcomes[2] is None, "it meant another save than the coordinator"
-    dist.barrier()
-    ours.close()
 
 
 class _Interrupted(dcp_datastates.DataStatesWriter):
@@ -188,20 +166,20 @@ def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):
 
 class _Slow(DefaultSavePlanner):
     def resolve_data(self, write_item):
-        time.sleep(0.5 if dist.get_rank() == 1 else 0)
+        time.sleep(0.3 if dist.get_rank() == 1 else 0)
         return super().resolve_data(write_item)
 
 
 @ranks(2)
 def test_a_rank_that_reads_slowly_but_steadily_is_not_given_up(shared_dir):
     rank = dist.get_rank()
-    state = {f"w{rank}.{number}": torch.full((10,), float(number)) for number in range(12)}
+    state = {f"w{rank}.{number}": torch.full((10,), float(number)) for number in range(8)}
     dcp_datastates.async_save(
         state,
         shared_dir / "c",
         planner=_Slow(),
-        commit_timeout=2,
+        commit_timeout=1,
         host_cache_size=CACHE,
         read_deadline=0,
     ).upload_completion.result(60)
-    assert len(load_everything(shared_dir / "c")) == 24
+    assert len(load_everything(shared_dir / "c")) == 16

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks
-from support.logs import lines
 from support.state.checkpoints import CACHE, assert_same, raises, writer
+from support.tiers import sampled
+from support.waiting import lines
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_datastates as ds
@@ -63,7 +64,7 @@ def said_of(state, save, path):
     return "".join(found)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", sampled(SAVES, keep=["async_save", "dcp"]))
 @ranks(3)
 def test_the_first_rank_s_value_is_stored_and_others_are_named(shared_dir, save):
     rank = dist.get_rank()
@@ -140,7 +141,7 @@ CLASHES = {
 }
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", sampled(SAVES, keep=["async_save", "manager"]))
 @ranks(2)
 def test_one_rank_s_clashing_names_fail_the_save_on_all_and_the_next_one_works(shared_dir, save):
     rank = dist.get_rank()

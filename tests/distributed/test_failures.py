@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.crashes.failing import silence
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.jobs.stopping import silence
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -71,10 +71,7 @@ def _saves_well(ours, group, path):
             *itertools.product(["create_local_plan", "finish_plan", "resolve_data"], [0, 2]),
             ("create_global_plan", 0),
         ],
-        keep=[
-            *(("create_local_plan", 2), ("create_global_plan", 0)),
-            *(("finish_plan", 2), ("resolve_data", 0)),
-        ],
+        keep=[("create_local_plan", 2), ("resolve_data", 0)],  # test_real_faults has the others
     ),
 )
 def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
@@ -139,7 +136,7 @@ def test_a_call_that_holds_the_gil_for_long_loses_no_save(holding, shared_dir):
         async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "a").result(60)
         future = async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "b")
         if dist.get_rank() == holding:
-            ctypes.PyDLL(None).usleep(6_000_000)
+            ctypes.PyDLL(None).usleep(3_000_000)
         future.result(60)
     assert committed(shared_dir / "b")
 

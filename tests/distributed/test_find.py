@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
-from support.logs import lines
 from support.state.checkpoints import committed, raises, save
 from support.state.files import data_files
-from support.waiting import await_that
+from support.waiting import await_that, lines
 from torch.distributed import distributed_c10d
 
 from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
@@ -32,11 +30,18 @@ def _keys():
 
 
 @ranks(4)
-def test_every_rank_gets_the_first_ranks_answer_each_time():
+def test_the_first_rank_looks_and_every_rank_gets_its_answer_each_time():
+    looked = []
     for call in range(3):
         rank = dist.get_rank()
-        answer = from_first_rank(partial(tuple, ["answer", rank, call]), "test", "a test")
+        answer = from_first_rank(
+            lambda mine=("answer", rank, call): looked.append(1) or mine, "test", "a test"
+        )
         assert answer == ["answer", 0, call], "as JSON has it, on the first rank, too"
+    assert _gathered(len(looked)) == [3, 0, 0, 0]
+    first = from_first_rank(lambda: "one", "one", "one purpose")
+    second = from_first_rank(lambda: "two", "another", "another purpose")
+    assert (first, second) == ("one", "two")
 
 
 @ranks(2)
@@ -59,20 +64,6 @@ def test_a_rank_that_waits_for_the_first_one_says_so():
             if dist.get_rank():
                 first_rank.logger.removeHandler(told)
     assert any("rank 0 has not told a test" in line for line in said) == (dist.get_rank() == 1)
-
-
-@ranks(4)
-def test_only_the_first_rank_looks():
-    looked = []
-    from_first_rank(lambda: looked.append(1), "test", "a test")
-    assert _gathered(len(looked)) == [1, 0, 0, 0]
-
-
-@ranks(4)
-def test_calls_of_different_purposes_do_not_meet():
-    first = from_first_rank(lambda: "one", "one", "one purpose")
-    second = from_first_rank(lambda: "two", "another", "another purpose")
-    assert (first, second) == ("one", "two")
 
 
 @ranks(4)
@@ -109,19 +100,14 @@ def test_an_answer_that_is_no_json_value_is_an_error_everywhere_not_a_hang():
 
 @ranks(4)
 def test_a_group_asks_its_own_first_rank():
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    assert from_first_rank(lambda: dist.get_rank(), "test", "a test", alone) == dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[dist.get_rank() // 2]
     for _ in range(2):
         answer = from_first_rank(lambda: dist.get_rank(), "test", "a test", mine)
         assert answer == dist.get_rank() // 2 * 2
     assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
-
-
-@ranks(4)
-def test_a_group_of_one_asks_no_other():
-    groups = [dist.new_group([rank]) for rank in range(4)]
-    mine = groups[dist.get_rank()]
-    assert from_first_rank(lambda: dist.get_rank(), "test", "a test", mine) == dist.get_rank()
 
 
 @ranks(4)
@@ -166,30 +152,16 @@ def test_an_answer_that_does_not_come_ends_in_an_error_that_says_what_was_waited
 
 @ranks(4)
 def test_no_collective_runs():
-    calls = []
-
     def forbidden(*args, **kwargs):
-        calls.append(args)
         raise AssertionError("a collective")
 
-    saved = {}
-    names = (
-        "all_reduce",
-        "broadcast",
-        "barrier",
-        "all_gather",
-        "broadcast_object_list",
-        "new_group",
-    )
-    for name in names:
-        saved[name] = getattr(distributed_c10d, name)
-        setattr(distributed_c10d, name, forbidden)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            *("all_reduce", "broadcast", "barrier", "all_gather"),
+            *("broadcast_object_list", "new_group"),
+        ):
+            patch.setattr(distributed_c10d, name, forbidden)
         assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
-    finally:
-        for name, function in saved.items():
-            setattr(distributed_c10d, name, function)
-    assert not calls
 
 
 # --- latest and retain ------------------------------------------------------------------------------------

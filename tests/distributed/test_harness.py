@@ -8,11 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.jobs.ranks import RankFailure, ranks, run_on_ranks, under_torchrun
+from support.jobs.ranks import RankFailure, ranks, run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-own_pool = pytest.mark.skipif(under_torchrun(), reason="would kill a rank that torchrun started")
 
 
 @ranks(4)
@@ -80,7 +78,6 @@ def _rank_zero_dies():
         os._exit(7)
 
 
-@own_pool
 def test_a_crash_is_reported_and_the_next_test_gets_fresh_ranks():
     with pytest.raises(RankFailure, match="exit code 7"):
         run_on_ranks(2, _rank_zero_dies, timeout=60)
@@ -92,7 +89,6 @@ def _rank_one_sleeps():
         time.sleep(600)
 
 
-@own_pool
 def test_a_hang_ends_with_the_stacks_of_who_hangs():
     with pytest.raises(RankFailure, match="_rank_one_sleeps") as caught:
         run_on_ranks(2, _rank_one_sleeps, timeout=4)

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
-from support.logs import lines
 from support.state.checkpoints import CACHE, raises
 from support.state.roots import committed_names
-from support.waiting import await_that
+from support.waiting import await_that, lines
 from torch.distributed.fsdp import fully_shard
 
 from dcp_datastates import (

@@ -11,6 +11,7 @@ from support.crashes.failing import armed_on
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, async_save, save, writer
+from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates
@@ -63,7 +64,7 @@ def _recorded(call, *arguments):
 
 
 @ranks(3)
-@pytest.mark.parametrize("name", APIS)
+@pytest.mark.parametrize("name", sampled(APIS, keep=["async_save", "dcp.async_save"]))
 def test_every_rank_is_in_the_trace_and_they_end_together(name, shared_dir):
     path = shared_dir / "step-7"
     (record,) = _recorded(APIS[name], path)

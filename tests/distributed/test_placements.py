@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.jobs.groups import own_group
-from support.jobs.ranks import ranks, run_on_ranks
+from support.jobs.ranks import run_on_ranks
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -21,7 +20,7 @@ from support.state.checkpoints import (
 from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64),
@@ -112,34 +111,3 @@ def test_any_placement_loads_as_any_other(seed, shared_dir):
 
 def _loads_everything(seed, path):
     assert_same(load_everything(path), _dense(seed))
-
-
-CHANGES = [
-    ([Shard(0)], [Shard(1)]),
-    ([Shard(1)], [Replicate()]),
-    ([Replicate()], [Shard(0)]),
-    ([Shard(0), Shard(0)], [Shard(1), Shard(0)]),
-    ([Shard(0), Shard(1)], [Shard(0)]),
-    ([Shard(0), Replicate()], [Shard(1), Shard(1)]),
-]
-
-
-@ranks(4)
-@pytest.mark.parametrize("change", range(len(CHANGES)))
-@pytest.mark.parametrize(
-    "shape", sampled(map(pytest.param, [(37, 26), (3, 64), (64, 3)]), keep=[(37, 26)]), ids=str
-)
-def test_a_change_of_placement_keeps_every_element(change, shape, shared_dir):
-    before, after = CHANGES[change]
-    dense = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
-
-    def placed(tensor, placements):
-        mesh = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2))
-        return distribute_tensor(tensor, mesh, placements)
-
-    async_save(
-        {"t": placed(dense, before)}, shared_dir / "c", group=own_group(), read_deadline=0.05
-    ).result(60)
-    dist.barrier()
-    target = load({"t": placed(torch.zeros(shape), after)}, shared_dir / "c")["t"]
-    assert_same(target, placed(dense, after))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
 from support.state.checkpoints import assert_same, load, raises, zeros
-from support.state.planned_saves import (
+from support.state.planners import (
     SMALL,
     Skipping,
     save_by,

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.crashes.failing import armed_on
+from support.crashes.failing import armed_on, silence
 from support.crashes.residue import Residue, assert_nothing_left
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.jobs.stopping import silence
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -26,8 +25,9 @@ from support.state.checkpoints import (
     raises,
     zeros,
 )
-from support.state.planned_saves import (
+from support.state.planners import (
     SMALL,
+    own_step,
     owned,
     save_by,
     saver,
@@ -35,7 +35,6 @@ from support.state.planned_saves import (
     spy,
     state_of,
 )
-from support.state.planners import own_step
 from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -426,7 +425,7 @@ def test_training_that_steps_at_once_waits_until_the_plan_is_agreed_on_and_is_no
 
     step()
     steady = 0
-    for _ in range(12):
+    for _ in range(6):
         expected = clone(state())
         response = dcp_datastates.async_save(state(), writer=by, planner=planner)
         step()
@@ -434,7 +433,7 @@ def test_training_that_steps_at_once_waits_until_the_plan_is_agreed_on_and_is_no
         steady += by.last_save.steady
         assert_same(load(zeros(expected), shared_dir / "c"), expected)
         dist.barrier()
-    assert steady == 11
+    assert steady == 5
 
 
 @ranks(2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, load, load_everything, zeros
-from support.state.planned_saves import save_by, saved_alone, saver
+from support.state.planners import save_by, saved_alone, saver
 from support.state.states import filled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from unittest import mock
@@ -17,16 +18,17 @@ import torch.distributed.checkpoint as dcp
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, load, raises, zeros
-from support.state.planned_saves import (
+from support.state.planners import (
+    FailingPlanner,
     Skipping,
+    own_step,
     owned,
     save_by,
     saved_alone,
     saver,
-    state_of,
 )
-from support.state.planners import FailingPlanner, own_step
 from support.state.states import filled
+from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -38,12 +40,6 @@ from dcp_datastates import (
     DataStatesWriter,
 )
 from dcp_datastates.dcp.planner import options_in_columns
-
-
-def _saved(by, planner, shared_dir):
-    dist.barrier()
-    save_by({"w": torch.ones(3, 4)}, by, planner)
-    return load({"w": torch.zeros(3, 4)}, shared_dir / "c")
 
 
 class _Renaming(DataStatesSavePlanner):
@@ -98,10 +94,17 @@ def test_a_subclass_that_edits_a_plan_has_its_way(how, shared_dir):
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("edits", [0, 1])
-def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, shared_dir):
-    kind = Skipping if dist.get_rank() == edits else DataStatesSavePlanner
+@pytest.mark.parametrize(
+    ("edits", "other", "how"),
+    sampled(
+        itertools.product(
+            [0, 1], [DataStatesSavePlanner, DefaultSavePlanner], ["save", "async_save"]
+        ),
+        keep=[(0, DefaultSavePlanner, "async_save"), (1, DataStatesSavePlanner, "save")],
+    ),
+)
+def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, other, how, shared_dir):
+    kind = Skipping if dist.get_rank() == edits else other
     with raises(DataStatesError, "one class on all ranks"):
         save_how(how, {"w": torch.ones(4)}, kind(), shared_dir / "c")
     dist.barrier()
@@ -127,9 +130,18 @@ def test_no_method_of_the_default_planner_can_be_overridden_unseen(kind):
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("on", ["object", "class"])
-@pytest.mark.parametrize("kind", [DataStatesSavePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize(
+    ("kind", "on", "how"),
+    sampled(
+        itertools.product(
+            [DataStatesSavePlanner, DefaultSavePlanner], ["object", "class"], ["save", "async_save"]
+        ),
+        keep=[
+            (DataStatesSavePlanner, "class", "async_save"),
+            (DefaultSavePlanner, "object", "save"),
+        ],
+    ),
+)
 def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembered(
     kind, on, how, shared_dir
 ):
@@ -215,18 +227,12 @@ def test_options_that_are_changed_on_the_planner_are_not_passed_over(shared_dir)
 
 
 @ranks(2)
-@pytest.mark.parametrize("hooked", [0, 1])
-def test_planners_of_two_kinds_are_refused_and_told_why(hooked, shared_dir):
-    by = saver(shared_dir / "c")
-    planner = Skipping() if dist.get_rank() == hooked else DefaultSavePlanner()
-    with raises(DataStatesError, "one class on all ranks"):
-        save_by(state_of(0), by, planner)
-    assert_same(_saved(by, None, shared_dir), {"w": torch.ones(3, 4)})
-
-
-@ranks(2)
-@pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("stock", [0, 1])
+@pytest.mark.parametrize(
+    ("stock", "how"),
+    sampled(
+        itertools.product([0, 1], ["save", "async_save"]), keep=[(0, "async_save"), (1, "save")]
+    ),
+)
 def test_the_default_planner_and_this_packages_go_together(stock, how, shared_dir):
     planner = DefaultSavePlanner() if dist.get_rank() == stock else DataStatesSavePlanner()
     for number in range(2):

@@ -7,28 +7,30 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.jobs.links import flipped, stalled
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
 from support.state.checkpoints import assert_same, causes, load, raises, save, zeros
 from support.state.files import data_files, flip_bit
-from support.state.sharing import LAYOUTS, bytes_read, laid_out, linked, state, total
 from support.state.states import filled
+from support.stores.harm import HarmProxy, flipped_in_each, held_after
 from support.stores.server import endpoint, use
 from support.tiers import tries
 from support.waiting import await_that
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_datastates
 from dcp_datastates import (
@@ -37,11 +39,57 @@ from dcp_datastates import (
     DataStatesReader,
     IncompatibleStateError,
 )
+from dcp_datastates.dcp import reader
 from dcp_datastates.sharing import kept_units, peers, shared_reads
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import ram_protocol
 
 THREADS = "dcp_datastates-sharing"
+
+LAYOUTS = {
+    "ddp": ((4,), [Replicate()], 4),
+    "hsdp": ((2, 2), [Replicate(), Shard(0)], 2),
+    "tp": ((4,), [Shard(1)], 1),
+    "fsdp": ((4,), [Shard(0)], 1),
+}
+"""Mesh and placements on four ranks, and on how many of them each byte is."""
+
+
+def laid_out(full, shape, placements):
+    if placements == [Replicate()]:
+        return {name: tensor.clone() for name, tensor in full.items()}
+    mesh = init_device_mesh("cpu", shape)
+    return {
+        name: distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+        for name, tensor in full.items()
+    }
+
+
+def state(layout, tensors=5, rows=2051):
+    """About 8 MiB in each tensor."""
+    shape, placements, _ = LAYOUTS[layout]
+    full = {f"w{n}": filled((rows, 1024), torch.float32, n) for n in range(tensors)}
+    return laid_out(full, shape, placements)
+
+
+def total(value):
+    """The sum over all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return sum(values)
+
+
+def bytes_read(run):
+    """The bytes that all ranks together have read from files while they ran ``run``."""
+    dist.barrier()
+    before = _read_so_far()
+    run()
+    return total(_read_so_far() - before)
+
+
+def _read_so_far():
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 def _reads_once(layout: str, root: Path) -> None:
@@ -89,21 +137,32 @@ def test_any_layout_loads_as_any_other(count, shared_dir):
         run_on_ranks(4, _any_layout, seed=seed, root=shared_dir)
 
 
-def _loads_over(harm, root: Path) -> None:
-    expected = state("ddp")
-    save(expected, root / "c")
-    target = zeros(expected)
-    with linked(harm) as links:
-        load(target, root / "c", share_reads=True)
-    assert_same(target, expected)
-    assert total(sum(link.harmed for link in links)) > 0
-
-
-@pytest.mark.parametrize("harm", [flipped, stalled])
+@ranks(4)
+@pytest.mark.parametrize("harm", ["flipped", "held"])
 def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_come(
     harm, shared_dir
 ):
-    run_on_ranks(4, _loads_over, harm=harm, root=shared_dir)
+    expected = state("ddp")
+    save(expected, shared_dir / "c")
+    target, links, offer = zeros(expected), [], reader.offer
+
+    def offer_of_link(*arguments):
+        """Other ranks reach this one through a link that does harm."""
+        own = offer(*arguments)
+        address = own.offer.address
+        links.append(HarmProxy(address.port, address.host))
+        links[-1].down = flipped_in_each if harm == "flipped" else held_after(100)
+        address = address._replace(port=links[0].port)
+        return replace(own, offer=replace(own.offer, address=address))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "offer", offer_of_link)
+        patch.setattr(peers, "_ANSWER_SECONDS", 1.0)
+        load(target, shared_dir / "c", share_reads=True)
+    for link in links:
+        link.close()
+    assert_same(target, expected)
+    assert total(sum(link.harmed for link in links)) > 0
 
 
 def _loads_what_one_damages(root: Path) -> None:
@@ -224,9 +283,38 @@ def test_a_rank_whose_planner_forgets_what_it_shares_is_not_waited_for(shared_di
     assert_same(target, expected)
 
 
+def kill_one_that_passes_on(root, killed):
+    """Rank ``killed`` is killed when another asks it for the third time. Returns whether this rank has read all."""
+    expected = state("ddp")
+    save(expected, f"{root}/c")
+    target, asked, has_read = zeros(expected), 0, False
+    keep, read_data = kept_units.KeptUnits.take, DataStatesReader.read_data
+
+    def take(self, unit, nbytes):
+        nonlocal asked
+        asked += unit.owner == killed == dist.get_rank()
+        if asked > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(self, unit, nbytes)
+
+    def read(self, *arguments):
+        nonlocal has_read
+        future = read_data(self, *arguments)
+        assert_same(target, expected)
+        has_read = True
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_units.KeptUnits, "take", take)
+        patch.setattr(DataStatesReader, "read_data", read)
+        with contextlib.suppress(Exception):  # the ranks' last gather fails
+            load(target, f"{root}/c", share_reads=True)
+    return has_read
+
+
 def test_a_rank_that_is_killed_keeps_no_other_from_reading(tmp_path):
     ended = run_ranks(
-        "support.state.sharing:kill_one_that_passes_on", 4, tmp_path, root=str(tmp_path), killed=1
+        f"{__name__}:kill_one_that_passes_on", 4, tmp_path, root=str(tmp_path), killed=1
     )
     assert ended[1].killed
     assert all(rank.result() for rank in ended if rank.rank != 1)

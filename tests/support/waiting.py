@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dcp_datastates.io import engine
 
-__all__ = ["await_free_host_cache", "await_that"]
+__all__ = [
+    "await_free_host_cache",
+    "await_that",
+    "lines",
+    "little_work",
+]
 
 
 def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: str = "") -> None:
@@ -28,3 +35,29 @@ def await_free_host_cache(seconds: float) -> None:
         return stats is None or (stats.free_segments == stats.total_segments and not stats.waiting)
 
     await_that(is_free, seconds, "a save kept its part of the host cache")
+
+
+@contextlib.contextmanager
+def lines(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The lines of ``level`` and above that the package logs meanwhile, in whichever thread."""
+    logger = logging.getLogger("dcp_datastates")
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    former = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, former or level))
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(former)
+
+
+@contextlib.contextmanager
+def little_work(seconds: float) -> Iterator[None]:
+    """The block takes at most so many seconds of this process's processor time, in all of its threads."""
+    started = time.process_time()
+    yield
+    taken = time.process_time() - started
+    assert taken < seconds, f"{taken:.1f} s of work, of which {seconds:g} are allowed"

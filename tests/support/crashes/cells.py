@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from support.jobs.processes import Ended, run_ranks
-from support.state.saving import COMMIT_GROUP, DEFERRED, Report
+from support.crashes.faults import assert_tidy
+from support.jobs.processes import run_ranks
+from support.state.saving import DEFERRED, Report
 
 __all__ = [
     "BOTH",
@@ -133,24 +134,7 @@ class Directory:
         shutil.copytree(committed, self.path)
 
     def check_left(self, world: int) -> None:
-        path = Path(self.path)
-        left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-        attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
-        assert not more, f"left behind: {left}"
-        files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
-        expected = [".metadata", "README", attempt, f"{attempt}/decision", *files]
-        assert left == sorted(expected), f"left behind: {left}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a cell came to."""
-
-    found: str
-    """"old" or "new"."""
-    seconds: float | None
-    """From the death to the last survivor's error; None if no survivor failed."""
-    errors: list[str] = field(default_factory=list)
+        assert_tidy(Path(self.path), world)
 
 
 def _environment(place: Place, fired: Path, failpoints: Iterable[str]) -> dict[str, str]:
@@ -166,7 +150,7 @@ def _fired(scratch: Path, rank: int) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
-def kill(cell: Cell, place: Place, scratch: Path) -> Result:
+def kill(cell: Cell, place: Place, scratch: Path) -> None:
     """Run ``cell`` at ``place``. AssertionError if it does not hold."""
     ended = run_ranks(
         "support.state.saving:try_to_save",
@@ -194,7 +178,7 @@ def kill(cell: Cell, place: Place, scratch: Path) -> Result:
         f"{victim.value}\n{victim.error}\n{victim.log}"
     )
     assert victim.killed, f"rank {cell.victim} was not killed, exit code {victim.exit_code}"
-    reports = [_report(one, cell) for one in ended if one.rank != cell.victim]
+    reports: list[Report] = [one.result() for one in ended if one.rank != cell.victim]
     number = _load(place, cell.world, scratch)
     assert number in (OLD, NEW), f"checkpoint {number} is there"
     for report in reports:
@@ -204,24 +188,7 @@ def kill(cell: Cell, place: Place, scratch: Path) -> Result:
     failed = [report for report in reports if not report.committed]
     seconds = max((report.at - victim.ended_at for report in failed), default=None)
     _save_next(place, cell.world, scratch)
-    if COMMIT_GROUP:
-        _assert_told_well(failed, cell, seconds)
-    return Result(
-        "old" if number == OLD else "new",
-        None if seconds is None else max(0.0, seconds),
-        [report.text for report in failed],
-    )
-
-
-def _report(survivor: Ended, cell: Cell) -> Report:
-    """What a survivor saw; it must have ended of itself."""
-    if COMMIT_GROUP:
-        assert isinstance(survivor.result(), Report)
-    assert isinstance(survivor.value, Report), (
-        f"rank {survivor.rank} did not survive rank {cell.victim}: exit code {survivor.exit_code}\n"
-        f"{survivor.error}\n{survivor.log}"
-    )
-    return survivor.value
+    _assert_told_well(failed, cell, seconds)
 
 
 def _assert_told_well(failed: list[Report], cell: Cell, seconds: float | None) -> None:

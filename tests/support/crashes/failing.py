@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +14,19 @@ import pytest
 import torch.distributed as dist
 
 from dcp_datastates.io import engine
+from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.storage import failpoints
+from support.waiting import await_that
 
-__all__ = ["armed", "armed_on", "fired"]
+__all__ = [
+    "armed",
+    "armed_on",
+    "await_fired",
+    "fired",
+    "go_on",
+    "silence",
+    "stop",
+]
 
 _LOG = failpoints.LOG_VARIABLE
 
@@ -56,3 +69,53 @@ def armed_on(rank: int, entries: str, log: Path, *, natively: bool = False) -> I
 def fired(log: Path) -> list[str]:
     """The failpoints that have fired, by their log."""
     return log.read_text().split() if log.exists() else []
+
+
+@contextlib.contextmanager
+def silence(seconds: float) -> Iterator[None]:
+    """In this process a rank that is silent for ``seconds``, and not for as long as in earnest, is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detector, "SILENCE_SECONDS", seconds)
+        yield
+
+
+def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
+    await_that(lambda: name in fired(log), seconds, f"{name} was never passed")
+
+
+def stop(pid: int) -> None:
+    """Stop a process, but not in the middle of a request to a store that is a file: it would hold its lock."""
+    for _ in range(20):
+        os.kill(pid, signal.SIGSTOP)
+        await_that(lambda: _state(pid) in "Tt")
+        if _store_is_free():
+            return
+        go_on(pid)
+        time.sleep(0.03)
+    raise AssertionError("the store is locked whenever the rank is stopped")
+
+
+def go_on(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _store_is_free() -> bool:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.FileStore):
+        return True
+    with Path(store.path).open("rb") as file:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.005)
+            else:
+                return True
+    return False

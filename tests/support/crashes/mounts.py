@@ -13,9 +13,8 @@ from typing import Final
 import pytest
 import torch.distributed as dist
 
-__all__ = ["bind_permissions", "fill", "mounted", "private_tmpfs", "remount", "tmpfs"]
+__all__ = ["bind_permissions", "fill", "mounted", "remount", "tmpfs"]
 
-_CLONE_NEWNS = 0x00020000
 _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE = 1 << 1
 
@@ -112,12 +111,3 @@ def bind_permissions() -> None:
         data[place] &= ~_CAP_DAC_OVERRIDE
     if libc.capset(header, data):
         raise OSError(ctypes.get_errno(), "capset")
-
-
-def private_tmpfs(path: Path) -> str:
-    """Mount a tmpfs at ``path`` that only the calling thread, and what it starts, sees; or why not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS):
-        return f"unshare: {os.strerror(ctypes.get_errno())}"
-    # The mount command sees the new namespace: it is a child of this thread.
-    return _mount("--make-rprivate", "/") or _mount("-t", "tmpfs", "-o", "size=16m", "none", path)

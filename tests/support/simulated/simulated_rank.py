@@ -5,25 +5,75 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks.gloo_tree import Place, places
-from support.simulated import simulated_place
-from support.simulated.simulated_parts import Attempt, Save, Thread, Tree, neighbours
 
 if TYPE_CHECKING:
     from support.simulated.simulation import Job
 
-__all__ = ["Rank"]
+__all__ = ["Broken", "Rank", "Save", "Thread", "Tree"]
+
+Thread = Generator[None, None, None]
 
 _PATIENCE = 400
 """Looks in vain after which a rank that waits counts the others as lost (``commit_timeout``)."""
 
 
+class Broken(AssertionError):
+    """Something that must always hold does not."""
+
+
 class Hung(Exception):
     """A call into storage is waited for no more."""
+
+
+@dataclass(eq=False)
+class Save:
+    """One save of one job, as its coordinator has claimed it, and what storage has of it."""
+
+    number: int
+    attempt: int
+    ranks: int = 0
+    files: set[int] = field(default_factory=set)
+    """The ranks whose files are there."""
+    decision: str | None = None
+    in_doubt: bool = False
+    """Its outcome need not be known: storage has failed, or it was replaced."""
+
+
+class Tree:
+    """Connections between all ranks of a job: the k-th operation of each member of a group meets the k-th of the
+    others.
+    """
+
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
+        self.gone: set[int] = set()
+        self._operations: dict[tuple[str, int], dict[int, tuple[str, Any]]] = {}
+
+    def begin(self, place: Place, at: int, kind: str, value: Any) -> None:
+        given = self._operations.setdefault((place.name, at), {})
+        given[place.rank] = kind, value
+        if len({kind for kind, _ in given.values()}) > 1:
+            raise Broken(f"operations that do not belong together met: {given}")
+
+    def result(self, place: Place, at: int) -> Any:
+        """What it gives to this member; None as long as it gives nothing."""
+        given = self._operations[place.name, at]
+        kind, mine = given[place.rank]
+        if kind != "gather":  # the group's first rank waits for no other, and each other for it
+            return given[0][1] if 0 in given else None
+        if place.rank:
+            return mine
+        if len(given) < place.size:
+            return None
+        return tuple(
+            max(column) for column in zip(*(each for _, each in given.values()), strict=True)
+        )
 
 
 class Rank:
@@ -52,7 +102,6 @@ class Rank:
         self._unsaid: dict[int, Decision] = {}
         self._waited = 0
         self._done = False
-        self._older: list[Attempt] = []
         self._calling: Thread | None = None  # a call into storage that is under way
 
     def die(self) -> None:
@@ -77,6 +126,7 @@ class Rank:
     def _meet_job(self) -> Generator[None, None, bool]:
         """Whether this rank has learnt the incarnation of its job."""
         store, nonce = self.job.store, object()
+        believes_all = self.world.defect == "believes what a former job left in the store"
         for _ in range(4 * _PATIENCE):
             yield
             if not self.reaches_store:
@@ -89,13 +139,10 @@ class Rank:
             if leader is None:
                 continue
             store.setdefault(f"{leader}/asks/{self.rank}", nonce)
-            if (
-                self.world.believes_former_jobs
-                or store.get(f"{leader}/admitted/{self.rank}") is nonce
-            ):
+            if believes_all or store.get(f"{leader}/admitted/{self.rank}") is nonce:
                 self._incarnation = str(leader)
                 # A rank that is admitted to a job that came after its own takes part there; here it ends.
-                return self.world.believes_former_jobs or leader == f"job{self.job.name}"
+                return believes_all or leader == f"job{self.job.name}"
         return False
 
     def _admit(self) -> Thread:
@@ -124,12 +171,10 @@ class Rank:
                 yield
                 if self._done:
                     return
-            path = self.world.path_of(number)
             while number not in self.job.tickets:
                 with contextlib.suppress(Hung):  # the next call saves again
-                    self.job.tickets[number] = yield from self._slowly(
-                        simulated_place.claim(self.world, self.job, number, path)
-                    )
+                    claim = self.world.claim(number, self.job.size)
+                    self.job.tickets[number] = yield from self._slowly(claim)
 
     # ---- the commit thread ----------------------------------------------------------------------
 
@@ -177,11 +222,8 @@ class Rank:
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
-        cleanup = simulated_place.tidy(self.world, self.rank, save, self._older, decision.outcome)
-        yield from self._slowly(cleanup, abandons=False)
-        if self.rank == 0 and decision.outcome is Outcome.COMMITTED and self.world.retains:
-            retained = simulated_place.retain(self.world, save)
-            yield from self._slowly(retained, abandons=False)
+        if decision.outcome is Outcome.FAILED:
+            yield from self._slowly(self._tidy(save), abandons=False)
 
     def _do(
         self, action: protocol.Action, save: Save, failed: Reason | None
@@ -213,9 +255,9 @@ class Rank:
                 return (yield from self._publish(save))
             case protocol.Settle():
                 try:
-                    return (yield from self._slowly(simulated_place.settle(self.world, save)))
+                    return (yield from self._slowly(self.world.settle(save)))
                 except Hung:
-                    self.world.storage_failed.add(save.attempt)
+                    save.in_doubt = True
                     return protocol.Decided(Decision(Outcome.UNKNOWN))
             case protocol.Leave():
                 self._leave()
@@ -362,7 +404,9 @@ class Rank:
             return protocol.Broke()
         at, self._at[place.name] = self._at[place.name], self._at[place.name] + 1
         tree.begin(place, at, kind, value)
-        near = neighbours(self.rank, place)
+        near = [
+            self.rank + (member - place.rank) * place.span for member in range(place.size)
+        ]  # in this rank's group
         while True:
             yield
             found = tree.result(place, at)
@@ -406,18 +450,21 @@ class Rank:
             return ended.value
 
     def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, protocol.Event]:
-        path = save.path
         if failed is None:
             for _ in range(self.world.random.randrange(4)):
                 yield
                 if (event := self._interruption(save)) is not None:
                     return event
-            full = self._chance(0.04 * self.world.faults)
-            if full or not simulated_place.write(self.world, path, save.attempt, self.rank):
+            if self._chance(0.04 * self.world.faults):
                 failed = Reason("StorageError", "disk full")
+            else:
+                save.files.add(self.rank)
         yield
-        self._older = simulated_place.find_older(save, self.rank)
         return protocol.Written(failed)
+
+    def _tidy(self, save: Save) -> Thread:
+        yield
+        save.files.discard(self.rank)
 
     def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
         failed = protocol.Decided(Decision(Outcome.FAILED, {0: Reason("StorageError", "")}))
@@ -428,10 +475,9 @@ class Rank:
         if self._chance(0.02 * self.world.faults):
             return failed
         try:
-            steps = simulated_place.publish(self.world, self.job, save)
-            found: protocol.Event = yield from self._slowly(steps)
+            found: protocol.Event = yield from self._slowly(self.world.publish(save))
         except Hung:
-            if self.world.settles_what_hangs:
-                raise
-            return failed
+            if self.world.defect == "takes a publication that hangs for failed":
+                return failed
+            raise
         return found

@@ -2,40 +2,42 @@
 
 The ranks run the real ``commit/protocol.py``. All else is a model, small and hostile: any step of a process may be its
 last, or come late; storage may hold a request up and carry it out after its caller died; connections break, networks
-are cut, stores end, jobs restart on one store, ranks take others for lost that are not. Jobs save to several paths, and
-delete. After each step, :meth:`World.check` says what must hold; at the end, a job that nothing disturbs must commit.
+are cut, stores end, jobs restart on one store, ranks take others for lost that are not, another job replaces a save.
+After each step, :meth:`World.check` says what must hold; at the end, a job that nothing disturbs must commit.
+
+Of storage the model has what the protocol builds on: of several requests that create an attempt's decision, the first
+one counts. That the package keeps this in a directory and in an object store, ``store_world.py`` shows with its code.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
-from dcp_datastates.commit.vote import Outcome
-from support.simulated import simulated_place
-from support.simulated.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
-from support.simulated.simulated_rank import Rank
+from dcp_datastates.commit import protocol
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from support.simulated.simulated_rank import Broken, Rank, Save, Thread, Tree
 
-__all__ = ["Broken", "Job", "World"]
+__all__ = ["Broken", "Job", "World", "play"]
 
-_STORES = 2
-"""Every so many seeds, the world's storage is an object store; else it is a directory."""
+Steps = Generator[None, None, protocol.Event]
+COMMITTED, WITHDRAWN, DELETED = "committed", "withdrawn", "deleted"
 
-_JOBS = 10
-"""At most, in one world. The last digit of an attempt's number is its job's; deletions have the last one."""
+
+class _Doubt(Exception):
+    """Storage reports an error. The request may have been carried out, or may yet be."""
 
 
 class Job:
     """A set of ranks; a job that restarts has the store of the one before."""
 
     def __init__(
-        self, world: World, name: int, ranks: int, saves: int, clock: int, store: dict[str, object]
+        self, world: World, name: int, ranks: int, saves: int, store: dict[str, object]
     ) -> None:
         self.world = world
         self.name = name
         self.size = ranks
         self.saves = saves
-        self.clock = clock
         self.store = store
         self.has_store = True
         self.generation = 0
@@ -50,7 +52,7 @@ class Job:
 
 
 class World:
-    """All of it. The attributes before the last group say how hostile it is; those after it put defects back.
+    """All of it. The first attributes say how hostile it is; ``defect`` is one of ``test_simulation.DEFECTS``.
 
     Args:
         seed: of the schedule.
@@ -66,102 +68,131 @@ class World:
         self.false_losses = self.random.choice([0.0, 0.0005, 0.005])
         self.defects = self.random.choice([0.0, 0.0, 0.005])
         self.stalls = self.random.choice([0.0, 0.05, 0.2])
-        self.deletes = self.random.choice([0.0, 0.0, 0.003])
+        self.replaces = self.random.choice([0.0, 0.0, 0.003])
         self.hangs = self.random.choice([0.0, 0.0, 0.02])
         self.restarts = self.random.choice([0.0, 0.5, 1.0])
-        self.retains = self.random.choice([False, True])
         self.faults = 1.0
-        # Not drawn: the schedules of the other seeds stay as they are.
-        self.in_store = seed % _STORES == _STORES - 1
 
-        self.looks_beside = True
-        self.withdraws_older = True
-        self.withdraws_on_error = True
-        self.withdraws_when_settling = True
-        self.settles_what_hangs = True
-        self.orders_by_clocks = False
-        self.retains_in_doubt = False
-        self.guesses = False
-        self.believes_former_jobs = False
-        self.creates_once = True
-        self.looks_for_data = True
-        self.keeps_marks = True
-        self.trusts_the_pointer = False
+        self.defect = ""
 
-        self.paths = [Path() for _ in range(self.random.choice([1, 1, 2, 3]))]
-        self.index: set[tuple[Path, Attempt]] = set()
-        """The attempts that were about to be committed; in a directory, those that have a folder."""
         self.jobs: list[Job] = []
-        self.outcomes: dict[Attempt, set[Outcome]] = {}
-        self.published: set[Attempt] = set()
-        self.could_see: dict[Attempt, Attempt] = {}
-        """By attempt: the newest one that was committed when it was claimed."""
-        self.storage_failed: set[Attempt] = set()
-        self.deleted: set[Attempt] = set()
+        self.saves: list[Save] = []
+        self.outcomes: dict[int, set[Outcome]] = {}
+        self.published: set[int] = set()
         self.late: list[tuple[Thread, bool]] = []
         """Calls into storage that their callers do not wait for, and whether nothing comes after them."""
-        self.deleting: Thread | None = None
         self.trace: list[str] = []
         self.counts = dict.fromkeys(Outcome, 0)
-        self._owner: dict[Attempt, Job] = {}
-        self._afters: dict[Attempt, Attempt] = {}
-        self._signatures: dict[tuple[Path, int], Attempt] = {}
 
     def start_job(self) -> Job:
         ranks, saves = self.random.choice([2, 2, 3, 4, 6]), self.random.randrange(1, 4)
-        clock = self.random.randrange(1, 1000)
         before = self.jobs[-1].store if self.jobs and self.happens(self.restarts) else {}
-        job = Job(self, len(self.jobs), ranks, saves, clock, before)
+        job = Job(self, len(self.jobs), ranks, saves, before)
         self.jobs.append(job)
         return job
-
-    def path_of(self, number: int) -> Path:
-        """Where a job's save with this ``number`` goes."""
-        return self.paths[number % len(self.paths)]
-
-    def newest_named(self) -> Attempt:
-        """What ``latest`` finds; 0 for nothing."""
-        return max(path.named or 0 for path in self.paths)
 
     def log(self, rank: Rank | None, text: str) -> None:
         self.trace.append(f"{rank.name if rank else 'world'}: {text}")
 
-    def next_attempt(self, job: Job, newest: Attempt) -> Attempt:
-        """Newer than ``newest``, and no other job's."""
-        job.clock += 1
-        if not self.orders_by_clocks:
-            job.clock = max(job.clock, newest // _JOBS + 1)
-        attempt = _JOBS * job.clock + job.name
-        self._owner[attempt] = job
-        return attempt
+    # ---- storage ------------------------------------------------------------------------------------
+    #
+    # At each ``yield`` storage may take its time, the process may die, and the request behind it may be carried out all
+    # the same.
 
-    def commit(self, save: Save) -> None:
-        """The attempt is committed, perhaps once more."""
-        path, attempt = save.path, save.attempt
-        self.log(None, f"{attempt} is committed")
-        if attempt < self.could_see[attempt]:
-            raise Broken(f"{attempt} is committed, and could see {self.could_see[attempt]} before")
-        files = path.files.get(attempt, set())
-        if attempt not in self.published and files != set(range(self._owner[attempt].size)):
-            raise Broken(f"{attempt} is committed, and only {files} of its files are there")
-        path.signature += 1
-        self._signatures[path, path.signature] = attempt
-        self._afters[attempt] = save.after
-        self.published.add(attempt)
+    def claim(self, number: int, ranks: int) -> Generator[None, None, Save]:
+        yield
+        save = Save(number, len(self.saves), ranks)
+        self.saves.append(save)
+        yield
+        return save
 
-    def look_at(self, path: Path) -> None:
-        """Find out what is committed at a path."""
-        there = [each for each, what in path.decisions.items() if what == "committed"]
-        path.named = max(there, default=None)
-        if self.trusts_the_pointer and path.named is not None and path.pointer is not None:
-            path.named = path.pointer
-        if path.named is not None:
-            path.after = self._afters[path.named]
+    def publish(self, save: Save) -> Steps:
+        yield
+        try:
+            if self._create(save, COMMITTED):
+                return _decided(Outcome.COMMITTED)
+        except _Doubt:
+            pass
+        if self.defect == "believes the reply to a commit":
+            return _decided(Outcome.FAILED)
+        return (yield from self._withdraw(save))
 
-    def check_kept(self, victim: Attempt, kept: Path | None) -> None:
-        """A checkpoint is deleted as older than that at ``kept``."""
-        if kept is not None and kept.named is not None and kept.named < victim:
-            raise Broken(f"LOST: {victim} is deleted as older than {kept.named}")
+    def settle(self, save: Save) -> Steps:
+        for _ in range(self.random.randrange(3)):
+            yield
+        if self.defect == "guesses":
+            return _decided(Outcome.FAILED)
+        return (yield from self._withdraw(save))
+
+    def _withdraw(self, save: Save) -> Steps:
+        """Withdraw the attempt, unless it is decided; what it is then, as far as files tell."""
+        yield
+        if self.defect != "settles by reading alone":
+            try:
+                self._create(save, WITHDRAWN)
+            except _Doubt:
+                yield
+                if save.decision is None:
+                    save.in_doubt = True
+                    return _decided(Outcome.UNKNOWN)
+        yield
+        if save.decision == COMMITTED:
+            return _decided(Outcome.COMMITTED)
+        return _decided(Outcome.FAILED if save.files else Outcome.UNKNOWN)
+
+    def _create(self, save: Save, what: str) -> bool:
+        """A request that creates the decision; whether it has, as far as its sender is told. It may also come late, be
+        carried out twice, or lose its reply.
+        """
+
+        def effect() -> bool:
+            if save.decision is not None:
+                return False
+            save.decision = what
+            if what == COMMITTED:
+                self._committed(save)
+            return True
+
+        def later() -> Thread:
+            yield
+            effect()
+
+        def hold_up() -> None:
+            steps = later()
+            next(steps)
+            self.late.append((steps, True))
+
+        if not self.happens(0.08 * self.faults):
+            return effect()
+        match self.random.choice(["refused", "lost", "late", "twice", "retried"]):
+            case "lost":
+                effect()
+            case "late":
+                hold_up()
+            case "twice":
+                hold_up()
+                return effect()
+            case "retried":
+                effect()
+                return effect()
+        raise _Doubt
+
+    def _committed(self, save: Save) -> None:
+        self.log(None, f"{save.attempt} is committed")
+        if save.files != set(range(save.ranks)):
+            raise Broken(f"{save.attempt} is committed, and only {save.files} of its files")
+        self.published.add(save.attempt)
+
+    def _replace(self, save: Save) -> None:
+        """Another job saves at the same path: it has withdrawn the attempt, or its cleanup removes it."""
+        if save.decision is None:
+            save.decision = WITHDRAWN
+        else:
+            save.decision = DELETED
+            save.files.clear()
+            save.in_doubt = True
+
+    # ---- what must hold -----------------------------------------------------------------------------
 
     def told(self, rank: Rank, save: Save, outcome: Outcome) -> None:
         """A rank's user is told an outcome."""
@@ -171,16 +202,10 @@ class World:
                 raise Broken(f"{rank.name} has no such save, and was told {outcome}")
             return
         self.counts[outcome] += 1
-        if outcome is Outcome.UNKNOWN:
-            newer = any(
-                other > save.attempt
-                for (path, _), other in self._signatures.items()
-                if path is save.path
-            )
-            if not newer and save.attempt not in self.storage_failed | self.deleted:
-                raise Broken(f"the outcome of {save.attempt} could be known")
-            return
-        self.outcomes.setdefault(save.attempt, set()).add(outcome)
+        if outcome is not Outcome.UNKNOWN:
+            self.outcomes.setdefault(save.attempt, set()).add(outcome)
+        elif not save.in_doubt:
+            raise Broken(f"the outcome of {save.attempt} could be known")
 
     def check(self) -> None:
         """What must hold at every instant."""
@@ -191,12 +216,8 @@ class World:
                 raise Broken(
                     f"{attempt} was told to be {outcomes}, and published: {self.published}"
                 )
-        for path in self.paths:
-            named = path.named
-            if named is not None and path.files.get(named, set()) != set(
-                range(self._owner[named].size)
-            ):
-                raise Broken(f"{named} is named, and only {path.files.get(named)} of its files")
+
+    # ---- the schedule -------------------------------------------------------------------------------
 
     def run(self, jobs: int = 3, steps: int = 60_000) -> None:
         """Play the schedule. Raises :class:`Broken`."""
@@ -210,17 +231,12 @@ class World:
                 and (self.jobs[-1].over or self.happens(0.0005))
             ):
                 self.start_job()
-            calm = step > 3000 or last is not None
             ranks = [rank for job in self.jobs for rank in job.ranks if not rank.over]
             if not ranks and last is not None:
                 break
-            if calm:
+            if calm := step > 3000 or last is not None or not ranks:
                 self._calm()
             if not ranks:
-                self._calm()
-                self.retains = (
-                    False  # what a job deletes while it saves there, too, fails that save
-                )
                 last = self.start_job()
                 continue
             rank = self.random.choice(ranks)
@@ -250,17 +266,8 @@ class World:
         self.breaks = self.false_losses = self.defects = self.stalls = self.hangs = self.faults = (
             0.0
         )
-        while self.deleting is not None:
-            self._go_on_deleting()
         while self.late:
             self._come_late()
-
-    def _go_on_deleting(self) -> None:
-        assert self.deleting is not None
-        try:
-            next(self.deleting)
-        except StopIteration:
-            self.deleting = None
 
     def _come_late(self) -> None:
         """A call into storage returns whose caller has died, or has gone on."""
@@ -276,13 +283,8 @@ class World:
 
     def _disturb(self, rank: Rank) -> bool:
         """Whether the rank may take its step all the same."""
-        if self.deleting is not None:
-            if self.happens(0.2):
-                self._go_on_deleting()
-        elif self.happens(self.deletes):
-            path = self.random.choice(self.paths)
-            if path.named is not None:
-                self.deleting = simulated_place.delete(self, path, path.named)
+        if self.saves and self.happens(self.replaces):
+            self._replace(self.random.choice(self.saves))
         if self.late and self.happens(0.02):
             self._come_late()
         if rank.frozen:
@@ -309,6 +311,10 @@ class World:
             next(thread)
         except StopIteration:
             rank.threads.remove(thread)
+
+
+def _decided(outcome: Outcome) -> protocol.Decided:
+    return protocol.Decided(Decision(outcome, {0: Reason("StorageError", "")}))
 
 
 def play(seed: int, prepare: Callable[[World], None] = lambda world: None) -> World:

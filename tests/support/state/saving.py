@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from dcp_datastates.storage import operations
 from support.state.checkpoints import (
     CACHE,
     assert_same,
-    async_save,
     attempts,
     causes,
     load_everything,
 )
 
 __all__ = [
-    "COMMIT_GROUP",
     "Report",
     "checkpoint",
     "commit_checkpoint",
@@ -42,30 +39,15 @@ __all__ = [
     "try_to_save",
 ]
 
-COMMIT_GROUP = hasattr(dcp_datastates, "async_save")
-"""Whether failures are shared by the commit group: quickly, and with the dead rank's name."""
-
-_WITHOUT_COMMIT_GROUP_SECONDS = 6
-"""How long gloo may wait for the dead where nothing else notices."""
-
-_group: Any = None
-
 
 def save_over(
     state: dict[str, Any], path: Path | str, *, planner: Any = None, **options: Any
 ) -> Future[Any]:
     """Start to save ``state`` at ``path``; the future of its commit. The one place that knows how."""
-    if COMMIT_GROUP:
-        if planner is not None:
-            options["planner"] = planner
-        response = dcp_datastates.async_save(state, path, **{"host_cache_size": CACHE, **options})
-        return response.upload_completion
-    global _group
-    if _group is None:
-        _group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=_WITHOUT_COMMIT_GROUP_SECONDS)
-        )
-    return async_save(state, path, planner=planner, group=_group, **options)
+    if planner is not None:
+        options["planner"] = planner
+    response = dcp_datastates.async_save(state, path, **{"host_cache_size": CACHE, **options})
+    return response.upload_completion
 
 
 # --- numbered checkpoints -----------------------------------------------------------------------
@@ -178,10 +160,9 @@ def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
 
     The ranks have met before: of a rank that dies earlier, the others only see that it does not come.
     """
-    if COMMIT_GROUP:
-        incarnation = rank_set_of(None).incarnation
-        assert incarnation.await_known(30)
-        assert incarnation.await_all(30)
+    incarnation = rank_set_of(None).incarnation
+    assert incarnation.await_known(30)
+    assert incarnation.await_all(30)
     failed: Future[Any] = Future()
     try:
         future = save_over(part(number, elements), path, read_window="immediate")

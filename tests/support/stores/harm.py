@@ -1,4 +1,4 @@
-"""Stands between a client and a server, by TCP, and does harm to what passes."""
+"""Stands between a client and a server, or two ranks, by TCP, and does harm to what passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import socket
 import threading
 from collections.abc import Callable
 
-__all__ = ["Harm", "HarmProxy", "cut_after", "cut_once", "flipped_at", "held_after"]
+__all__ = [
+    "Harm",
+    "HarmProxy",
+    "cut_after",
+    "cut_once",
+    "flipped_at",
+    "flipped_in_each",
+    "held_after",
+]
 
 Harm = Callable[[int, bytes], "bytes | None"]
 """Of the number of bytes that have come from one side, and what comes now: what passes. None: the connection ends."""
@@ -37,6 +45,11 @@ def flipped_at(offset: int) -> Harm:
     return harm
 
 
+def flipped_in_each(before: int, data: bytes) -> bytes:
+    """One bit of each long piece changes."""
+    return data if len(data) < 1000 else flipped_at(before + 500)(before, data) or b""
+
+
 def held_after(nbytes: int) -> Harm:
     """After that many bytes nothing more passes."""
     return lambda before, data: data if before + len(data) <= nbytes else b""
@@ -47,11 +60,13 @@ class HarmProxy:
     ``down`` to what the server answers; None: no harm. Both may be changed at any time.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.up: Harm | None = None
         self.down: Harm | None = None
-        self._target = port
-        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.harmed = 0
+        """How often what came was not what passed."""
+        self._target = (host, port)
+        self._listening = socket.create_server((host, 0))
         self.port = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -64,7 +79,7 @@ class HarmProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
+                server = socket.create_connection(self._target)
                 for source, target, way in ((client, server, "up"), (server, client, "down")):
                     threading.Thread(
                         target=self._pass, args=(source, target, way), daemon=True
@@ -77,6 +92,7 @@ class HarmProxy:
                 harm: Harm | None = getattr(self, way)
                 after = data if harm is None else harm(passed, data)
                 passed += len(data)
+                self.harmed += after != data
                 if after is None:
                     break
                 target.sendall(after)

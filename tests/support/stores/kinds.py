@@ -22,8 +22,8 @@ from dcp_datastates.storage.fsspec_adapter import FsspecStore
 from dcp_datastates.storage.object_store import ObjectStore, StoredObject
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from support.stores import server
-from support.stores.programs import serve
 from support.stores.ram import temporary_store
+from support.stores.server import serve
 
 __all__ = ["KINDS", "new_store", "objects_below"]
 

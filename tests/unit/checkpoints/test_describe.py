@@ -17,7 +17,7 @@ from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of
 from support.state.roots import NEWER, uncommitted
 from support.state.states import Opinion, filled
-from support.work import little_work
+from support.waiting import little_work
 
 from dcp_datastates import (
     CheckpointCorruptError,

@@ -18,7 +18,7 @@ from support.state.files import data_files, flip_bit, put_back, read_file, resea
 from support.state.metadata import decision_of, parts_of, rewritten
 from support.state.states import DTYPES, Opinion, filled
 from support.tiers import sampled
-from support.work import little_work
+from support.waiting import little_work
 
 from dcp_datastates import (
     CheckpointNotFoundError,

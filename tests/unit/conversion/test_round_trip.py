@@ -10,13 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.jobs.ranks import ranks
 from support.state.checkpoints import assert_same, save, zeros
 from support.state.chunks import boxes, save_by_ranks
 from support.state.roots import uncommitted
 from support.state.states import filled
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dcp_datastates
 from dcp_datastates import convert, verify
@@ -129,25 +126,6 @@ def test_chunks_of_several_ranks_become_whole_tensors(tmp_path):
     assert len(metadata.state_dict_metadata["rows"].chunks) > 1, "large tensors are cut"
     convert(tmp_path / "dcp", tmp_path / "again", "safetensors", **SMALL)
     assert_same(load_file(tmp_path / "again"), expected)
-
-
-@ranks(2)
-def test_sharded_by_two_ranks(shared_dir):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = {"a": filled((6, 5), torch.float32, 1), "b": filled((4, 8), torch.bfloat16, 2)}
-    state = {
-        name: DTensor.from_local(
-            tensor.chunk(2, dimension)[mesh.get_rank()].contiguous(), mesh, [Shard(dimension)]
-        )
-        for dimension, (name, tensor) in enumerate(whole.items())
-    }
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(shared_dir / "stock"))
-    dcp_datastates.save(state, shared_dir / "ours")
-    if mesh.get_rank() == 0:
-        for name in ("stock", "ours"):
-            convert(shared_dir / name, shared_dir / f"{name}.safetensors", "safetensors", **SMALL)
-            assert_same(load_file(shared_dir / f"{name}.safetensors"), whole)
-    torch.distributed.barrier()
 
 
 def test_tensors_that_share_memory_or_are_strided(tmp_path):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.logs import lines
 from support.state.checkpoints import CACHE, assert_same, load_everything, save, writer
 from support.state.states import filled
 from support.tiers import sampled
+from support.waiting import lines
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates as ds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from support.state.planners import (
     forget_cached_plans,
 )
 from support.state.states import filled
-from support.tiers import tries
+from support.tiers import sampled, tries
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -53,20 +54,6 @@ def _filled_with(number):
         "s": torch.full((3,), number),
         "object": {"n": number},
     }
-
-
-@pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("same_planner", [True, False])
-def test_cached_plans_never_mix_saves_to_several_paths(how, same_planner, tmp_path):
-    planner = _caching()
-    for number in range(5):
-        chosen = planner if same_planner else _caching()
-        path = tmp_path / str(number)
-        if how == "save":
-            save(_filled_with(number), path, planner=chosen)
-        else:
-            async_save(_filled_with(number), path, planner=chosen).result(60)
-    assert [_number(tmp_path / str(number)) for number in range(5)] == list(range(5))
 
 
 @pytest.mark.parametrize("reuse_writer", [True, False])
@@ -184,10 +171,18 @@ def test_keeping_the_nesting_unflattened_works(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"],
+    ("where", "how"),
+    sampled(
+        itertools.product(
+            [
+                *("set_up_planner", "create_local_plan", "create_global_plan"),
+                *("finish_plan", "resolve_data"),
+            ],
+            ["save", "async_save"],
+        ),
+        keep=lambda case: (case[1] == "save") == (case[0] == "finish_plan"),
+    ),
 )
-@pytest.mark.parametrize("how", ["save", "async_save"])
 def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
     parameter = torch.nn.Parameter(torch.randn(500_000))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -220,19 +220,6 @@ def test_growing_while_a_save_is_in_flight_keeps_that_save_whole(tmp_path):
     assert_same(load(zeros(state), tmp_path / "a"), state)
 
 
-def test_saves_leave_nothing_in_the_host_cache_and_no_threads(tmp_path):
-    save({"w": torch.ones(3)}, tmp_path / "warm")
-    threads = threading.active_count()
-    for number in range(5):
-        async_save(large(16), tmp_path / str(number), read_window="immediate").result(60)
-    gc.collect()
-    stats = engine_module.stats()
-    assert stats is not None
-    assert stats.free_segments == stats.total_segments
-    assert stats.waiting == 0
-    assert threading.active_count() <= threads + 1
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_state_is_let_go_after_the_save(asynchronous, tmp_path):
     tensor = torch.ones(200_000)

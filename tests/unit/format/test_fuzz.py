@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files, read_file
-from support.state.fuzz import mutated
 from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
 from support.state.states import filled
 from support.tiers import tries
-from support.work import little_work
+from support.waiting import little_work
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -41,6 +40,35 @@ FUZZ = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+# What makes lengths and indices large, and means something in JSON.
+INTERESTING = b"\x00\x01\x7f\x80\xff" + b'019-.eE{}[],:"\\nt'
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """``data`` with one to three bytes or stretches flipped, put in, cut out, copied or swapped."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(changed) + 1)
+        length = min(len(changed) - at, chance.choice((1, 1, 1, 2, 4, 8, 30, 300)))
+        how = chance.randrange(7)
+        if how == 0 and at < len(changed):
+            changed[at] ^= 1 << chance.randrange(8)
+        elif how == 1 and at < len(changed):
+            changed[at] = chance.choice(INTERESTING)
+        elif how == 2:
+            changed[at:at] = chance.randbytes(length or 1)
+        elif how == 3:
+            changed[at:at] = bytes([chance.choice(INTERESTING)]) * chance.choice((1, 2, 300))
+        elif how == 4:
+            del changed[at : at + length]
+        elif how == 5:
+            begin = chance.randrange(len(changed) + 1)
+            changed[at:at] = changed[begin : begin + length]
+        else:
+            begin = chance.randrange(len(changed) + 1)
+            changed[at : at + length] = data[begin : begin + length]
+    return bytes(changed)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from support.state.metadata_examples import (
     packed_example,
     sharded,
 )
-from support.work import little_work
+from support.waiting import little_work
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import (

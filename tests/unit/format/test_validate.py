@@ -15,7 +15,7 @@ from support.state.checkpoints import load_everything, raises, save
 from support.state.chunks import Box, boxes
 from support.state.metadata import decision_of, rewritten
 from support.tiers import sampled
-from support.work import little_work
+from support.waiting import little_work
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import TensorProperties
 

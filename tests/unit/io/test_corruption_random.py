@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.jobs.ranks import run_on_ranks, under_torchrun
+from support.jobs.ranks import run_on_ranks
 from support.state.checkpoints import assert_same, causes, load, load_everything, save, zeros
 from support.state.files import BLOCK, data_files, read_file
 from support.state.metadata import decision_of
@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_datastates import CheckpointCorruptError
-
-pytestmark = pytest.mark.skipif(under_torchrun(), reason="one process damages the files")
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 KINDS = ("flip", "cut", "append", "zero", "swap")

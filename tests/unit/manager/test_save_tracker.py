@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.work import little_work
+from support.waiting import little_work
 
 from dcp_datastates import CheckpointSkipped
 from dcp_datastates.manager.save_tracker import SaveTracker

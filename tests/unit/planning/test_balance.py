@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.state.balance import divided, key_of
 from support.state.chunks import Box, boxes
 from support.state.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from unit.planning.balance import divided, key_of
 
 from dcp_datastates.format import ragged
 from dcp_datastates.format.metadata_objects import catalog_metadata

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+import itertools
 import threading
 
 import pytest
 import torch
 from support.jobs.ranks import ranks
+from support.jobs.scripts import run_script
 from support.state.archiving import archived_save
 from support.state.checkpoints import CACHE
+from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates as ds
@@ -51,8 +51,16 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "deed"),
+    sampled(
+        itertools.product(HOOKS, DEEDS),
+        keep=[
+            *(("committed", deed) for deed in DEEDS),
+            *(("captured", _save_and_wait), ("archived", _wait)),
+        ],
+    ),
+)
 def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
     done = threading.Event()
 
@@ -71,7 +79,7 @@ def test_saves_go_on_whatever_a_callback_does(hook, deed, tmp_path):
     assert done.wait(60)
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__.strip("_"))
+@pytest.mark.parametrize("deed", sampled(DEEDS, keep=[_wait, _save_and_wait, _raise]))
 def test_saves_go_on_whatever_a_listener_does(deed, tmp_path):
     done = threading.Event()
 
@@ -135,14 +143,14 @@ def test_the_callbacks_of_a_future_that_has_just_its_outcome_are_waited_for(monk
 
 
 def test_a_process_ends_after_its_callbacks_and_what_they_save(tmp_path):
-    program = f"""
-        import torch, dcp_datastates as ds
-        handle = ds.async_save({{"w": torch.ones(1000)}}, "{tmp_path}/step-1")
-        handle.committed.add_done_callback(
-            lambda _: ds.async_save({{"best": 1}}, "{tmp_path}/best")
-        )
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    run_script(
+        """
+        import dcp_datastates as ds
+        handle = ds.async_save({"w": torch.ones(1000)}, f"{path}/step-1")
+        handle.committed.add_done_callback(lambda _: ds.async_save({"best": 1}, f"{path}/best"))
+        """,
+        tmp_path,
+    ).assert_clean()
     assert ds.load(tmp_path / "best") == {"best": 1}
 
 

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from support.logs import lines
 from support.state.checkpoints import CACHE
 from support.tiers import sampled
+from support.waiting import lines
 
 import dcp_datastates as ds
 from dcp_datastates import CheckpointManager, ConfigurationError, SaveFailedError

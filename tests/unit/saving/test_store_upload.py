@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs.scripts import TWO_RANKS, run_script
+from support.jobs.scripts import run_script
 from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import CACHE, assert_same
 from support.state.states import filled
@@ -155,45 +155,6 @@ def test_a_process_killed_in_an_upload_leaves_the_old_checkpoint_and_the_next_sa
     assert_same(dcp_datastates.load(path), {"w": torch.zeros(6 << 20)})
     dcp_datastates.save({"w": torch.full((6 << 20,), 2.0)}, path, host_cache_size=CACHE)
     assert_same(dcp_datastates.load(path), {"w": torch.full((6 << 20,), 2.0)})
-
-
-RANK_KILLED = """
-from dcp_datastates.storage.object_path import locate
-
-root = os.environ["ROOT"]
-state = lambda value: {f"w{dist.get_rank()}": torch.full((6 << 20,), float(value))}
-ds.save(state(1), root + "/step-1", host_cache_size="64MiB")
-if dist.get_rank() == 1:
-    store = locate(root).store
-    send = store.put_stream
-
-    def send_some(key, pieces, **options):
-        def some():
-            yield next(pieces)
-            os.kill(os.getpid(), signal.SIGKILL)
-        send(key, some(), **options)
-
-    store.put_stream = send_some
-try:
-    ds.save(state(2), root + "/step-1", host_cache_size="64MiB")
-except ds.RankLostError as error:
-    assert "rank 1" in str(error), error
-    print("lost", flush=True)
-os._exit(0)  # the process group has lost a rank
-"""
-
-
-def test_a_rank_killed_in_an_upload_fails_the_others_save_and_the_next_job_saves(
-    s3_root, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("ROOT", s3_root)
-    ended = run_script(RANK_KILLED, tmp_path, timeout=120, preface=TWO_RANKS)
-    assert sorted(ended.stdout.split("\n")) == ["", "ended with -9", "ended with 0", "lost"], ended
-    path = f"{s3_root}/step-1"
-    old = {f"w{rank}": torch.ones(6 << 20) for rank in range(2)}
-    assert_same(dcp_datastates.load(path), old)
-    dcp_datastates.save({"w": torch.ones(3)}, path, host_cache_size=CACHE)
-    assert_same(dcp_datastates.load(path), {"w": torch.ones(3)})
 
 
 FAILED = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.work import little_work
+from support.waiting import little_work
 
 from dcp_datastates.sharing import assignment
 from dcp_datastates.sharing.assignment import (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from support.devices.training import OPTIMIZERS, TrainingRun, in_backward
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -14,21 +15,25 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
-from support.tiers import tries
+from support.state.loops import OPTIMIZERS, TrainingRun, in_backward
+from support.tiers import sampled, tries
 
 from dcp_datastates import track
 
 windows = pytest.mark.parametrize("read_window", ["backward", "immediate"])
-defers = pytest.mark.parametrize("defer", ["owned", "none"])
 
 
 def _check(path, expected):
     assert_same(load(zeros(expected), path), expected)
 
 
-@windows
-@defers
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "defer", "read_window"),
+    sampled(
+        itertools.product(OPTIMIZERS, ["owned", "none"], ["backward", "immediate"]),
+        keep=lambda case: case[0] == "adamw foreach" or case[1:] == ("owned", "backward"),
+    ),
+)
 def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, tmp_path):
     run = TrainingRun(optimizer)
     run.step()
@@ -46,8 +51,13 @@ def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, 
     ), "the step changed nothing, so this test showed nothing"
 
 
-@windows
-@defers
+@pytest.mark.parametrize(
+    ("read_window", "defer"),
+    sampled(
+        itertools.product(["backward", "immediate"], ["owned", "none"]),
+        keep=[("backward", "owned"), ("immediate", "none")],
+    ),
+)
 def test_iterations_that_follow_at_once_are_not_seen(read_window, defer, tmp_path):
     run = TrainingRun()
     run.step()
@@ -76,36 +86,20 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
 
 
 @windows
-def test_the_first_save_of_an_unknown_optimizer_is_right(read_window, tmp_path):
+@pytest.mark.parametrize("optimizer", ["unknown", "tracked", "made after the call"])
+def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_path):
     run = TrainingRun()
+    if optimizer == "tracked":
+        track(run.optimizer)
+    elif optimizer == "made after the call":
+        run.step()
     run.forward_backward()
     expected = clone(run.state())
     future = async_save(run.state(), tmp_path, read_window=read_window, read_deadline=60)
-    run.optimizer.step()
-    future.result(60)
-    _check(tmp_path, expected)
-
-
-@windows
-def test_the_first_save_of_a_tracked_optimizer_is_right(read_window, tmp_path):
-    run = TrainingRun()
-    track(run.optimizer)
-    run.forward_backward()
-    expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, read_window=read_window, read_deadline=60)
-    run.optimizer.step()
-    future.result(60)
-    _check(tmp_path, expected)
-
-
-@windows
-def test_an_optimizer_made_after_the_call_is_gated_as_well(read_window, tmp_path):
-    run = TrainingRun()
-    run.step()
-    run.forward_backward()
-    expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, read_window=read_window, read_deadline=60)
-    torch.optim.SGD(run.model.parameters(), lr=1.0).step()
+    if optimizer == "made after the call":
+        torch.optim.SGD(run.model.parameters(), lr=1.0).step()
+    else:
+        run.optimizer.step()
     future.result(60)
     _check(tmp_path, expected)
 
@@ -144,8 +138,7 @@ def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_p
 
 
 @windows
-@pytest.mark.parametrize("iterations", [5])
-def test_optimizers_that_step_inside_backward(read_window, iterations, tmp_path):
+def test_optimizers_that_step_inside_backward(read_window, tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6)))
     optimizers = in_backward(model)
@@ -162,7 +155,7 @@ def test_optimizers_that_step_inside_backward(read_window, iterations, tmp_path)
     model(torch.randn(4, 200)).square().sum().backward()
     ours = writer(read_window=read_window, read_deadline=60)
     saved = []
-    for number in range(iterations):
+    for number in range(5):
         expected = clone(state())
         saved.append(
             (async_save(state(), None, by=ours, checkpoint_id=tmp_path / str(number)), expected)
@@ -187,47 +180,24 @@ def test_gradient_accumulation_keeps_the_window_and_the_bytes(tmp_path):
     _check(tmp_path, expected)
 
 
-def test_backward_opens_the_read_window(tmp_path):
+OPENS = {
+    "backward": lambda run, ours: run.forward_backward(),
+    "the deadline": lambda run, ours: None,
+    "a wait for the writer": lambda run, ours: ours.wait(),
+    "a wait for the outcome": lambda run, ours: ours.committed.result(30),
+    "the gate": lambda run, ours: run.optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("what", OPENS)
+def test_what_opens_the_read_window(what, tmp_path):
     run = TrainingRun()
     run.step()
-    ours = writer(tmp_path, read_deadline=600)
+    ours = writer(tmp_path, read_deadline=0.2 if what == "the deadline" else 3600)
     future = async_save(run.state(), tmp_path, by=ours)
-    captured = ours.captured
-    assert not captured.done(), "reads were to wait for backward"
-    run.forward_backward()
-    captured.result(30)
-    future.result(60)
-
-
-def test_the_deadline_opens_the_read_window(tmp_path):
-    run = TrainingRun()
-    run.step()
-    async_save(run.state(), tmp_path, read_deadline=0.2).result(30)
-
-
-def test_waiting_for_the_writer_opens_the_read_window(tmp_path):
-    run = TrainingRun()
-    run.step()
-    ours = writer(tmp_path, read_deadline=3600)
-    future = async_save(run.state(), tmp_path, by=ours)
-    ours.wait()
-    future.result(1)
-
-
-def test_waiting_for_the_outcome_opens_the_read_window(tmp_path):
-    run = TrainingRun()
-    run.step()
-    ours = writer(tmp_path, read_deadline=3600)
-    async_save(run.state(), tmp_path, by=ours)
-    ours.committed.result(30)
-
-
-def test_the_gate_opens_the_read_window(tmp_path):
-    run = TrainingRun()
-    run.step()
-    run.forward_backward()
-    future = async_save(run.state(), tmp_path, read_deadline=3600)
-    run.optimizer.step()
+    assert what == "the deadline" or not ours.captured.done(), "reads were to wait"
+    OPENS[what](run, ours)
+    ours.captured.result(30)
     future.result(30)
 
 
@@ -269,7 +239,7 @@ def test_every_iteration_to_the_same_path(tmp_path):
     run = TrainingRun(width=160)
     run.step()
     ours = writer(tmp_path, read_deadline=60)
-    for _ in range(30):
+    for _ in range(10):
         expected = clone(run.state())
         future = async_save(run.state(), None, by=ours)
         run.step()

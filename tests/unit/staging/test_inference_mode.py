@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.state.checkpoints import writer
 from support.state.wrapped import Blocks
+from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -37,9 +38,13 @@ INFERENCE: dict[str, Callable[[], tuple[Any, list[torch.Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("owned", [False, True])
-@pytest.mark.parametrize("kind", INFERENCE)
+@pytest.mark.parametrize(
+    ("kind", "owned", "inside"),
+    sampled(
+        itertools.product(INFERENCE, [False, True], [False, True]),
+        keep=lambda case: case[1] != case[2],
+    ),
+)
 def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
     tmp_path: Path, kind: str, owned: bool, inside: bool
 ) -> None:
@@ -96,9 +101,17 @@ def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_pa
     assert torch.equal(found["parameters"]["weight"], expected)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["tensor", "Parameter", "transposed", "DTensor"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "inside"),
+    sampled(
+        itertools.product(
+            ["tensor", "Parameter", "transposed", "DTensor"],
+            [torch.float32, torch.float64],
+            [False, True],
+        ),
+        keep=lambda case: case[2] == (case[1] == torch.float32),
+    ),
+)
 def test_inference_tensors_are_loaded_into(
     tmp_path: Path, kind: str, dtype: torch.dtype, inside: bool
 ) -> None:

@@ -5,6 +5,7 @@ committed, or the save fails. The oracle is a copy of the bytes that is made at 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices.write_kinds import (
+from support.devices.writes import (
     COLUMNS,
-    FEW,
     KINDS,
     ROWS,
     Owner,
@@ -26,7 +26,6 @@ from support.devices.write_kinds import (
     plain,
     writes_to,
 )
-from support.devices.writes import Write
 from support.state.checkpoints import CACHE
 from support.state.wrapped import Blocks
 from support.tiers import sampled
@@ -44,81 +43,36 @@ def _saved(tensor: torch.Tensor, path: Path, **options: Any) -> Any:
     return dcp_datastates.async_save({"w": tensor}, path, host_cache_size=CACHE, **options)
 
 
-def _chosen(found: dict[str, Write], all_writes: bool) -> list[str]:
-    assert found
-    return list(found) if all_writes else [name for name in found if name in FEW]
-
-
-each_kind = pytest.mark.parametrize(
-    "kind", sampled(KINDS, keep=lambda kind: not kind.startswith("torchao"))
-)
-all_or_few = pytest.mark.parametrize("all_writes", sampled([False, True], keep=[False]))
-
-
-@pytest.mark.parametrize("audit", [False, True])
-@all_or_few
-@each_kind
-def test_a_write_before_the_reads_is_never_committed(
-    kind: str, all_writes: bool, audit: bool, tmp_path: Path
+@pytest.mark.parametrize("when", ["before", "before, audited", "during", "after"])
+@pytest.mark.parametrize("all_writes", sampled([False, True], keep=[False]))
+@pytest.mark.parametrize("kind", sampled(KINDS, keep=lambda kind: not kind.startswith("torchao")))
+def test_a_write_around_the_reads_is_never_committed_in_part(
+    kind: str, all_writes: bool, when: str, tmp_path: Path
 ) -> None:
-    found = writes_to(kind)
+    """Before the reads, right after the call (the reads may come before it, after it, or both), or after them."""
+    audit = when == "before, audited"
+    window = "backward" if when.startswith("before") else "immediate"
     wrong = []
-    for number, name in enumerate(_chosen(found, all_writes)):
+    for number, (name, write) in enumerate(writes_to(kind, all_writes).items()):
         tensor = KINDS[kind].make()
         owner = Owner(tensor)
         expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
         handle = _saved(
-            KINDS[kind].given(tensor), path, read_window="backward", read_deadline=600, audit=audit
+            KINDS[kind].given(tensor), path, read_window=window, read_deadline=600, audit=audit
         )
+        if when == "after":
+            handle.captured.result(60)
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
-            found[name](KINDS[kind].target(tensor))
+            write(KINDS[kind].target(tensor))
         after = bytes_of(tensor)[""]
-        escapes = not audit and may_escape(kind, name, expected, after)
-        if outcome(handle, tensor, expected, path) == "WRONG" and not escapes:
+        found = outcome(handle, tensor, expected, path)
+        if when == "after":
+            assert found == "right", name
+        elif found == "WRONG" and (audit or not may_escape(kind, name, expected, after)):
             wrong.append(name)
         del owner
     assert not wrong
-
-
-@all_or_few
-@each_kind
-def test_a_write_while_the_reads_run_is_never_committed_in_part(
-    kind: str, all_writes: bool, tmp_path: Path
-) -> None:
-    """Right after the call: the reads may come before it, after it, or both."""
-    found = writes_to(kind)
-    wrong = []
-    for number, name in enumerate(_chosen(found, all_writes)):
-        tensor = KINDS[kind].make()
-        owner = Owner(tensor)
-        expected = bytes_of(tensor)[""]
-        path = tmp_path / str(number)
-        handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
-        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
-            found[name](KINDS[kind].target(tensor))
-        escapes = may_escape(kind, name, expected, bytes_of(tensor)[""])
-        if outcome(handle, tensor, expected, path) == "WRONG" and not escapes:
-            wrong.append(name)
-        del owner
-    assert not wrong
-
-
-@all_or_few
-@each_kind
-def test_a_write_after_the_reads_is_not_seen(kind: str, all_writes: bool, tmp_path: Path) -> None:
-    found = writes_to(kind)
-    for number, name in enumerate(_chosen(found, all_writes)):
-        tensor = KINDS[kind].make()
-        owner = Owner(tensor)
-        expected = bytes_of(tensor)[""]
-        path = tmp_path / str(number)
-        handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
-        handle.captured.result(60)
-        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
-            found[name](KINDS[kind].target(tensor))
-        assert outcome(handle, tensor, expected, path) == "right", name
-        del owner
 
 
 def _one_value(target: torch.Tensor) -> None:
@@ -291,8 +245,13 @@ LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
 
 
 @pytest.mark.parametrize("audit", [False, True])
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("kind", ["plain", "plain, by .data", "DTensor", "DTensor, by .data"])
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    sampled(
+        itertools.product(["plain", "plain, by .data", "DTensor", "DTensor, by .data"], LOADS),
+        keep=[("plain, by .data", "load"), ("DTensor", "dcp.load")],
+    ),
+)
 def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     kind: str, load: str, audit: bool, tmp_path: Path
 ) -> None:

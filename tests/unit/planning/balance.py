@@ -14,11 +14,11 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
+from support.state.plans import plan
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.planning.balance import LEAST_SLICE, SPLIT_FROM
 from dcp_datastates.planning.replicas import gather
-from support.state.plans import plan
 
 __all__ = ["Slice", "divided", "key_of"]
 

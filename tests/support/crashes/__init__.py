@@ -1,1 +1,0 @@
-"""Kills, faults, contention, and what they leave behind."""

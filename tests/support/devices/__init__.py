@@ -1,1 +1,0 @@
-"""Devices, real and fake, and programs that write to tensors."""

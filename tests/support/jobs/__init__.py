@@ -1,1 +1,0 @@
-"""Ranks, processes, networks and threads of test jobs."""

@@ -1,1 +1,0 @@
-"""The commit protocol in simulated schedules."""

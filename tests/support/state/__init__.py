@@ -1,1 +1,0 @@
-"""Checkpoints, states, plans and metadata."""

@@ -1,1 +1,0 @@
-"""An S3 server, and a proxy before it that counts requests and makes faults."""
