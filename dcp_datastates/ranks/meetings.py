@@ -65,7 +65,7 @@ moves 130 MB/s. One request for many values must be for few bytes: 64 of 4 KiB t
 """
 
 _MANY: Final = 64
-"""How many values one request reads or writes."""
+"""How many keys one request names: the store reads a long one again and again, until all of it has come."""
 
 _HEAD: Final = struct.Struct("<QQ")
 """Precedes a value: how many bytes it has, and how many the compressed ones are that the store holds. (A first plan is
@@ -181,12 +181,13 @@ class Meetings:
     ) -> None:
         others = range(1, self._rank_set.world)
         keys = [_message(number, rank) for rank in others]
-        self._await(lambda: self._store.check(keys) or self._is_given_up(number), check)
-        messages: list[bytes] = []
+        messages = [message]
         for at in range(0, len(keys), _MANY):
-            some = functools.partial(self._get, keys[at : at + _MANY])
-            messages += [value for value, _ in self._ask(some, check)]
-        answers = answer([message, *messages])
+            some = keys[at : at + _MANY]
+            self._await(functools.partial(self._are_there, some, number), check)
+            found = self._ask(functools.partial(self._get, some), check)
+            messages += [value for value, _ in found]
+        answers = answer(messages)
         word = _FOR_ALL + answers[0]
         if len(set(answers)) > 1 or len(word) > _FIRST_PIECE:
             word = _FOR_EACH
@@ -196,8 +197,10 @@ class Meetings:
         if first == word:
             self._spent.pop(number, None)  # each rank deletes its answer
 
-    def _is_given_up(self, number: int) -> bool:
-        """Raises :class:`GivenUp` if so."""
+    def _are_there(self, keys: Sequence[str], number: int) -> bool:
+        """Whether all ``keys`` are there. Raises :class:`GivenUp` if not, and a rank has given the meeting up."""
+        if self._store.check(keys):
+            return True
         if self._store.check([_word(number)]):
             _heed(self._store.get(_word(number)))
         return False
