@@ -30,8 +30,7 @@ _COPIES: Final = "dcp-datastates copy, from where the checkpoint was, makes it o
 
 
 def read(directory: ObjectPath) -> tuple[ObjectPath, bytes]:
-    """Where the metadata of the checkpoint at ``directory`` lie, and their bytes. One LIST and one GET in the usual
-    case.
+    """Where the metadata of the checkpoint at ``directory`` lie, and their bytes. Usually one LIST and one GET.
 
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for one of stock DCP),
     :class:`CheckpointCorruptError` if another program's ``.metadata`` are there, and :class:`StorageError`.
