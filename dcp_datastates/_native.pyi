@@ -353,6 +353,11 @@ class CacheStats:
     @property
     def free_segments(self) -> int: ...
     @property
+    def slab_segments(self) -> int: ...
+    @property
+    def waiting(self) -> int:
+        """Requests blocked for a segment or slab right now."""
+    @property
     def returned_segments(self) -> int:
         """Segments given back so far: a number that grows while anything makes progress."""
 

@@ -438,7 +438,7 @@ void fences_are_waited_for_although_the_first_wait_fails() {
     lane.shutdown();
 }
 
-/// A thread of a device's could not be given up in a `close` that never returns.
+/// A shutdown joins the threads of devices: none may be in a `close` that never returns.
 void files_are_closed_by_threads_that_a_shutdown_need_not_wait_for() {
     const TemporaryDirectory directory;
     const HostileDriver driver;
@@ -552,8 +552,8 @@ int main() {
         {"a_hanging_device_is_given_no_more_copies", a_hanging_device_is_given_no_more_copies},
         {"fences_are_waited_for_although_the_first_wait_fails",
          fences_are_waited_for_although_the_first_wait_fails},
-        {"files_are_closed_by_threads_that_can_be_given_up",
-         files_are_closed_by_threads_that_can_be_given_up},
+        {"files_are_closed_by_threads_that_a_shutdown_need_not_wait_for",
+         files_are_closed_by_threads_that_a_shutdown_need_not_wait_for},
         {"at_the_end_of_the_process_nothing_waits_for_a_hanging_device",
          at_the_end_of_the_process_nothing_waits_for_a_hanging_device},
         {"training_waits_for_no_copy", training_waits_for_no_copy},

@@ -209,6 +209,8 @@ void bind_engine(const py::module_& module) {
     py::class_<CacheStats>(module, "CacheStats", py::is_final())
         .def_readonly("total_segments", &CacheStats::total_segments)
         .def_readonly("free_segments", &CacheStats::free_segments)
+        .def_readonly("slab_segments", &CacheStats::slab_segments)
+        .def_readonly("waiting", &CacheStats::waiting)
         .def_readonly("returned_segments", &CacheStats::returned_segments);
 
     const ThreadCounts defaults;
