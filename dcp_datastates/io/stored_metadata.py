@@ -57,7 +57,7 @@ def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
     if data is None:
         return
     reader = "FileSystemReader" if directory.is_local else "FsspecReader"
-    if is_stock(data) and (not _attempts_in(listing) or is_complete_pickle(data)):
+    if is_stock(data) and (not attempts.attempts_in(listing.folders) or is_complete_pickle(data)):
         raise ForeignCheckpointError(
             f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no checksums; "
             f"torch.distributed.checkpoint.{reader} loads it, and dcp_datastates.convert converts it"
@@ -66,12 +66,8 @@ def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
         metadata.decode(data, directory / METADATA_NAME)  # raises: it is damaged, or a later format
 
 
-def _attempts_in(listing: Listing) -> list[Attempt]:
-    return attempts.attempts_in(listing.folders)
-
-
 def _what_is_there(directory: ObjectPath, listing: Listing) -> str:
-    there = _attempts_in(listing)
+    there = attempts.attempts_in(listing.folders)
     states = {attempt: decisions.state_of(directory, attempt) for attempt in there}
     if (copied := _attempt_of(directory, listing)) is not None and states.get(copied) is None:
         return (

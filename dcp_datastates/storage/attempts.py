@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
@@ -213,11 +212,6 @@ def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
 
 def delete_objects(directory: ObjectPath, objects: Iterable[StoredObject]) -> None:
     """Delete objects of the store of ``directory``, 1,000 by a request. Raises :class:`StorageError`."""
-    keys = iter([each.key for each in objects])
-    for batch in _batches(keys):
-        directory.store.delete(batch)
-
-
-def _batches(keys: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(keys, _DELETED_AT_ONCE)):
-        yield batch
+    keys = [each.key for each in objects]
+    for at in range(0, len(keys), _DELETED_AT_ONCE):
+        directory.store.delete(keys[at : at + _DELETED_AT_ONCE])
