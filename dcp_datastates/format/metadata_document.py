@@ -36,13 +36,7 @@ from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = [
-    "fields_to_json",
-    "properties_from_json",
-    "read_document",
-    "warn_of_loss",
-    "write_document",
-]
+__all__ = ["fields_to_json", "properties_of", "read_document", "warn_of_loss", "write_document"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +126,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     names = _list(found, "names")
     if not set(map(type, names)) <= {str}:
         raise MetadataError("a name is no string")
-    properties = tuple([properties_from_json(each) for each in _list(found, "properties")])
+    properties = tuple([properties_of(each) for each in _list(found, "properties")])
     files = [_record(each) for each in _list(found, "files")]
     note = Note(
         _attempt(found.get("attempt"), "attempt"),
@@ -231,7 +225,7 @@ _PROPERTY_TYPES: Final[Mapping[str, type]] = {
 }
 
 
-def properties_from_json(found: Any) -> TensorProperties:
+def properties_of(found: Any) -> TensorProperties:
     """What :func:`fields_to_json` made of them. Raises :class:`MetadataError` or :class:`ValueRefused`."""
     fields = _fields(found, TensorProperties)
     for name, kind in _PROPERTY_TYPES.items():

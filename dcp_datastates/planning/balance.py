@@ -111,8 +111,8 @@ def assign(
     if dedup_to_lowest_rank:
         shared[:] = False
     slices = [_to_lowest(holdings, first[~shared])]
-    loads = np.zeros(len(plans), dtype=np.int64)
-    np.add.at(loads, slices[0][0], holdings.nbytes[slices[0][1]])
+    rank, row, _, _ = slices[0]
+    loads = np.bincount(rank, holdings.nbytes[row], len(plans)).astype(np.int64)
     sets = []
     for holders in _holder_sets(holdings, np.flatnonzero(shared)):
         chunks = _Chunks.of(holdings, holders, split)

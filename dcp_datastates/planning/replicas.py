@@ -2,8 +2,8 @@
 
 *Holdings* are the chunks of all ranks' local plans, each once, with the ranks that hold it. Ranks with equal plans (all
 ranks of a data-parallel job, or the replicas of one shard) form one *variant*, and share its work. A *row* is an item
-of a variant; rows of the same chunk form one *group*. Say, ``a`` is sharded over two ranks and replicated, and all ranks
-hold ``b``::
+of a variant; rows of the same chunk form one *group*. Say, ``a`` is sharded over two ranks and replicated, and all
+ranks hold ``b``::
 
     rank 0: a[0:4], b        rank 1: a[4:8], b        rank 2: a[0:4], b        rank 3: a[4:8], b
 
