@@ -220,14 +220,14 @@ def stage_state(
     root, traversal = traverse(state_dict)
     everything = traversal.columns
     devices = numbers(engine, everything.locals)
-    columns, devices = _copied(everything, devices, _without_address(everything, devices))
+    columns, devices = _copied(everything, devices, _no_address(everything, devices))
     try:
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
     except (RuntimeError, NotImplementedError):  # one has no storage: sparse
         unusual = list(map(is_unusual, columns.locals))
         columns, devices = _copied(columns, devices, unusual)
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
-    plain, eager_devices = _copied(eager, eager_devices, _without_plain_bytes(eager))
+    plain, eager_devices = _copied(eager, eager_devices, _not_plain(eager))
     is_cacheable = (
         columns is everything and plain is eager and not any_hold_shards(everything.locals)
     )
@@ -281,9 +281,7 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
     on_host = [HOST] * len(locals_)
-    is_cacheable = _without_address(traversal.columns, on_host) is None and not any_hold_shards(
-        locals_
-    )
+    is_cacheable = _no_address(traversal.columns, on_host) is None and not any_hold_shards(locals_)
     is_deferred = [True] * len(locals_)
     deferred, eager = DeferredTensors(), Columns()
     made = StagedState(
@@ -326,7 +324,7 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _without_address(columns: Columns, devices: list[int]) -> list[bool] | None:
+def _no_address(columns: Columns, devices: list[int]) -> list[bool] | None:
     """Marks tensors whose memory cannot be read by address; None if there are none."""
     locals_ = columns.locals
     if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in devices:
@@ -337,7 +335,7 @@ def _without_address(columns: Columns, devices: list[int]) -> list[bool] | None:
     ]
 
 
-def _without_plain_bytes(columns: Columns) -> list[bool] | None:
+def _not_plain(columns: Columns) -> list[bool] | None:
     """Marks tensors whose memory does not hold their plain values; None if there are none."""
     locals_ = columns.locals
     if (
