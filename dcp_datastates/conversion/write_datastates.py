@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.source import Source, TensorInfo, metadata_of_source, shards
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
+from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.planning.part_files import report_of
@@ -67,7 +67,7 @@ def datastates_files(
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
         items += [_tensor_item(name, source.tensors[name]) for name in names]
         try:
-            layouts = lay_out(items, number)
+            layouts = lay_out(list(map(LayoutItem.of, items)), number)
         except ValueError as error:
             raise ConfigurationError(f"this cannot be stored: {error}") from error
         made = [_output_file(source, folder / attempt.name, layout, items) for layout in layouts]

@@ -37,7 +37,6 @@ __all__ = [
     "is_bookkeeping",
     "is_table",
     "lay_out",
-    "lay_out_items",
     "stored_form",
 ]
 
@@ -260,19 +259,13 @@ def _object(*members: str) -> str:
 
 
 @collection_paused()
-def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
-    """Lay out the write items of one rank's final plan. Without items there are no files.
+def lay_out(items: Sequence[LayoutItem], rank: int) -> tuple[FileLayout, ...]:
+    """Lay out the items of one rank's final plan. Without items there are no files.
 
     The same items give the same layout on any machine. The ``n``-th chunk of an FQN goes to the
     rank's file ``n``; objects go to file 0. Raises ``ValueError`` for a name that no safetensors
     file can hold, or for more names than one header can.
     """
-    return lay_out_items(list(map(LayoutItem.of, items)), rank)
-
-
-@collection_paused()
-def lay_out_items(items: Sequence[LayoutItem], rank: int) -> tuple[FileLayout, ...]:
-    """:func:`lay_out`, of what it needs of the write items."""
     tensors: list[list[int]] = []
     objects: list[int] = []
     seen: dict[str, int] = {}

@@ -29,7 +29,7 @@ from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["fields_to_json", "properties_from_json", "read_document", "write_document"]
+__all__ = ["fields_to_json", "properties_of", "read_document", "write_document"]
 
 
 def write_document(table: MetadataTable) -> bytes:
@@ -78,7 +78,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     if type(found) is not dict:
         raise MetadataError(f"the document is {described(found)}")
     names = _typed(found, "names", list, str)
-    properties = tuple([properties_from_json(each) for each in _typed(found, "properties", list)])
+    properties = tuple([properties_of(each) for each in _typed(found, "properties", list)])
     files = [_record(each) for each in _typed(found, "files", list)]
     published_at = _typed(found, "published_at", float)
     if not math.isfinite(published_at):
@@ -149,7 +149,7 @@ _PROPERTY_TYPES: Final[Mapping[str, type]] = {
 }
 
 
-def properties_from_json(found: Any) -> TensorProperties:
+def properties_of(found: Any) -> TensorProperties:
     """What :func:`fields_to_json` made of them. Raises :class:`MetadataError` or :class:`ValueRefused`."""
     fields = _fields(found, TensorProperties)
     for name, kind in _PROPERTY_TYPES.items():

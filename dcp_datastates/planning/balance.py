@@ -42,9 +42,9 @@ LEAST_SLICE = 64 << 10
 """Least size of a slice, in bytes: smaller slices cost every reader more than an even load gains."""
 
 
-_Slices = Ints
-"""(4, S) slices of chunks: the rank that writes each, its row of the holdings (of the rank's own variant), and its
-first row of dimension 0 and the one after the last.
+_Slices = tuple[Ints, Ints, Ints, Ints]
+"""S slices of chunks: the rank that writes each, its row of the holdings (of the rank's own variant), and its first row
+of dimension 0 and the one after the last.
 """
 
 
@@ -110,16 +110,20 @@ def assign(
     shared = (holdings.count > 1) | several[holdings.variant[first]]
     if dedup_to_lowest_rank:
         shared[:] = False
-    slices = [_to_lowest(holdings, first[~shared])]
-    loads = np.zeros(len(plans), dtype=np.int64)
-    np.add.at(loads, slices[0][0], holdings.nbytes[slices[0][1]])
+    slices = _to_lowest(holdings, first[~shared])
     sets = []
-    for holders in _holder_sets(holdings, np.flatnonzero(shared)):
-        chunks = _Chunks.of(holdings, holders, split)
-        slices += _Dealer(holdings, holders, loads).deal(chunks)
-        sets.append((holders, chunks))
+    if shared.any():
+        rank, row, _, _ = slices
+        loads = np.bincount(rank, holdings.nbytes[row], len(plans)).astype(np.int64)
+        parts = [slices]
+        for holders in _holder_sets(holdings, np.flatnonzero(shared)):
+            chunks = _Chunks.of(holdings, holders, split)
+            parts += _Dealer(holdings, holders, loads).deal(chunks)
+            sets.append((holders, chunks))
+        ranks, rows, begins, ends = map(np.concatenate, zip(*parts, strict=True))
+        slices = ranks, rows, begins, ends
     compared = _compared(holdings, sets)
-    return _finished(holdings, _by_rank(holdings, np.hstack(slices)), compared, mappings)
+    return _finished(holdings, _by_rank(holdings, slices), compared, mappings)
 
 
 def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
@@ -142,17 +146,13 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
 def _to_lowest(holdings: Holdings, rows: Ints) -> _Slices:
     """Whole chunks, written by the lowest rank of each row's variant."""
     lowest = np.array([ranks[0] for ranks in holdings.ranks], dtype=np.int64)
-    return np.stack(
-        (lowest[holdings.variant[rows]], rows, np.zeros_like(rows), holdings.extent[rows])
-    )
+    return lowest[holdings.variant[rows]], rows, np.zeros_like(rows), holdings.extent[rows]
 
 
 def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
     """The sets of ranks that hold these groups, small ones first; apart from that, in an order that does not depend on
     the ranks' numbers.
     """
-    if not len(groups):
-        return
     begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
     variants = holdings.variant[holdings.order[positions(begins, count)]]
     none = np.zeros_like(groups)
@@ -213,7 +213,7 @@ class _Dealer:
         """``chunk``, ``holder``: positions in the set."""
         np.add.at(self._loads, self._ranks[holder], nbytes)
         row = self._order[self._begins[chunk] + self._copies[holder]]
-        return np.stack((self._ranks[holder], row, begin, end))
+        return self._ranks[holder], row, begin, end
 
 
 def _compared(
@@ -222,12 +222,12 @@ def _compared(
     """For each variant, the items to compare with other ranks, and the number of each item's set, which is even if
     these are declared equal.
     """
-    is_object = holdings.names.properties[holdings.name] < 0
     found: list[list[tuple[int, Ints]]] = [[] for _ in holdings.ranks]
     number = 0
     for holders, chunks in sets:
         rows = holdings.order[holders.begins[chunks.undeclared]]
-        undeclared = chunks.undeclared[is_object[rows] | (holdings.nbytes[rows] > 0)]
+        is_object = holdings.names.properties[holdings.name[rows]] < 0
+        undeclared = chunks.undeclared[is_object | (holdings.nbytes[rows] > 0)]
         for which, is_undeclared in ((undeclared, True), (chunks.large, False)):
             for copy, variant in enumerate(holders.variants.tolist()):
                 items = holdings.item[holdings.order[holders.begins[which] + copy]]
@@ -244,9 +244,13 @@ def _compared(
 
 def _by_rank(holdings: Holdings, slices: _Slices) -> _Slices:
     """Sort by rank, then in the order of the rank's items."""
+    rank, row, begin, end = slices
     stride = int(holdings.item.max(initial=0)) + 1
-    key = slices[0] * stride + holdings.item[slices[1]]
-    return slices if (key[1:] > key[:-1]).all() else slices[:, np.argsort(key)]
+    key = rank * stride + holdings.item[row]
+    if (key[1:] > key[:-1]).all():
+        return slices
+    order = np.argsort(key)
+    return rank[order], row[order], begin[order], end[order]
 
 
 def _finished(
@@ -264,7 +268,7 @@ def _finished(
     counts = np.bincount(name[chunks], minlength=len(names.names))
     hints = np.full(len(name), -1, dtype=np.int64)
     hints[chunks] = np.arange(len(chunks)) - np.repeat(starts_of(counts), counts)
-    offsets, sizes = _boxes(holdings, slices[:, chunks])
+    offsets, sizes = _boxes(holdings, row[chunks], begin[chunks], end[chunks])
     catalog = Catalog(
         names=names.names,
         table=names.table,
@@ -287,9 +291,8 @@ def _finished(
     return plans, catalog
 
 
-def _boxes(holdings: Holdings, slices: _Slices) -> tuple[Ints, Ints]:
+def _boxes(holdings: Holdings, row: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
     """The offsets and sizes of these slices, ragged."""
-    _, row, begin, end = slices
     ndims = holdings.ndims[row]
     where = positions(starts_of(holdings.ndims)[row], ndims)
     offsets, sizes = holdings.offsets[where], holdings.sizes[where]

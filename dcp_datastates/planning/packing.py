@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
-from dcp_datastates.format.metadata_document import fields_to_json, properties_from_json
+from dcp_datastates.format.metadata_document import fields_to_json, properties_of
 
 __all__ = ["Message", "Named", "pack", "pack_ints", "unpack", "unpack_ints"]
 
-_LENGTH = struct.Struct("<Q")
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
 # the key is the number of bytes of a value
@@ -50,7 +49,8 @@ class Message:
     def encode(self) -> bytes:
         """Equal messages give equal bytes."""
         magic, fields = _form_of(type(self))
-        return pack(magic, [put(getattr(self, name)) for name, (put, _) in fields.items()])
+        pairs = [(getattr(self, name), put) for name, put, _ in fields]
+        return pack(magic, [put(value) if put else value for value, put in pairs])
 
     @classmethod
     def decode(
@@ -62,8 +62,8 @@ class Message:
         """
         magic, fields = _form_of(cls)
         sections = unpack(magic, len(fields), data)
-        pairs = zip(sections, fields.values(), strict=True)
-        return cls(*[get(section, known) for section, (_, get) in pairs])
+        pairs = zip(sections, fields, strict=True)
+        return cls(*[get(part, known) if get else bytes(part) for part, (_, _, get) in pairs])
 
 
 class Named(Message):
@@ -98,27 +98,28 @@ _Put = Callable[[Any], bytes]
 _Get = Callable[[memoryview, dict[bytes, Any] | None], Any]
 
 
-_forms: dict[type, tuple[bytes, dict[str, tuple[_Put, _Get]]]] = {}
+_Form = tuple[bytes, list[tuple[str, _Put | None, _Get | None]]]
+_forms: dict[type, _Form] = {}
 
 
-def _form_of(kind: type) -> tuple[bytes, dict[str, tuple[_Put, _Get]]]:
-    """How messages of this kind begin; and by field, how it is encoded and decoded."""
+def _form_of(kind: type) -> _Form:
+    """How messages of this kind begin; and the fields, with how each is encoded and decoded: None for bytes."""
     found = _forms.get(kind)
     if found is None:
-        fields = {name: _form(hint) for name, hint in typing.get_type_hints(kind).items()}
+        fields = [(name, *_put_and_get(each)) for name, each in typing.get_type_hints(kind).items()]
         found = _forms[kind] = f"{kind.__name__}:".encode(), fields
     return found
 
 
-def _form(hint: Any) -> tuple[_Put, _Get]:
+def _put_and_get(hint: Any) -> tuple[_Put | None, _Get | None]:
     if hint is bytes:
-        return lambda value: value, lambda data, _: bytes(data)
+        return None, None
     if hint == Ints:
         return pack_ints, lambda data, _: unpack_ints(data)
     if hint == tuple[TensorProperties, ...]:
         return (
             lambda table: _pack_json(list(map(fields_to_json, table))),
-            lambda data, _: tuple(map(properties_from_json, _unpack_json(data))),
+            lambda data, _: tuple(map(properties_of, _unpack_json(data))),
         )
     if isinstance(hint, type) and issubclass(hint, Message):
         return hint.encode, functools.partial(_decode_once, hint)
@@ -158,8 +159,8 @@ def _unpack_json(data: memoryview) -> Any:
 
 def pack(magic: bytes, sections: Sequence[bytes]) -> bytes:
     """Join the sections into bytes that :func:`unpack` splits again."""
-    lengths = [_LENGTH.pack(len(section)) for section in sections]
-    return b"".join((magic, *lengths, *sections))
+    lengths = struct.pack(f"<{len(sections)}Q", *map(len, sections))
+    return b"".join((magic, lengths, *sections))
 
 
 def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryview]:
@@ -167,11 +168,11 @@ def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryvie
     view = memoryview(data)
     if view[: len(magic)] != magic:
         raise ValueError(f"these bytes do not begin with {magic!r}, but {bytes(view[:8])!r}")
-    at = len(magic) + count * _LENGTH.size
+    at = len(magic) + 8 * count
     if len(view) < at:
         raise ValueError(f"{len(view)} bytes are too short for {count} sections")
     sections = []
-    for (length,) in _LENGTH.iter_unpack(view[len(magic) : at]):
+    for length in struct.unpack_from(f"<{count}Q", view, len(magic)):
         sections.append(view[at : at + length])
         at += length
     if at != len(view):

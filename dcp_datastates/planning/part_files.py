@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Transfer
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out_items
+from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.recent import Recent
 
@@ -30,7 +30,7 @@ class PartFiles:
     """The files of the ``items`` that ``rank`` writes. Any thread may use it."""
 
     def __init__(self, items: Sequence[LayoutItem], rank: int) -> None:
-        self.layouts: Final = lay_out_items(items, rank)
+        self.layouts: Final = lay_out(items, rank)
         self._count = len(items)
         self._sealed: Recent[tuple[tuple[int, ...], ...], Sealed] = Recent()
 

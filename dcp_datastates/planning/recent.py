@@ -25,9 +25,10 @@ class Recent(Generic[_Key, _Value]):
     def get(self, key: _Key) -> _Value | None:
         """The value of ``key``, which counts as used."""
         with self._lock:
-            value = self._values.pop(key, None)
-            if value is not None:
-                self._values[key] = value
+            value = self._values.get(key)
+            # Most often it is the latest already: then the key, which may be large, is not hashed again.
+            if value is not None and value is not next(reversed(self._values.values())):
+                self._values[key] = self._values.pop(key)
             return value
 
     def put(self, key: _Key, value: _Value) -> None:

@@ -222,18 +222,18 @@ def stage_state(
     root, traversal = traverse(state_dict)
     everything = traversal.columns
     devices = numbers(engine, everything.locals)
-    columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
+    columns, devices = _copied(everything, devices, _no_address(everything, devices))
     try:
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
     except (RuntimeError, NotImplementedError):  # one has no storage: sparse
-        odd = list(map(is_unusual, columns.locals))
-        columns, devices = _set_apart(columns, devices, odd)
+        unusual = list(map(is_unusual, columns.locals))
+        columns, devices = _copied(columns, devices, unusual)
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
-    usual, eager_devices = _set_apart(eager, eager_devices, _odd_values(eager))
+    plain, eager_devices = _copied(eager, eager_devices, _not_plain(eager))
     is_cacheable = (
-        columns is everything and usual is eager and not any_hold_shards(everything.locals)
+        columns is everything and plain is eager and not any_hold_shards(everything.locals)
     )
-    eager = usual
+    eager = plain
     sizes = list(map(_NBYTES, eager.locals))
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
     nbytes = ends[-1] if ends else 0
@@ -283,7 +283,7 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
     on_host = [HOST] * len(locals_)
-    is_cacheable = _odd_memory(traversal.columns, on_host) is None and not any_hold_shards(locals_)
+    is_cacheable = _no_address(traversal.columns, on_host) is None and not any_hold_shards(locals_)
     is_deferred = [True] * len(locals_)
     deferred, eager = DeferredTensors(), Columns()
     made = StagedState(
@@ -336,7 +336,7 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _odd_memory(columns: Columns, devices: list[int]) -> list[bool] | None:
+def _no_address(columns: Columns, devices: list[int]) -> list[bool] | None:
     """Marks tensors whose memory cannot be read by address; None if there are none."""
     locals_ = columns.locals
     if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in devices:
@@ -347,7 +347,7 @@ def _odd_memory(columns: Columns, devices: list[int]) -> list[bool] | None:
     ]
 
 
-def _odd_values(columns: Columns) -> list[bool] | None:
+def _not_plain(columns: Columns) -> list[bool] | None:
     """Marks tensors whose memory does not hold their plain values; None if there are none."""
     locals_ = columns.locals
     if (
@@ -360,18 +360,18 @@ def _odd_values(columns: Columns) -> list[bool] | None:
     return list(map(is_unusual, locals_))
 
 
-def _set_apart(
-    columns: Columns, devices: list[int], odd: list[bool] | None
+def _copied(
+    columns: Columns, devices: list[int], marked: list[bool] | None
 ) -> tuple[Columns, list[int]]:
-    """Copies the tensors marked ``odd`` one by one into their places; returns the others, with their devices."""
-    if odd is None:
+    """Copies the ``marked`` tensors one by one into their places; returns the others, with their devices."""
+    if marked is None:
         return columns, devices
-    strange = columns.where(odd)
-    for position, (container, key) in enumerate(zip(strange.containers, strange.keys, strict=True)):
-        tensor, local = strange.tensors[position], strange.locals[position]
-        container[key] = copy_unusual(tensor, local, strange.name(position))
-    usual = list(map(operator.not_, odd))
-    return columns.where(usual), list(compress(devices, usual))
+    chosen = columns.where(marked)
+    for position, (container, key) in enumerate(zip(chosen.containers, chosen.keys, strict=True)):
+        tensor, local = chosen.tensors[position], chosen.locals[position]
+        container[key] = copy_unusual(tensor, local, chosen.name(position))
+    others = list(map(operator.not_, marked))
+    return columns.where(others), list(compress(devices, others))
 
 
 def _classify(

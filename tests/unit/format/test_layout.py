@@ -18,7 +18,8 @@ from support.state.states import DTYPES
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.format.layout import lay_out, stored_form
+from dcp_datastates.format import layout
+from dcp_datastates.format.layout import LayoutItem, stored_form
 
 quick = settings(max_examples=150)
 
@@ -28,6 +29,10 @@ names = st.one_of(
     ),
     st.text(max_size=20).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text)),
 )
+
+
+def lay_out(items, rank):
+    return layout.lay_out(list(map(LayoutItem.of, items)), rank)
 
 
 @st.composite

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_datastates import ConfigurationError
-from dcp_datastates.format.layout import lay_out
+from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.saving.document import document, write_results
@@ -32,7 +32,7 @@ SIZES = [[77], []]
 
 
 def _laid_out(items, rank, sizes):
-    layouts = lay_out(items, rank)
+    layouts = lay_out(list(map(LayoutItem.of, items)), rank)
     return layouts, [layout.seal(sizes) for layout in layouts]
 
 
