@@ -26,7 +26,12 @@ from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
 from dcp_datastates.conversion.write_datastates import datastates_output
-from dcp_datastates.conversion.write_safetensors import hf_output, peft_output, safetensors_output
+from dcp_datastates.conversion.write_safetensors import (
+    companions_in,
+    hf_output,
+    peft_output,
+    safetensors_output,
+)
 from dcp_datastates.conversion.write_stock import stock_output
 from dcp_datastates.conversion.write_store import write_to_store
 from dcp_datastates.conversion.write_torch import torch_output
@@ -49,6 +54,9 @@ __all__ = ["Conversion", "convert"]
 logger = logging.getLogger(__name__)
 
 Target = Literal["datastates", "hf", "peft", "safetensors", "dcp", "torch"]
+
+_TRAINER: Final = "trainer"
+"""The folder from which the Trainer of transformers resumes, within the format "hf"."""
 
 _FILES: Final = ("safetensors", "torch")
 _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
@@ -225,12 +233,9 @@ def convert(
         and OPTIMIZER in optimizers_in(opened)
     )
     selected = trainer_source(opened) if is_training else select(opened, checked.selection)
-    companions: Location | Mapping[str, bytes] | None = checked.config_from
     if chosen_format == "peft":
-        companions = {ADAPTER_CONFIG: adapter_config(opened, checked.config_from)}
+        small = {ADAPTER_CONFIG: adapter_config(opened, checked.config_from)}
         selected = adapter_of(selected, frozenset(optimizers_in(opened)))
-    elif chosen_format == "hf" and companions is None:
-        companions = opened.path if opened.format == "Hugging Face" else small
     skipped: tuple[str, ...] = ()
     if not is_training:
         if chosen_format in ("hf", "safetensors") and not checked.selection.chooses:
@@ -248,7 +253,8 @@ def convert(
             if chosen_format not in _FILES:
                 with local.explained("creating directory", path):
                     operations.make_directory(path, "convert")
-            output = _output(selected, path, there, chosen_format, limits, checked, companions)
+            kind = _TRAINER if is_training else chosen_format
+            output = _output(selected, path, there, kind, limits, checked, small)
             write_outputs(output.files, selected, limits, progress)
             output.finish()
         files = len(output.files)
@@ -269,21 +275,24 @@ def _output(
     source: Source,
     path: Path,
     target: Path,
-    to: Target,
+    to: Target | Literal["trainer"],
     limits: Limits,
     options: _Options,
-    companions: Location | Mapping[str, bytes] | None,
+    small: Mapping[str, bytes],
 ) -> Output:
-    """``path`` is where ``target`` is written before it appears; a directory is there. ``companions``: the folder or
-    the files that go with a model or an adapter.
+    """``path`` is where ``target`` is written before it appears; a directory is there. ``small``: the files of the
+    checkpoint that go with a model or an adapter.
     """
     if to == "peft":
-        assert isinstance(companions, Mapping)
-        return peft_output(source, path, companions[ADAPTER_CONFIG])
-    if to == "hf" and isinstance(companions, Mapping) and optimizers_in(source):
-        return trainer_output(source, path, limits.shard_bytes, companions, options.allow_objects)
+        return peft_output(source, path, small[ADAPTER_CONFIG])
+    if to == _TRAINER:
+        return trainer_output(source, path, limits.shard_bytes, small, options.allow_objects)
     if to == "hf":
-        return hf_output(source, path, limits.shard_bytes, companions)
+        folder = options.config_from or (source.path if source.format == "Hugging Face" else None)
+        if folder is None:
+            return hf_output(source, path, limits.shard_bytes, small)
+        files = companions_in(folder)
+        return hf_output(source, path, limits.shard_bytes, files, repr(str(folder)))
     if to == "safetensors":
         return safetensors_output(source, path)
     if to == "torch":

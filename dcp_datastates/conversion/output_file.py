@@ -6,13 +6,12 @@ large one: memory does not depend on the tensors. Threads write pieces of one fi
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -139,7 +138,7 @@ class Contents:
                 at = 4 * (start // BLOCK_BYTES)
                 word = crc32c(data[start - begin : stop - begin])
                 self._table[at : at + 4] = word.to_bytes(4, "little")
-        return Piece(begin, data, spans, nbytes)
+        return Piece(data, spans, nbytes)
 
     def table(self) -> memoryview:
         """The table of checksums, once all pieces were read."""
@@ -152,7 +151,6 @@ class Contents:
 class Piece:
     """A range of a file."""
 
-    begin: int
     data: memoryview
     spans: Sequence[tuple[int, int]]
     """What of it is known, in bytes of the file; the rest is zero."""
@@ -165,12 +163,8 @@ def write_outputs(
 ) -> None:
     """Write ``outputs`` with tensors of ``source``; all are synced. ``progress`` is called as by :func:`work`."""
     total = sum(info.nbytes for info in source.tensors.values())
-    with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(closing(_Writing(Contents(output, source)))) for output in outputs
-        ]
-        units = chain.from_iterable(file.units(limits.piece_bytes) for file in files)
-        work(units, total, limits.threads, progress)
+    files = (_units(Contents(output, source), limits.piece_bytes) for output in outputs)
+    work(chain.from_iterable(files), total, limits.threads, progress)
 
 
 def write_small_file(path: Path, data: bytes) -> None:
@@ -179,54 +173,34 @@ def write_small_file(path: Path, data: bytes) -> None:
         operations.write_new_file(path, [data], "convert")
 
 
-class _Writing:
-    """One file of a file system that is being written."""
+def _units(contents: Contents, piece_bytes: int) -> Iterator[Unit]:
+    """What writes one file of a file system. The unit that is done last completes it."""
+    output = contents.output
+    begins = range(0, max(contents.end, 1), piece_bytes)
+    lock, left = threading.Lock(), len(begins)  # the lock guards left
 
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._lock = threading.Lock()  # guards the rest
-        self._left = 0
-        self._descriptor: int | None = None
-
-    def units(self, piece_bytes: int) -> Iterator[Unit]:
-        end = self._contents.end
-        begins = range(0, max(end, 1), piece_bytes)
-        self._left = len(begins)
-        for begin in begins:
-            yield self._unit(begin, min(begin + piece_bytes, end))
-
-    def _unit(self, begin: int, end: int) -> Unit:
-        def write(done: Done) -> None:
-            piece = self._contents.piece(begin, end)
-            self._put(piece)
-            done(piece.tensor_bytes)
-
-        return write
-
-    def _put(self, piece: Piece) -> None:
-        output = self._contents.output
+    def write(begin: int, done: Done) -> None:
+        nonlocal left
+        piece = contents.piece(begin, min(begin + piece_bytes, contents.end))
         with explained("writing", output.path, output.nbytes):
-            with self._lock:
-                if self._descriptor is None:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                    self._descriptor = os.open(str(output.path), flags, 0o644)
-                    os.truncate(self._descriptor, output.nbytes)
-            for low, high in piece.spans:
-                _write(self._descriptor, low, piece.data[low - piece.begin : high - piece.begin])
-            with self._lock:
-                self._left -= 1
-                if self._left:
-                    return
-            if output.table_offset is not None:
-                _write(self._descriptor, output.table_offset, self._contents.table())
-            os.fsync(self._descriptor)
-            self.close()
+            descriptor = os.open(str(output.path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                for low, high in piece.spans:
+                    _write(descriptor, low, piece.data[low - begin : high - begin])
+                with lock:
+                    left -= 1
+                    is_last = not left
+                if is_last:
+                    os.truncate(descriptor, output.nbytes)
+                    if output.table_offset is not None:
+                        _write(descriptor, output.table_offset, contents.table())
+                # Of each unit: another descriptor need not learn of the errors of this one.
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        done(piece.tensor_bytes)
 
-    def close(self) -> None:
-        with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+    return (partial(write, begin) for begin in begins)
 
 
 def _write(descriptor: int, offset: int, data: memoryview) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,9 @@ from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source, shards
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import MAX_HEADER_BYTES
-from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["hf_output", "peft_output", "safetensors_output"]
+__all__ = ["companions_in", "hf_output", "peft_output", "safetensors_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +42,13 @@ def hf_output(
     source: Source,
     folder: Path,
     shard_bytes: int,
-    companions: Location | Mapping[str, bytes] | None,
+    companions: Mapping[str, bytes],
+    given: str = "the checkpoint",
 ) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
-    ``companions``: a folder whose configuration and tokenizer files are copied; or such files. At its end, the output
-    raises :class:`ConfigurationError` if transformers cannot open the model.
+    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``given`` says where they
+    come from. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
     """
     parts = shards(source, shard_bytes)
     files = {"model.safetensors": parts[0]}
@@ -61,16 +60,12 @@ def hf_output(
     outputs = [_output_file(folder / file, source, names) for file, names in files.items()]
 
     def finish() -> None:
-        if isinstance(companions, Mapping):
-            for name, data in companions.items():
-                if _is_companion(name):
-                    write_small_file(folder / name, data)
-        elif companions is not None:
-            _copy_companions(companions, folder)
+        for name, data in companions.items():
+            if _is_companion(name):
+                write_small_file(folder / name, data)
         if len(files) > 1:
             _write_index(source, folder, files)
         if CONFIG in names_at(folder):
-            given = "the checkpoint" if isinstance(companions, Mapping) else repr(str(companions))
             check_opens(folder, given)
         else:
             logger.warning(
@@ -152,12 +147,7 @@ def _is_companion(name: str) -> bool:
     return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name != TRAINER_STATE
 
 
-def _copy_companions(companions: Location, folder: Path) -> None:
-    for name in sorted(names_at(companions)):
-        file = companions / name
-        if not _is_companion(name) or is_directory(file):
-            continue
-        write_small_file(folder / name, read_whole(file))
-        if isinstance(file, Path):
-            with explained("copying", file):
-                shutil.copymode(file, folder / name)
+def companions_in(folder: Location) -> dict[str, bytes]:
+    """The configuration and tokenizer files in a folder of a model."""
+    names = filter(_is_companion, sorted(names_at(folder)))
+    return {name: read_whole(folder / name) for name in names if not is_directory(folder / name)}

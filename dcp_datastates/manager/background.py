@@ -20,7 +20,7 @@ from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.manager.save_tracker import SaveTracker, most_failures
-from dcp_datastates.storage.object_path import ObjectPath, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["BackgroundSaves", "SavesInBackground", "pop_load_options", "pop_writer_options"]
 
@@ -159,9 +159,7 @@ class BackgroundSaves(SaveTracker):
                 self._said = said
                 logger.log(*said)
 
-    def when_committed(
-        self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
-    ) -> None:
+    def when_committed(self, work: Callable[[], object], deletes: Location | None = None) -> None:
         """As :meth:`SaveTracker.when_committed`, on the first rank; nothing on the others."""
         if _is_first_rank():
             super().when_committed(work, deletes)

@@ -69,7 +69,7 @@ class Continuing:
 
     Args:
         steps: the checkpoints.
-        group: the ranks of ``rank_set``; ``alone``: there are no others, whatever torch.distributed says.
+        group: the ranks of ``rank_set``, if there are several.
         fresh: whether a loop that restores nothing may begin in a root with checkpoints: ``"refuse"``, or
             ``"replace"``: those are set aside.
         options: of each restore, where a call has no others.
@@ -83,7 +83,6 @@ class Continuing:
         steps: StepDirectories,
         rank_set: RankSet,
         group: dist.ProcessGroup | None,
-        alone: bool,
         fresh: Fresh,
         options: LoadOptions,
         adopt: Callable[[Iterable[str]], None],
@@ -92,7 +91,7 @@ class Continuing:
         Fit.of_restore(options)
         self._steps = steps
         self._rank_set = rank_set
-        self._group, self._alone = group, alone
+        self._group = group
         self._options = options
         self._replaces = fresh == "replace"
         self._adopt = adopt
@@ -165,7 +164,7 @@ class Continuing:
                 fit,
                 names,
                 process_group=self._group,
-                no_dist=self._alone,
+                no_dist=self._rank_set.world == 1,
                 allow_objects=options.get("allow_objects", True),
                 share_reads=options.get("share_reads"),
             )

@@ -295,8 +295,7 @@ class OptimizerPart:
         groups = [self._settled(group, state["groups"]) for group in self._stored]
         settings = [self._settings(names, own, groups) for names, own in live.groups]
         live.give({name: each for name, each in given.items() if each}, settings, rest)
-        elsewhere = {live.elsewhere[name]: name for name in loaded if name in live.elsewhere}
-        self._keep(elsewhere, groups, loaded)
+        self._keep(live.elsewhere, groups, loaded)
         had = {name for group in self._stored for name in group.names}
         if had and (new := [name for name in live.parameters if name not in had]):
             logger.warning(
@@ -353,12 +352,12 @@ class OptimizerPart:
 
     def _keep(
         self,
-        elsewhere: dict[torch.Tensor, str],
+        elsewhere: Mapping[str, torch.Tensor],
         groups: Sequence[_Group],
         loaded: Mapping[str, Any],
     ) -> None:
         """Keep what was loaded of parameters that the optimizer does not have."""
-        kept, names = [], list(elsewhere.values())
+        kept, names = [], {name: elsewhere[name] for name in loaded if name in elsewhere}
         for group in groups:
             mine = tuple(name for name in group.names if name in names)
             if mine:
@@ -367,7 +366,7 @@ class OptimizerPart:
         if kept and self.optimizer not in _kept:
             self.optimizer.register_step_pre_hook(_give_added)
         if kept or self.optimizer in _kept:
-            _kept[self.optimizer] = _Kept(kept, elsewhere)
+            _kept[self.optimizer] = _Kept(kept, {each: name for name, each in names.items()})
         if kept:
             logger.warning(
                 "%s: the optimizer does not have %d parameters of which the checkpoint has a state, which is kept for "

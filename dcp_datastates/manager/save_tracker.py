@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["MaxFailures", "SaveTracker", "has_failed", "most_failures"]
 
@@ -222,9 +221,7 @@ class SaveTracker:
         finally:
             self.deletions.wait()
 
-    def when_committed(
-        self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
-    ) -> None:
+    def when_committed(self, work: Callable[[], object], deletes: Location | None = None) -> None:
         """Have ``work`` done once the newest save is committed; immediately if there is none. If that save fails,
         ``work`` is dropped.
 
@@ -236,19 +233,18 @@ class SaveTracker:
         if save is None:
             self.deletions.request(work)
             return
-        path = None if deletes is None else locate(deletes)
         with self._lock:
             replaced = [
                 each
                 for each in self._waiting
-                if each.save.path == path and each.save.committed is False
+                if each.save.path == deletes and each.save.committed is False
             ]
             for each in replaced:
                 each.save = save
-            if path is not None and replaced:
-                self.deletions.request(partial(_remove_empty, path))
+            if deletes is not None and replaced:
+                self.deletions.request(partial(_remove_empty, deletes))
             else:
-                self._waiting.append(_Waiting(work, save, path))
+                self._waiting.append(_Waiting(work, save, deletes))
             self._request()
 
     def _request(self) -> None:
