@@ -13,7 +13,7 @@ SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))
 
 
 @pytest.mark.timeout(60 + int(os.environ.get("SOAK_SAVES", "240")))
-@pytest.mark.parametrize("saves", tries(60, 150, "SOAK_SAVES"))
+@pytest.mark.parametrize("saves", tries(40, 150, "SOAK_SAVES"))
 def test_nothing_is_lost_and_nothing_grows(saves, tmp_path):
     print(f"SOAK_SAVES={saves} SOAK_SEED={SEED}")
     # One save in fifty; in a short run more, so that there is one of each kind.
