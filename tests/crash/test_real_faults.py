@@ -63,8 +63,8 @@ def _all_failed(everyone):
 
 
 EACH_CALL = (
-    *("read.before-coordinator", "flush.open.before-other", "flush.write.after-coordinator"),
-    *("flush.close.after-other", "sync.data.before-coordinator", "sync.directory.before-other"),
+    *("read.before-coordinator", "flush.open.before-other"),
+    *("flush.write.after-coordinator", "sync.directory.before-other"),
 )
 
 
@@ -95,8 +95,7 @@ def test_an_error_in_the_engine_is_told_by_dcp(point, kind, shared_dir):
 
 
 EACH_STEP = (
-    *("stage.before-other", "plan.before-other", "plan.mkdir.before-coordinator"),
-    *("publish.decide.before-coordinator", "publish.write.after-coordinator"),
+    *("stage.before-other", "plan.mkdir.before-coordinator", "publish.write.after-coordinator"),
     *("publish.link.before-coordinator", "publish.link.after-coordinator"),
     "publish.sync_directory.before-coordinator",
 )
