@@ -207,8 +207,8 @@ class Voter:
             while not round_.part.wait(_POLL_SECONDS):
                 if (event := self._notice(round_)) is not None:
                     return event
-                # Of several ranks, the failure detector names the one that makes no progress.
-                if self._rank_set.world == 1 or has_reached(Phase.GIVE_UP):
+                alone = self._rank_set.world == 1  # else the failure detector names the rank
+                if alone or has_reached(Phase.GIVE_UP):
                     stall.look(round_.part.progress, "its files to be written", storage=True)
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:

@@ -70,8 +70,7 @@ def restore(
     most_bytes = math.inf
     reading: AbstractContextManager[ReadRange | None] = nullcontext()
     if sharing is not None:
-        # In the order of the files, whose bytes all ranks want at about the same time: within a job, that is the order
-        # in which their tables come.
+        # All ranks want the bytes of a file at about the same time: within a job, its table comes in this order.
         requests.sort(key=lambda each: (_file_of(each), each.info.offset))
         most_bytes, reading = _SHARED_BYTES, sharing.reading(plan.items)
     with reading as shared:
