@@ -11,7 +11,7 @@ from dcp_datastates.format.chunk_table import Ints
 
 __all__ = [
     "Hashes",
-    "equal_rows",
+    "equal",
     "fingerprints",
     "leaders",
     "positions",
@@ -92,7 +92,7 @@ def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
         leading = np.empty(len(rest), dtype=np.int64)
         leading[order] = rest[order[first]][np.cumsum(first) - 1]
         followers = np.flatnonzero(leading != rest)
-        same = equal_rows(rest[followers], leading[followers], keys, lengths, *columns)
+        same = equal(rest[followers], leading[followers], keys, lengths, *columns)
         result[rest[followers[same]]] = leading[followers[same]]
         rest = rest[followers[~same]]
         salt += 1
@@ -102,7 +102,7 @@ def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
     return result
 
 
-def equal_rows(
+def equal(
     rows: Ints, others: Ints, keys: Ints, lengths: Ints, *columns: Ints
 ) -> npt.NDArray[np.bool_]:
     """Whether each of these rows has the key and the values in ragged ``columns`` that the other row has."""

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import (
     Hashes,
-    equal_rows,
+    equal,
     fingerprints,
     leaders,
     positions,
@@ -266,7 +266,7 @@ def _refuse_conflicts(rows: _Rows, names: tuple[str, ...], first: Ints) -> None:
     dtypes: dict[torch.dtype, int] = {}
     dtype_of = [dtypes.setdefault(entry.dtype, len(dtypes)) for entry in rows.table]
     dtype = np.array([*dtype_of, -1], dtype=np.int64)[rows.properties]
-    same = equal_rows(np.arange(len(dtype)), first[rows.name], dtype, rows.ndims, rows.shapes)
+    same = equal(np.arange(len(dtype)), first[rows.name], dtype, rows.ndims, rows.shapes)
     wrong = np.flatnonzero(~same)
     if len(wrong):
         a, b = int(first[rows.name[wrong[0]]]), int(wrong[0])

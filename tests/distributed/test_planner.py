@@ -263,7 +263,7 @@ def test_what_the_coordinator_was_told_in_saves_that_failed_is_told_again(shared
         }
 
     save_by(state(10), by, planner)
-    for number in range(6):  # more than a coordinator remembers
+    for number in range(6):
         log = shared_dir / f"fired{number}"
         with (
             armed_on(0, "vote.before=error:EIO", log),
