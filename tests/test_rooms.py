@@ -44,34 +44,34 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_545,
-    "checkpoints": 2_988,
-    "cli": 1_266,
-    "commit": 1_809,
-    "conversion": 3_513,
-    "dcp": 3_362,
-    "deepspeed": 773,
-    "format": 3_609,
-    "huggingface": 1_204,
-    "io": 2_262,
-    "lightning": 710,
-    "manager": 4_158,
-    "megatron": 304,
-    "monitoring": 212,
-    "planning": 2_935,
-    "process": 849,
-    "ranks": 2_325,
-    "saving": 2_695,
+    "": 1_526,
+    "checkpoints": 2_855,
+    "cli": 1_238,
+    "commit": 1_793,
+    "conversion": 3_438,
+    "dcp": 3_330,
+    "deepspeed": 767,
+    "format": 3_190,
+    "huggingface": 1_171,
+    "io": 2_261,
+    "lightning": 706,
+    "manager": 4_076,
+    "megatron": 300,
+    "monitoring": 210,
+    "planning": 2_662,
+    "process": 860,
+    "ranks": 2_280,
+    "saving": 2_621,
     "sharing": 923,
-    "staging": 2_087,
-    "storage": 4_111,
-    "tiers": 2_599,
-    "torchtitan": 577,
+    "staging": 2_086,
+    "storage": 3_936,
+    "tiers": 2_580,
+    "torchtitan": 573,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 20_614, "tests": 53_723}
+BUDGETS_BESIDE = {"native": 20_047, "tests": 52_054}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
