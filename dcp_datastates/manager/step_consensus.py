@@ -57,7 +57,7 @@ class StepConsensus:
         self._losses = None if detector is None else LossWatch(detector, _SILENCE_SECONDS)
         self._meetings: Meetings | None = None
         if rank_set.world > 1:
-            self._meetings = Meetings(rank_set, f"steps/{rank_set.incarnation.count('steps')}")
+            self._meetings = Meetings(rank_set, "steps")
         self._worker = Worker("dcp_datastates-steps")
         self._pending: Future[list[int]] | None = None
         self._at_exit = at_exit(self.close)

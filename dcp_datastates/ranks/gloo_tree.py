@@ -144,7 +144,7 @@ class GlooTree:
             check()
         if self._meetings is None or self._store is None:
             self._meetings = Meetings(self._rank_set, self._name)
-            self._store = self._rank_set.connect(self._name)
+            self._store = self._rank_set.connect(self._meetings.name)
         store = self._store
         while True:
             with said_as_broken("the store fails"):
@@ -223,13 +223,15 @@ class GlooTree:
 
     def _build(self, check: Check) -> None:
         """Connect the lowest group first."""
-        address, store = self._own_address(), self._store
-        if store is None:
+        address, store, meetings = self._own_address(), self._store, self._meetings
+        if store is None or meetings is None:
             raise GroupBroken("these connections were given up")
         for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self._generation}/{place.name}"
             rendezvous = Rendezvous(store, name, check)
-            plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
+            plain_store = functools.partial(
+                self._rank_set.raw_store, f"{meetings.name}/{name}/gloo"
+            )
             try:
                 group = GlooGroup(place.rank, place.size, rendezvous, plain_store, address)
             finally:

@@ -114,11 +114,16 @@ def poll(is_there: Callable[[], bool], check: Check, world: int) -> None:
 
 
 class Meetings:
-    """This rank's side of the meetings of one ``kind``. One thread at a time uses it. Rank 0 is the first rank."""
+    """This rank's side of the meetings of one ``kind``. One thread at a time uses it. Rank 0 is the first rank.
+
+    The n-th object of a kind belongs to the n-th one of each other rank.
+    """
 
     def __init__(self, rank_set: RankSet, kind: str) -> None:
+        self.name: Final = f"{kind}/{rank_set.incarnation.count(kind)}"
+        """The prefix of the keys."""
         self._rank_set = rank_set
-        self._store = rank_set.connect(kind)
+        self._store = rank_set.connect(self.name)
         self._waits = False  # whether this rank waits for others in the present meeting
         self._unsaid: dict[int, str] = {}  # by meeting
         # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.ranks import gloo_tree
 from dcp_datastates.ranks.gloo_tree import Place, places
 
 if TYPE_CHECKING:
@@ -404,9 +405,8 @@ class Rank:
             return protocol.Broke()
         at, self._at[place.name] = self._at[place.name], self._at[place.name] + 1
         tree.begin(place, at, kind, value)
-        near = [
-            self.rank + (member - place.rank) * place.span for member in range(place.size)
-        ]  # in this rank's group
+        span = gloo_tree._WIDTH ** int(place.name.partition(".")[0])  # of each member
+        near = [self.rank + (member - place.rank) * span for member in range(place.size)]
         while True:
             yield
             found = tree.result(place, at)
