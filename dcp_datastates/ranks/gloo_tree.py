@@ -31,7 +31,7 @@ from dcp_datastates.ranks.gloo_group import (
     Rendezvous,
     said_as_broken,
 )
-from dcp_datastates.ranks.meetings import GivenUp, Meetings
+from dcp_datastates.ranks.meetings import KNOWN_PAUSE, GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -47,9 +47,6 @@ _LOOK_SECONDS_PER_RANK: Final = 1e-3
 """Time between two requests for whether a rank has left, while an operation waits, in seconds. A closed socket usually
 shows it earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
 """
-
-_KNOWN_PAUSE: Final = 0.05
-"""Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +92,13 @@ class GlooTree:
         self._name = name
         self._meetings: Meetings | None = None
         self._store: Connection | None = None
-        self._generation = 0
+        self.generation = 0  # the newest that this rank has come to
         self._met = False  # whether this rank takes part in the generation: it is connected, or is connecting
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
         self._keys: list[str] = []
         """Set by this rank; deleted once all ranks are connected."""
         self._looked = 0.0
-
-    @property
-    def generation(self) -> int:
-        """The newest generation that this rank has come to. Any thread may ask."""
-        return self._generation
 
     def join(self, check: Check) -> bool:
         """Connect with the other ranks if necessary. Returns whether this call connected them; then all ranks are
@@ -140,7 +132,7 @@ class GlooTree:
         """Come to the next generation, with all ranks. Returns an error if it was too late to stay away: the others
         connect.
         """
-        while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
+        while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
             check()
         if self._meetings is None or self._store is None:
             self._meetings = Meetings(self._rank_set, self._name)
@@ -149,13 +141,13 @@ class GlooTree:
         while True:
             with said_as_broken("the store fails"):
                 if self._rank_set.rank == 0:
-                    store.set(_NEWEST, str(self._generation + 1))
+                    store.set(_NEWEST, str(self.generation + 1))
                 else:  # the others may have come to many while this rank was stopped
                     newest = store.find([_NEWEST]).get(_NEWEST, b"0")
-                    self._generation = max(self._generation, int(newest) - 1)
-            self._generation += 1
+                    self.generation = max(self.generation, int(newest) - 1)
+            self.generation += 1
             try:
-                return self._meetings.meet(self._generation, b"", list, check).error
+                return self._meetings.meet(self.generation, b"", list, check).error
             except GivenUp as stop:
                 if not stop.early:
                     why = f"another rank has given these connections up: {stop.why}"
@@ -180,7 +172,7 @@ class GlooTree:
             with contextlib.suppress(
                 Exception
             ):  # then the other ranks learn of it by their sockets
-                store.set(_left(self._generation), "")
+                store.set(_left(self.generation), "")
             self._clean_up()
 
     def close(self) -> None:
@@ -227,7 +219,7 @@ class GlooTree:
         if store is None or meetings is None:
             raise GroupBroken("these connections were given up")
         for place in places(self._rank_set.rank, self._rank_set.world):
-            name = f"{self._generation}/{place.name}"
+            name = f"{self.generation}/{place.name}"
             rendezvous = Rendezvous(store, name, check)
             plain_store = functools.partial(
                 self._rank_set.raw_store, f"{meetings.name}/{name}/gloo"
@@ -256,7 +248,7 @@ class GlooTree:
             if now - self._looked > seconds and self._store is not None:
                 self._looked = now
                 with said_as_broken("the store fails"):
-                    has_left = self._store.check([_left(self._generation)])
+                    has_left = self._store.check([_left(self.generation)])
                 if has_left:
                     raise GroupBroken("another rank has given these connections up")
 
@@ -266,7 +258,7 @@ class GlooTree:
         """Delete this rank's keys, and on rank 0 those of the generation before."""
         keys, self._keys = self._keys, []
         if self._rank_set.rank == 0:
-            keys.append(_left(self._generation - 1))
+            keys.append(_left(self.generation - 1))
         with contextlib.suppress(Exception):
             for key in keys:
                 if self._store is not None:

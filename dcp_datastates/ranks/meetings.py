@@ -34,7 +34,7 @@ from typing import Final, TypeVar
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["GivenUp", "Meetings", "Met", "poll"]
+__all__ = ["KNOWN_PAUSE", "GivenUp", "Meetings", "Met", "poll"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ ranks that wait, each asking every 1.2 s, take 15 % of it.
 _STORE_PAUSE: Final = 0.2
 """Time before a request that has failed is repeated, in seconds."""
 
-_KNOWN_PAUSE: Final = 0.05
+KNOWN_PAUSE: Final = 0.05
 """Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 _KEPT: Final = 2 * MAX_IN_FLIGHT
@@ -148,7 +148,7 @@ class Meetings:
         """
         self._waits = False
         try:
-            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
+            while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
                 check()
             self._say_unsaid()
             self._forget(number)
