@@ -32,7 +32,8 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.place import Place
+from dcp_datastates.commit.round import DurablePart, Round
 from dcp_datastates.format.metadata_table import Document
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
@@ -41,7 +42,6 @@ from dcp_datastates.ranks.gloo_tree import GlooTree, places
 from dcp_datastates.ranks.meetings import Meetings
 from dcp_datastates.ranks.rank_set import RankSet, of_store
 from dcp_datastates.saving.document import document
-from dcp_datastates.storage.claims import claim
 from machine import describe
 
 RECKONED = 16_384
@@ -73,19 +73,6 @@ class Row:
     store_connections_per_rank: float
     keys_left: int
     beat_requests_per_second: float
-
-
-class _Durable:
-    """A part that is on storage already."""
-
-    error = None
-    progress = 0
-
-    def wait(self, seconds: float) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
 
 
 class _Requests:
@@ -151,13 +138,13 @@ def _connections(port: int) -> int:
 
 
 def _compose(reports: Sequence[bytes]) -> Document:
-    return lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {})
+    return lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {}, trace)
 
 
 def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
     path = root / str(number)
     path.mkdir()
-    claimed = claim(path, groups[0].neighbours)
+    claimed = Place(path).claim(groups[0].neighbours, True)
     drawn = groups[0].draw()
 
     def commit(rank: int) -> None:
@@ -165,7 +152,7 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             drawn,
             claimed.attempt,
             path,
-            _Durable(),
+            DurablePart(),
             claim=claimed if rank == 0 else None,
             first=groups[0].first,
             timeout=300,
