@@ -30,7 +30,7 @@ del accelerate
 def __getattr__(name: str) -> Any:
     if name not in ("DataStatesTrainer", "DataStatesTrainerMixin"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed(f"{__name__}.{name}", "transformers 5", "'transformers>=5'"):
+    with needed(__name__, "transformers 5", "'accelerate>=1.15,<1.16' 'transformers>=5'"):
         from dcp_datastates.huggingface import trainer  # importing transformers takes seconds
 
     return getattr(trainer, name)
