@@ -36,7 +36,7 @@ class PackedReads(list[ReadItem]):
 
 
 def _packed(items: Iterable[ReadItem]) -> list[tuple[Any, ...]]:
-    """A tuple for each item. Equal parts are one object, which a pickle has once. TypeError: not DCP's own items."""
+    """A tuple for each item. Equal sizes are one object, which a pickle has once. TypeError: not DCP's own items."""
     alike: dict[Any, Any] = {}
 
     def size(given: torch.Size | None) -> tuple[int, ...] | None:
@@ -52,9 +52,9 @@ def _packed(items: Iterable[ReadItem]) -> list[tuple[Any, ...]]:
         spans = (item.dest_offsets, item.storage_offsets, item.lengths)
         if kinds != _KINDS or set(map(type, spans)) != {torch.Size}:
             raise TypeError("another planner's")
-        names = (alike.setdefault(name, name) for name in (here.fqn, there.fqn))
+        stored = None if there.fqn == here.fqn else there.fqn
         sizes = map(size, (here.offset, there.offset, *spans))
-        rows.append((item.type.value, *names, here.index, there.index, *sizes))
+        rows.append((item.type.value, here.fqn, stored, here.index, there.index, *sizes))
     return rows
 
 
@@ -66,7 +66,7 @@ def _unpacked(rows: Sequence[tuple[Any, ...]]) -> list[ReadItem]:
             types[kind],
             MetadataIndex(name, offset, hint),
             torch.Size(begin),
-            MetadataIndex(stored, place, other),
+            MetadataIndex(name if stored is None else stored, place, other),
             torch.Size(start),
             torch.Size(lengths),
         )
