@@ -40,7 +40,7 @@ def where(request, tmp_path):
     return arguments
 
 
-@pytest.mark.parametrize("schedules", tries(5, 150, "INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(12, 150, "INTERLEAVINGS"))
 def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole(
     schedules, where, monkeypatch
 ):

@@ -17,7 +17,7 @@ from dcp_datastates.commit.vote import Outcome
 ONE = os.environ.get("SIMULATION")
 
 
-@pytest.mark.parametrize("seeds", tries(40, 1_000, "SIMULATIONS"))
+@pytest.mark.parametrize("seeds", tries(150, 1_000, "SIMULATIONS"))
 def test_whatever_the_schedule_ranks_are_told_one_outcome_and_what_is_committed_is_whole(seeds):
     counts: Counter[Outcome] = Counter()
     for seed in [int(ONE)] if ONE else range(seeds):
@@ -26,7 +26,7 @@ def test_whatever_the_schedule_ranks_are_told_one_outcome_and_what_is_committed_
     if not ONE:
         assert counts[Outcome.COMMITTED] > seeds
         assert counts[Outcome.FAILED] > seeds
-        assert 0 < counts[Outcome.UNKNOWN] < seeds / 2
+        assert 0 < counts[Outcome.UNKNOWN] < seeds / 5
 
 
 # Each defect that the protocol had, or that a rule of it keeps away, put back; and from which seed on to look for a
