@@ -23,7 +23,6 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
-from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.beats import Beat
 from dcp_datastates.ranks.failure_detector import FailureDetector
@@ -51,6 +50,14 @@ class AttachedContext(Protocol):
 
     def close(self) -> None:
         """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""
+
+
+class Progress(Protocol):
+    """The progress of a save that a rank reads."""
+
+    @property
+    def value(self) -> int:
+        """A number that changes while there is progress. Any thread."""
 
 
 C = TypeVar("C", bound=AttachedContext)

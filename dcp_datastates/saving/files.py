@@ -24,7 +24,7 @@ from dcp_datastates.io.tensor_memory import add_region, check_storable, local_te
 from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.progress import Progress
+from dcp_datastates.saving.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.object_path import Location

@@ -31,12 +31,12 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import save_trace
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
-from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall
 from dcp_datastates.saving.outcome import conclude, record_of
+from dcp_datastates.saving.progress import Progress
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.fingerprint import Fingerprint

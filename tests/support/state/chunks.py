@@ -32,10 +32,10 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.io.engine import next_order
-from dcp_datastates.process.progress import Progress
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.progress import Progress
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
