@@ -60,7 +60,7 @@ BUDGETS = {
     "monitoring": 210,
     "planning": 2_662,
     "process": 824,
-    "ranks": 2_280,
+    "ranks": 2_289,
     "saving": 2_657,
     "sharing": 923,
     "staging": 2_086,

@@ -76,14 +76,17 @@ class Rendezvous(dist.Store):  # type: ignore[name-defined,misc]
 
     Args:
         name: the group's name, never used before.
+        world: how many ranks it has.
         check: called while waiting for the other ranks' addresses; it raises to end the wait.
     """
 
-    def __init__(self, store: Connection, name: str, check: Check) -> None:
+    def __init__(self, store: Connection, name: str, world: int, check: Check) -> None:
         super().__init__()
         self._store = store
         self._name = name
+        self._world = world
         self._check = check
+        self._found: dict[str, bytes] = {}
         self.keys: list[str] = []
         """The keys that this rank has written. They are not needed once all ranks are connected."""
         self.error: BaseException | None = None  # gloo may raise it as another type
@@ -95,17 +98,24 @@ class Rendezvous(dist.Store):  # type: ignore[name-defined,misc]
             self._store.set(self._key(key), data)
 
     def get(self, key: str) -> bytes:
-        """The value; gloo has waited for it."""
-        with self._noting_errors():
-            return self._store.get(self._key(key))
+        self.wait([key])
+        return self._found[key]
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._noting_errors():
             return self._store.check(list(map(self._key, keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        with self._noting_errors():
-            poll(lambda: self.check(keys), self._check, world=1)
+        for key in keys:
+            if key in self._found:
+                continue
+            before = key.rpartition("/")[0]
+            alike = [f"{before}/{rank}" for rank in range(self._world)]
+            wanted = alike if key in alike else [key]  # gloo wants each rank's: one request for all
+            with self._noting_errors():
+                poll(lambda wanted=wanted: self.check(wanted), self._check, self._world)  # type: ignore[misc]
+                values = self._store.multi_get(list(map(self._key, wanted)))
+            self._found.update(zip(wanted, values, strict=True))
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"

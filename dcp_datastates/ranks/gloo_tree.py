@@ -220,7 +220,7 @@ class GlooTree:
             raise GroupBroken("these connections were given up")
         for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self.generation}/{place.name}"
-            rendezvous = Rendezvous(store, name, check)
+            rendezvous = Rendezvous(store, name, place.size, check)
             plain_store = functools.partial(
                 self._rank_set.raw_store, f"{meetings.name}/{name}/gloo"
             )

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 Check = Callable[[], None]
 
-_FIRST_PAUSE: Final = 0.0005
+_FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
 _LONGEST_PAUSE_PER_RANK: Final = 75e-6
 """Longest time between two requests for a key, in seconds. A request takes 11.3 us of the store's only thread: 16,384
