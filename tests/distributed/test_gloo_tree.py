@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import threading
 from datetime import timedelta
 
 import pytest
 from support.crashes.residue import Residue, assert_nothing_left
-from support.jobs.threads import MemoryStore, rank_set, together
+from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import gloo_group, gloo_tree, meetings
@@ -26,15 +25,8 @@ def _nothing():
     pass
 
 
-class _Impatient:
-    """A check that has had enough after so many looks."""
-
-    def __init__(self, looks):
-        self._looks = itertools.count(looks, -1)
-
-    def __call__(self):
-        if next(self._looks) <= 0:
-            raise InterruptedError("no use")
+def _impatient(looks):
+    return Impatient(looks, InterruptedError("no use"))
 
 
 def _joined(world, store=None, **options):
@@ -172,12 +164,12 @@ def test_building_asks_the_store_for_little():
 def test_check_ends_a_wait_for_a_rank_that_does_not_come():
     """In a meeting, and in an operation; the others are let go, too."""
     trees = _trees(3)
-    check = _Impatient(10)
+    check = _impatient(10)
     outcomes = together(trees[:2], lambda tree, _: tree.join(check))
     assert any(isinstance(each, InterruptedError) for each in outcomes)
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes)
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
-    check = _Impatient(10)
+    check = _impatient(10)
 
     def wait(tree, _):
         try:
@@ -204,7 +196,7 @@ def test_a_rank_looks_by_itself_whether_others_have_left(monkeypatch):
 
 def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_next():
     trees = _trees(3)
-    together(trees[:1], lambda tree, _: tree.join(_Impatient(3)))  # one comes, and goes
+    together(trees[:1], lambda tree, _: tree.join(_impatient(3)))  # one comes, and goes
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     assert {tree.generation for tree in trees} == {2}
     _close(trees)
@@ -216,7 +208,7 @@ def test_a_rank_that_was_stopped_while_the_others_met_often_finds_them(monkeypat
     for tree in trees:
         tree.leave()
     for _ in range(8):  # in vain
-        together(trees[:2], lambda tree, _: tree.join(_Impatient(2)))
+        together(trees[:2], lambda tree, _: tree.join(_impatient(2)))
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     assert len({tree.generation for tree in trees}) == 1
     assert trees[0].generation > 5
@@ -306,7 +298,7 @@ def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
 
 
 def test_check_ends_a_wait_for_the_address_of_a_rank_that_has_died():
-    first, _ = _groups(2, _Impatient(5))
+    first, _ = _groups(2, _impatient(5))
     with pytest.raises(InterruptedError):
         first()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from dcp_datastates.ranks.rank_set import RankSet, of_store
 
-__all__ = ["MemoryStore", "rank_set", "together"]
+__all__ = ["Impatient", "MemoryStore", "rank_set", "together"]
 
 SECONDS = 60.0
 
@@ -32,6 +33,18 @@ class MemoryStore:
     def __getattr__(self, request: str) -> Any:
         self.requests += 1
         return getattr(self.real, request)
+
+
+class Impatient:
+    """A check that raises ``error`` after so many looks."""
+
+    def __init__(self, looks: int, error: Exception) -> None:
+        self._looks = itertools.count(looks, -1)
+        self._error = error
+
+    def __call__(self) -> None:
+        if next(self._looks) <= 0:
+            raise self._error
 
 
 def rank_set(world: int, store: MemoryStore) -> list[RankSet]:

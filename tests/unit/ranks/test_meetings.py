@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 from support.crashes.residue import Residue, assert_nothing_left
-from support.jobs.threads import MemoryStore, rank_set, together
+from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 
 from dcp_datastates import RankLostError
 from dcp_datastates.ranks import failure_detector, meetings
@@ -41,15 +41,8 @@ def _meet(meeting, number, answer=_all, check=_nothing, name="", message=None):
     return meeting.meet(number, mine, answer, check, name)
 
 
-class _Impatient:
-    """A check that has had enough after so many looks."""
-
-    def __init__(self, looks):
-        self._looks = itertools.count(looks, -1)
-
-    def __call__(self):
-        if next(self._looks) <= 0:
-            raise RankLostError("rank 1 has not called")
+def _impatient(looks):
+    return Impatient(looks, RankLostError("rank 1 has not called"))
 
 
 @pytest.mark.parametrize("world", [2, 18])
@@ -108,7 +101,7 @@ def test_ranks_of_different_numbers_wait_for_each_other():
     def meet(each, rank):
         if rank == 1:
             with pytest.raises(RankLostError, match="rank 1 has not called"):
-                _meet(each, 1, check=_Impatient(5))
+                _meet(each, 1, check=_impatient(5))
         return _meet(each, 2)
 
     outcomes = together(ranks, meet)
@@ -123,7 +116,7 @@ def test_a_rank_that_comes_late_is_told_why_the_meeting_was_given_up_and_for_wha
     ranks = _meetings(2)
     together(ranks, lambda each, _: _meet(each, 1))
     with pytest.raises(RankLostError, match="rank 1 has not called"):
-        _meet(ranks[leaves], 2, check=_Impatient(3), name="a")
+        _meet(ranks[leaves], 2, check=_impatient(3), name="a")
     for _ in range(2):  # whenever it asks
         with pytest.raises(GivenUp, match="rank 1 has not called") as given_up:
             _meet(ranks[1 - leaves], 2, name="b")
@@ -138,7 +131,7 @@ def test_a_rank_that_leaves_lets_go_those_that_wait(leaves):
     def meet(each, rank):
         if rank == 3:
             return None
-        return _meet(each, 1, check=_Impatient(8) if rank == leaves else _nothing)
+        return _meet(each, 1, check=_impatient(8) if rank == leaves else _nothing)
 
     outcomes = together(ranks, meet)
     assert isinstance(outcomes[leaves], RankLostError)
@@ -191,7 +184,7 @@ def test_keys_of_meetings_that_were_given_up_do_not_grow(monkeypatch):
     together(ranks, lambda each, _: _meet(each, 1))
     keys = []
     for number in range(2, 12):
-        together(ranks[1:], lambda each, _, number=number: _meet(each, number, check=_Impatient(1)))
+        together(ranks[1:], lambda each, _, number=number: _meet(each, number, check=_impatient(1)))
         together(ranks[:1], lambda each, _, number=number: _meet(each, number))
         keys.append(store.real.num_keys())
     assert keys[-1] <= keys[4], keys
@@ -203,7 +196,7 @@ def test_a_store_that_has_outlived_a_job_does_not_fail_the_next_ones_meetings():
         ranks = _meetings(2, store)
         assert together(ranks, lambda each, _: _meet(each, 1)) == [Met(b"0,1")] * 2
         with pytest.raises(RankLostError):
-            _meet(ranks[1], 2, check=_Impatient(2))
+            _meet(ranks[1], 2, check=_impatient(2))
 
 
 def test_a_store_that_fails_for_a_while_fails_no_meeting(monkeypatch):
@@ -236,7 +229,7 @@ def test_a_rank_that_could_not_say_that_it_leaves_says_so_before_the_next_meetin
 
     store.real = Gone()
     with pytest.raises(RankLostError, match="has not called"):
-        _meet(ranks[1], 2, check=_Impatient(0))
+        _meet(ranks[1], 2, check=_impatient(0))
     store.real = real
 
     def meet(each, rank):
