@@ -209,6 +209,7 @@ def test_a_job_on_a_tcp_store_too(shared_dir):
         await_that(port.exists)
         store = dist.TCPStore("localhost", int(port.read_text()), 2, is_master=False)
     rank = dist.get_rank()
+    dist.barrier()  # rank 1 may still be connecting, and would find its peer gone
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for call in range(3):
