@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from typing_extensions import Unpack
 
 from dcp_datastates.config import check_options
-from dcp_datastates.dcp.fit import Fit, FitOptions
-from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import empty_in, nested, path_of
 from dcp_datastates.format.validate import check_covered
+from dcp_datastates.loading.fit import Fit, FitOptions
+from dcp_datastates.loading.fitting import FittingPlanner
 from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import check_group
 from dcp_datastates.storage.object_path import AnyPath

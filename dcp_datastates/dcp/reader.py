@@ -23,9 +23,7 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
-from dcp_datastates.dcp.fit import Answer, Fit
 from dcp_datastates.dcp.packed_reads import PackedReads
-from dcp_datastates.dcp.wrapper_loading import load_wrappers
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -43,6 +41,8 @@ from dcp_datastates.io.committed import open_nearest, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.loading.fit import Answer, Fit
+from dcp_datastates.loading.wrapper_loading import load_wrappers
 from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.sharing.assignment import Share, assign

@@ -16,9 +16,9 @@ from typing_extensions import Unpack
 
 from dcp_datastates.config import BackgroundOptions, WriterConfig, parse_flag
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.manager.save_tracker import SaveTracker, most_failures
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
@@ -67,9 +67,9 @@ class SavesInBackground:
             save can succeed ends it in any case.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``);
-            those of each load (:class:`~dcp_datastates.dcp.fit.FitOptions`: ``rename``, ``missing``, ``unexpected``,
-            ``exclude``, ``cast``), with which a changed program goes on; and those of the framework's class. A type
-            checker cannot know them all; the call refuses a misspelled one.
+            those of each load (:class:`~dcp_datastates.loading.fit.FitOptions`: ``rename``, ``missing``,
+            ``unexpected``, ``exclude``, ``cast``), with which a changed program goes on; and those of the framework's
+            class. A type checker cannot know them all; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 

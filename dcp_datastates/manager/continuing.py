@@ -24,7 +24,6 @@ from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.listing import candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.dcp.fit import Fit, LoadOptions
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -32,6 +31,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.io.committed import open_nearest
+from dcp_datastates.loading.fit import Fit, LoadOptions
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job

@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.dcp.fit import Fit, FitOptions
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.manager.naming import names_below
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import rank_set_of

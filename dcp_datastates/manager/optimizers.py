@@ -30,11 +30,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from dcp_datastates.dcp.fit import Fit
-from dcp_datastates.dcp.fitting import LayOut
 from dcp_datastates.dcp.loading import load_values
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.loading.fit import Fit
+from dcp_datastates.loading.fitting import LayOut
 from dcp_datastates.manager.live_optimizer import LiveOptimizer
 from dcp_datastates.manager.optimizer_places import Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart

@@ -18,11 +18,11 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.dcp.fit import Answer, Fit
-from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.tensor_memory import is_wrapper
+from dcp_datastates.loading.fit import Answer, Fit
+from dcp_datastates.loading.fitting import FittingPlanner
 from dcp_datastates.manager.naming import are_parts, names_below
 from dcp_datastates.manager.optimizer_names import load_options
 from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of

@@ -166,9 +166,8 @@ class Connection:
 
     def find(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values of those ``keys`` that exist."""
-        there = list(keys)
-        if not self.check(keys):  # of one key, this says all
-            there = [key for key in keys if len(keys) > 1 and self.check([key])]
+        each = keys if len(keys) > 1 else ()  # of one key, the first check says all
+        there = keys if self.check(keys) else [key for key in each if self.check([key])]
         return dict(zip(there, self.multi_get(there), strict=True)) if there else {}
 
     def check(self, keys: Sequence[str]) -> bool:

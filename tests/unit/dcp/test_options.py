@@ -9,7 +9,7 @@ import torch
 
 import dcp_datastates as ds
 from dcp_datastates.config import WriterOptions
-from dcp_datastates.dcp.fit import Fit, FitOptions, LoadOptions
+from dcp_datastates.loading.fit import Fit, FitOptions, LoadOptions
 
 STATE = {"w": torch.ones(3)}
 

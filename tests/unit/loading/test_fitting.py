@@ -24,9 +24,9 @@ from dcp_datastates import (
     IncompatibleStateError,
     load,
 )
-from dcp_datastates.dcp.fit import Fit
-from dcp_datastates.dcp.fitting import FittingPlanner
 from dcp_datastates.dcp.loading import load_with
+from dcp_datastates.loading.fit import Fit
+from dcp_datastates.loading.fitting import FittingPlanner
 
 
 def _state():

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.dcp.fit import Fit
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, typed_paths
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import empty_in, path_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, wrappers
+from dcp_datastates.loading.fit import Fit
 from dcp_datastates.process.garbage import collection_paused
 
 __all__ = ["FittingPlanner", "LayOut"]
