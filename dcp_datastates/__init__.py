@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dcp_datastates.config import parse_size
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.plan_ahead import prime
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -44,6 +43,7 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.io.engine import configure_engine
+from dcp_datastates.loading.load import load
 from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveRecord, SaveStats

@@ -44,8 +44,12 @@ __all__ = [
 class DataStatesError(Exception):
     """Base of all errors of this package. Its text has escapes for control characters in names."""
 
+    remark = ""
+    """What was added to the text: how it concerns the other ranks."""
+
     def __str__(self) -> str:
-        return printable(super().__str__())
+        text = super().__str__()
+        return printable(f"{text}; {self.remark}" if self.remark else text)
 
 
 class ConfigurationError(DataStatesError, ValueError):

@@ -8,7 +8,6 @@ a former job has left in the store.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
 import logging
@@ -19,12 +18,13 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates import errors
+from dcp_datastates.checkpoints.told_errors import described, error_of
 from dcp_datastates.errors import (
     ConfigurationError,
     NoAnswerError,
     RankLostError,
 )
+from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.waiting import WaitLog
@@ -131,28 +131,12 @@ def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
         packed = json.dumps([compute(), None])
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
-            store.set(number, json.dumps([None, _described(error)]))
+            told = values.to_json(described(error, f"rank {dist.get_rank()}"))
+            store.set(number, json.dumps([None, told]))
         raise
     store.set(number, packed)
     value: T = json.loads(packed)[0]  # as the other ranks get it
     return value
-
-
-def _described(error: BaseException) -> list[Any]:
-    """What :func:`_error_of` needs: the type's name, and its arguments."""
-    kind = type(error).__name__
-    with contextlib.suppress(Exception):  # its arguments are no JSON values, or not these
-        described: list[Any] = json.loads(json.dumps([kind, error.__reduce__()[1]]))
-        if type(_error_of(*described)) is type(error):
-            return described
-    return ["DataStatesError", [f"rank {dist.get_rank()}: {kind}: {error}"]]
-
-
-def _error_of(kind: str, arguments: list[Any]) -> Exception:
-    found = getattr(errors, kind, None) or getattr(builtins, kind, None)
-    if not (isinstance(found, type) and issubclass(found, Exception)):
-        raise ValueError(f"{kind} is no error of Python or this package")
-    return found(*arguments)
 
 
 def _await(
@@ -183,7 +167,7 @@ def _await(
         )
     value, error = json.loads(found)
     if error is not None:
-        raise _error_of(*error)
+        raise error_of(values.from_json(error))
     return value
 
 

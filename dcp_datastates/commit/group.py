@@ -53,11 +53,15 @@ class AttachedContext(Protocol):
 
 
 class Progress(Protocol):
-    """The progress of a save that a rank reads."""
+    """The progress of a save that a rank reads, or of a load."""
 
     @property
     def value(self) -> int:
         """A number that changes while there is progress. Any thread."""
+
+    @property
+    def doing(self) -> str:
+        """The present phase. Any thread."""
 
 
 C = TypeVar("C", bound=AttachedContext)
@@ -150,7 +154,9 @@ class CommitGroup:
         self._planning = doing
 
     def reading(self, progress: Progress, active: bool) -> None:
-        """Let the ``progress`` of a save that this rank reads count in its beat while it is ``active``."""
+        """Let the ``progress`` of a save that this rank reads, or of a load, count in its beat while it is
+        ``active``.
+        """
         with self._lock:
             others = [each for each in self._reading if each is not progress]
             self._reading = [*others, progress] if active else others
@@ -203,7 +209,7 @@ class CommitGroup:
         progress = voter.progress
         doing = self._planning if self._planning and voter.round is None else voter.doing
         if reading:
-            progress, doing = progress + sum(each.value for each in reading), "reading"
+            progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
         return Beat(voter.voted, progress, doing, self._calls, self._dcp_calls, voter.ended)
 
     # ---- the commit thread -------------------------------------------------------------------

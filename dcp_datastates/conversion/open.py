@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
@@ -20,11 +18,12 @@ from dcp_datastates.conversion.read_safetensors import SafetensorsSource, is_saf
 from dcp_datastates.conversion.read_stock import StockSource
 from dcp_datastates.conversion.read_torch import TorchSource, is_legacy_pickle, is_torch_file
 from dcp_datastates.conversion.source import DCPSource, Source, Want
-from dcp_datastates.dcp.reader import explain_missing
+from dcp_datastates.dcp.read_requests import request_of
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
 from dcp_datastates.format.metadata_objects import metadata_of
-from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.committed import explain_missing, open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.restore import restore
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
 from dcp_datastates.storage import presence
@@ -103,67 +102,39 @@ class DataStatesSource(DCPSource):
     def __init__(self, path: Location) -> None:
         self.path = path
         committed = open_committed(path)
-        self._note = committed.note
+        self._table = committed.table
         self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
         self._describe(metadata_of(committed.table))
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        planner = _Planner()
-        items = []
+        requests = []
         for want in wants:
             chunks = self.chunks(want.name)
             for part in self.parts(want):
-                items.append(
-                    ReadItem(
-                        type=LoadItemType.TENSOR,
-                        dest_index=MetadataIndex(want.name, index=len(planner.targets)),
-                        dest_offsets=torch.Size(part.offsets),
-                        storage_index=MetadataIndex(
-                            want.name, chunks[part.chunk].offsets, part.chunk
-                        ),
-                        storage_offsets=torch.Size(part.offsets),
-                        lengths=torch.Size(part.sizes),
-                    )
+                item = ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(want.name),
+                    dest_offsets=torch.Size(part.offsets),
+                    storage_index=MetadataIndex(want.name, chunks[part.chunk].offsets, part.chunk),
+                    storage_offsets=torch.Size(part.offsets),
+                    lengths=torch.Size(part.sizes),
                 )
-                planner.targets.append(part.into)
-        self._restore(items, planner)
+                requests.append(request_of(item, self._metadata))
+                aim(requests[-1], part.into, cast=False)
+        self._restore(requests)
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
-        planner = _Planner()
-        index = MetadataIndex(name)
-        nothing = torch.Size([])
+        index, nothing = MetadataIndex(name), torch.Size([])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._restore([item], planner)
-        return planner.data
+        return self._restore([request_of(item, self._metadata)])
 
-    def _restore(self, items: list[ReadItem], planner: _Planner) -> None:
+    def _restore(self, requests: list[Request]) -> bytes:
+        data = bytearray()
+        source = StoredCheckpoint(self._table, [self.path])
         try:
-            restore(
-                LoadPlan(items),
-                planner,  # type: ignore[arg-type]
-                StoredCheckpoint(self._metadata, self._note, [self.path]),
-                self._engine,
-                cast=False,
-            )
+            restore(requests, source, self._engine, lambda request: data.extend(request.data))
         except CheckpointNotFoundError as error:
-            raise explain_missing(self.path, self._note, error) from error
-
-
-class _Planner:
-    """The part of a load planner that :func:`restore` asks: the destination of each item."""
-
-    def __init__(self) -> None:
-        self.targets: list[torch.Tensor] = []
-        self.data = b""
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        assert item.dest_index.index is not None
-        return self.targets[item.dest_index.index]
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """There is nothing left to do."""
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> Any:
-        self.data = value.getvalue()
+            raise explain_missing(self.path, source.note, error) from error
+        return bytes(data)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -23,31 +21,29 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
-from dcp_datastates.dcp.packed_reads import PackedReads
+from dcp_datastates.dcp.read_requests import aimed, deliver, request_of
 from dcp_datastates.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
-    IncompatibleStateError,
     UnsafeObjectError,
 )
-from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.metadata import Note
-from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, note_of
-from dcp_datastates.format.stored_names import Box, is_under, wrappers
-from dcp_datastates.io.committed import open_nearest, replacement
+from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
+from dcp_datastates.io.committed import explain_missing, open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.requests import Request
 from dcp_datastates.io.restore import restore
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
 from dcp_datastates.loading.fit import Answer, Fit
-from dcp_datastates.loading.wrapper_loading import load_wrappers
+from dcp_datastates.loading.stored import Stored
+from dcp_datastates.loading.unread import say_unread, unread
+from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import enter
-from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
-from dcp_datastates.sharing.assignment import Share, assign
-from dcp_datastates.sharing.shared_reads import OwnOffer, SharedReads, offer
-from dcp_datastates.sharing.where_it_pays import pays
+from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.process.job_log import once_per_job
+from dcp_datastates.ranks.rank_set import rank_set_of
+from dcp_datastates.sharing.joint_reads import JointReads, assigned
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import (
     AnyPath,
@@ -59,13 +55,7 @@ from dcp_datastates.storage.object_path import (
 )
 from dcp_datastates.tiers.run_identity import loaded_from
 
-__all__ = ["DataStatesReader", "explain_missing"]
-
-logger = logging.getLogger(__name__)
-
-_OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
-_TORCHS_GROUPS: Final = ".param_groups."
-"""In the names of an optimizer's settings, if torch's ``state_dict()`` was saved: the manager has other names."""
+__all__ = ["DataStatesReader"]
 
 
 class DataStatesReader(StorageReader):
@@ -123,7 +113,7 @@ class DataStatesReader(StorageReader):
         if share_reads is not None and not isinstance(share_reads, bool):
             raise ConfigurationError(f"share_reads={share_reads!r} must be True, False or None")
         self._share_reads = share_reads
-        self._offer: OwnOffer | None = None
+        self._joint: JointReads | None = None
         """Of a load that has not begun to read."""
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
@@ -131,10 +121,8 @@ class DataStatesReader(StorageReader):
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._metadata: Metadata | None = None
-        self._note: Note | None = None
+        self._stored: Stored | None = None
         self._failure: DataStatesError | None = None
-        self._wrappers: dict[str, dict[str, Box | None]] = {}
-        """The wrapper subclasses of which the checkpoint has the parts."""
         self._asked: set[str] | None = None
         """The names in this rank's plan, when it loads alone."""
 
@@ -155,7 +143,7 @@ class DataStatesReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
         enter("DataStatesReader.reset()")
-        self._metadata = self._note = self._failure = None
+        self._metadata = self._stored = self._failure = None
         self._withdraw_offer()
         if checkpoint_id is not None:
             self._places = self._located(checkpoint_id)
@@ -191,8 +179,7 @@ class DataStatesReader(StorageReader):
         self._metadata = metadata
         self._asked = None
         self._withdraw_offer()
-        self._note = note_of(metadata)
-        self._wrappers = wrappers(metadata.state_dict_metadata)
+        self._stored = Stored(opened_from(metadata))
         Place(resolved(self._directory())).warn_if_replaced()
         loaded_from(self._located_places())
 
@@ -207,13 +194,10 @@ class DataStatesReader(StorageReader):
                         f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
                         f"load tensors only, or trust the checkpoint with allow_objects=True"
                     )
-        metadata, note = self._metadata, self._noted()
-        assert metadata is not None
-        if self._may_share():
-            self._offer = offer(plan.items, metadata, note, rank_set_of(None).host)
-        offered = None if self._offer is None else self._offer.offer
-        plan.storage_data = (note.attempt.name, offered)
-        plan.items = PackedReads(plan.items)
+        metadata, table = self._described(), self._opened().table
+        self._joint = JointReads(self._share_reads, rank_set_of(None), self._directory())
+        offered = self._joint.offer((request_of(item, metadata) for item in plan.items), table)
+        plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -222,9 +206,7 @@ class DataStatesReader(StorageReader):
 
         Raises :class:`IncompatibleStateError` for such names with ``unexpected="error"``.
         """
-        noted = [
-            plan.storage_data or (None, None) for plan in plans
-        ]  # a planner may make new plans
+        noted = [plan.storage_data or (None, b"") for plan in plans]  # a planner may make new ones
         seen = {attempt for attempt, _ in noted}
         if len(seen) > 1:
             raise CheckpointReplacedError(
@@ -236,10 +218,8 @@ class DataStatesReader(StorageReader):
             self._check_unread(asked)
         else:
             self._asked = asked
-        shares = assign({rank: each for rank, (_, each) in enumerate(noted) if each is not None})
-        for rank, plan in enumerate(plans):
-            plan.storage_data = shares.get(rank)
-            plan.items = PackedReads(plan.items)
+        for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
+            plan.storage_data = share
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
@@ -254,109 +234,66 @@ class DataStatesReader(StorageReader):
         return future
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        metadata, note = self._metadata, self._noted()
-        assert metadata is not None
+        metadata, stored = self._described(), self._opened()
         places = self._located_places()
         if self._asked is not None:
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
-            self._check_unread(self._asked.union(self._held(planner)))
+            held = getattr(planner, "state_dict", None)
+            self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
+        sharing = None
+        if self._joint is not None and isinstance(plan.storage_data, bytes):
+            sharing = self._joint.take(plan.storage_data, stored.table)
+        source = StoredCheckpoint(stored.table, places, sharing)
         native = engine(self._host_cache_bytes)
-        sharing = self._sharing(plan.storage_data, metadata, note, places[0])
 
-        def read(plan: LoadPlan, planner: LoadPlanner) -> None:
-            source = StoredCheckpoint(metadata, note, places, sharing)
-            restore(plan, planner, source, native, self._fit.cast, _release)
+        def read(requests: list[Request]) -> None:
+            restore(requests, source, native, partial(deliver, planner), _release)
 
-        wrapped = {
-            item.storage_index.fqn: item.dest_index.fqn
-            for item in plan.items
-            if self._is_wrapper(item)
-        }
         try:
+            wrapped = {
+                item.dest_index.fqn: item.storage_index.fqn
+                for item in plan.items
+                if self._is_wrapper(item)
+            }
             if wrapped:
                 state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-                plan = replace(plan, items=[i for i in plan.items if not self._is_wrapper(i)])
-                values = {old: state[name] for old, name in wrapped.items()}
-                load_wrappers(values, self._wrappers, metadata, read, self._say_unread)
-            read(plan, planner)
+                wanted = {name: (old, state[name]) for name, old in wrapped.items()}
+                wrappers = Wrappers(wanted, stored, read)
+                self._say_unread(wrappers.unread)
+                wrappers.load(read)
+            with collection_paused():
+                requests = [
+                    aimed(item, metadata, planner, self._fit.cast)
+                    for item in plan.items
+                    if not self._is_wrapper(item)
+                ]
+            read(requests)
         except CheckpointNotFoundError as error:
-            raise explain_missing(places[0], note, error) from error
+            raise explain_missing(places[0], source.note, error) from error
         finally:
             if sharing is not None:
                 sharing.end()
 
-    def _sharing(
-        self, share: object, metadata: Metadata, note: Note, place: Location
-    ) -> SharedReads | None:
-        """This rank's shared reads, which take over its offer; None if there is nothing to share."""
-        if self._offer is None or not isinstance(share, Share):  # or a planner has lost it
-            self._withdraw_offer()  # so that the others are refused at once
-            return None
-        try:
-            sharing = SharedReads(share, self._offer, metadata, note, place)
-        except RuntimeError as error:
-            logger.warning("this rank shares no reads: the system gives no thread: %s", error)
-            self._withdraw_offer()
-            return None
-        self._offer = None
-        return sharing
-
-    def _may_share(self) -> bool:
-        share = self._share_reads
-        wants = pays(self._directory()) if share is None else share
-        return wants and rank_set_of(None) is not ALONE
-
     def _withdraw_offer(self) -> None:
-        if self._offer is not None:
-            self._offer.close()
-            self._offer = None
+        if self._joint is not None:
+            self._joint.close()
+            self._joint = None
 
     def _is_wrapper(self, item: ReadItem) -> bool:
         """Whether the item is a wrapper subclass: DCP plans it as an object, for want of metadata of its own."""
-        return item.storage_index.fqn in self._wrappers
-
-    def _not_left(self, unread: list[str]) -> list[str]:
-        """Those of the names of values that are not left unread on purpose."""
-        return self._fit.exclude.others(unread)
-
-    def _held(self, planner: LoadPlanner) -> Iterable[str]:
-        """The stored names of what is in the planner's state."""
-        held = getattr(planner, "state_dict", None)
-        return held if isinstance(held, dict) else ()
+        return item.storage_index.fqn in self._opened().wrappers
 
     def _check_unread(self, asked: set[str]) -> None:
-        assert self._metadata is not None
-        stored = names_with_data(self._metadata.state_dict_metadata, self._allow_objects)
-        wrapped = frozenset(asked.intersection(self._wrappers))
-        self._say_unread(
-            [name for name in stored if name not in asked and not is_under(name, wrapped)]
-        )
+        names = names_with_data(self._described().state_dict_metadata, self._allow_objects)
+        self._say_unread(unread(names, asked, self._opened().wrappers))
 
     def _say_unread(self, left: list[str]) -> None:
-        assert self._metadata is not None
-        if self._fit.unexpected == "ignore":
-            return
-        names = self._not_left(left)
-        if not names:
-            return
-        stored = self._metadata.state_dict_metadata
-        said = (
-            f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
-            f"state to load into does not have them: {some_of(names)}. "
-        )
-        of_torch = any(_TORCHS_GROUPS in name for name in stored)
-        if of_torch and any(_OPTIMIZER.search(name) for name in names):
-            said += (
-                "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
-                "torch.distributed.checkpoint.state_dict fills it. "
-            )
-        said += 'If that is meant, say so: exclude=…, only=…, or unexpected="ignore"'
-        if self._fit.unexpected == "error":
-            raise IncompatibleStateError(said, unexpected=names)
+        names = self._fit.exclude.others(left)
         # With no_dist=True every rank loads alone, most likely the same names: only one rank logs the warning.
-        first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
-        logger.log(logging.WARNING if first else logging.INFO, "%s", said)
+        level = logging.WARNING if self._asked is None else once_per_job(logging.WARNING)
+        stored = self._described().state_dict_metadata
+        say_unread(names, stored, self._directory(), self._fit.unexpected, level)
 
     def _located(self, path: AnyPath | Sequence[AnyPath]) -> tuple[Location, ...]:
         places = locate_all(path, self._storage_options)
@@ -374,19 +311,14 @@ class DataStatesReader(StorageReader):
     def _directory(self) -> Location:
         return self._located_places()[0]
 
-    def _noted(self) -> Note:
-        if self._note is None:
+    def _opened(self) -> Stored:
+        if self._stored is None:
             raise DataStatesError("set_up_storage_reader() was not called before this")
-        return self._note
+        return self._stored
 
-
-def explain_missing(
-    directory: Location, note: Note, error: CheckpointNotFoundError
-) -> DataStatesError:
-    """The error for a data file of the checkpoint ``note`` that is not there: damage, or another save's doing."""
-    return replacement(directory, note.attempt, "load") or CheckpointCorruptError(
-        f"{error}; the committed checkpoint lacks a data file"
-    )
+    def _described(self) -> Metadata:
+        assert self._metadata is not None
+        return self._metadata
 
 
 def _release(storages: set[torch.UntypedStorage]) -> None:

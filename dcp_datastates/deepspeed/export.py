@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.deepspeed.files import MapLocation, unpack
 from dcp_datastates.deepspeed.placeholders import replace_durably
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
+from dcp_datastates.loading.load import load
 from dcp_datastates.storage import local, presence
 
 __all__ = ["export", "load_file", "names_in"]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.metadata import MetadataTable
@@ -66,14 +64,13 @@ class Contents:
         return Contents(names, places.paths, (places.files, places.begins, places.lengths))
 
     @staticmethod
-    def of_places(places: Iterable[tuple[MetadataIndex, _StorageInfo]]) -> Contents:
-        """The contents of these places only."""
+    def of_places(places: Iterable[tuple[str, str, int, int]]) -> Contents:
+        """The contents of these places only: of each its name, the path of its file, its offset and its length."""
         paths: dict[str, int] = {}
         names, rows = [], []
-        for index, info in places:
-            names.append(index.fqn)
-            number = paths.setdefault(info.relative_path, len(paths))
-            rows.append((number, info.offset, info.length))
+        for name, path, offset, length in places:
+            names.append(name)
+            rows.append((paths.setdefault(path, len(paths)), offset, length))
         files, offsets, lengths = np.array(rows, np.int64).reshape(-1, 3).T
         return Contents(names, tuple(paths), (files, offsets, lengths))
 

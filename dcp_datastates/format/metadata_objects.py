@@ -28,15 +28,15 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["catalog_metadata", "metadata_of", "names_with_data", "note_of"]
+__all__ = ["Columns", "catalog_metadata", "metadata_of", "names_with_data", "opened_from"]
 
-_NOTE: Final = "dcp_datastates"
-"""The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
+_TABLE: Final = "dcp_datastates"
+"""The attribute with the :class:`MetadataTable` of a ``Metadata`` from a file of this package."""
 
 _MANY: Final = 200
 """Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
@@ -47,7 +47,7 @@ Value = TypeVar("Value")
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
-    columns = _Columns(table.catalog)
+    columns = Columns(table.catalog)
     metadata = Metadata(
         state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
@@ -55,30 +55,30 @@ def metadata_of(table: MetadataTable) -> Metadata:
         storage_meta=table.storage_meta,
         version=DCP_VERSION,
     )
-    vars(metadata)[_NOTE] = table.note
+    vars(metadata)[_TABLE] = table
     return metadata
 
 
-def note_of(metadata: Metadata) -> Note:
-    """The note in the result of :func:`metadata_of`; raises :class:`DataStatesError` for any other object."""
-    note = vars(metadata).get(_NOTE)
-    if not isinstance(note, Note):
+def opened_from(metadata: Metadata) -> MetadataTable:
+    """What :func:`metadata_of` was called with; raises :class:`DataStatesError` for any other object."""
+    table = vars(metadata).get(_TABLE)
+    if not isinstance(table, MetadataTable):
         raise DataStatesError(
             "these metadata do not come from DataStatesReader.read_metadata(), which says what belongs to them"
         )
-    return note
+    return table
 
 
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
     mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
-    return Metadata(dict(_Entries(_Columns(catalog))), planner_data=mappings)
+    return Metadata(dict(_Entries(Columns(catalog))), planner_data=mappings)
 
 
 def names_with_data(stored: Mapping[str, STORAGE_TYPES], objects: bool) -> list[str]:
     """The names of tensors that have elements, and of objects if ``objects``, in their order. Makes no entries."""
     if isinstance(stored, _Entries) and not stored.is_plain:
-        return list(stored.names_with_data(objects))
+        return stored.names_with_data(objects)
     return [
         name
         for name, entry in stored.items()
@@ -132,8 +132,8 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         return dict, (self._plain(),)
 
 
-class _Columns:
-    """A catalog, with the start of each name's part in the columns."""
+class Columns:
+    """A catalog, with the start of each name's part in the columns, and its row in a placement."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -144,6 +144,9 @@ class _Columns:
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
         self._first_dimension = starts_of(catalog.ndims).tolist()
         self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
+        objects = np.flatnonzero(catalog.properties < 0).tolist()
+        self.object_rows = {number: row for row, number in enumerate(objects, catalog.chunks)}
+        """The rows of objects, by their numbers. That of a chunk is ``first_chunk`` and its place."""
 
     def size(self, size: tuple[int, ...]) -> torch.Size:
         """The one object for all equal sizes: most chunks have the same."""
@@ -154,12 +157,26 @@ class _Columns:
         begin = self._first_dimension[number]
         return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
 
+    def names_with_data(self, objects: bool) -> list[str]:
+        """See :func:`names_with_data`."""
+        catalog = self.catalog
+        chosen = sums(catalog.ndims, (catalog.shapes == 0).astype(np.int64)) == 0
+        if not objects:
+            chosen &= catalog.properties >= 0
+        return list(compress(catalog.names, chosen.tolist()))
+
     def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
         """The parts of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks, made lazily."""
         count, ndim = self.counts[number], self._ndims[number]
         begin = self._first_value[number]
         values = column[begin : begin + count * ndim].tolist()
         return zip(*[iter(values)] * ndim, strict=True) if ndim else [()] * count
+
+    def table(self, column: Ints, number: int) -> Ints:
+        """(chunks, dimensions): the part for a tensor's chunks."""
+        count, ndim = self.counts[number], self._ndims[number]
+        begin = self._first_value[number]
+        return column[begin : begin + count * ndim].reshape(count, ndim)
 
     def row(self, column: Ints, number: int, place: int) -> tuple[int, ...]:
         """The part for one of the tensor's chunks."""
@@ -175,7 +192,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
     reader reads its parts instead.
     """
 
-    def __init__(self, columns: _Columns) -> None:
+    def __init__(self, columns: Columns) -> None:
         super().__init__(len(columns.catalog.names))
         self._columns = columns
         self._kept: dict[str, STORAGE_TYPES] = {}
@@ -196,13 +213,9 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             self._kept[key] = entry
         return entry
 
-    def names_with_data(self, objects: bool) -> Iterable[str]:
+    def names_with_data(self, objects: bool) -> list[str]:
         """:func:`names_with_data`, if nothing was changed."""
-        catalog = self._columns.catalog
-        chosen = sums(catalog.ndims, (catalog.shapes == 0).astype(np.int64)) == 0
-        if not objects:
-            chosen &= catalog.properties >= 0
-        return compress(catalog.names, chosen.tolist())
+        return self._columns.names_with_data(objects)
 
     @functools.cached_property
     def _wrappers(self) -> Container[str]:
@@ -226,13 +239,12 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
-    def __init__(self, columns: _Columns, placement: Placement) -> None:
+    def __init__(self, columns: Columns, placement: Placement) -> None:
         self._rows = placement.files, placement.begins, placement.lengths
         super().__init__(len(self._rows[0]))
         self._columns = columns
         self._paths = placement.paths
-        objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
-        self._objects = {number: row for row, number in enumerate(objects, columns.catalog.chunks)}
+        self._objects = columns.object_rows
 
     def _keys(self) -> Iterator[MetadataIndex]:
         columns, names = self._columns, self._columns.catalog.names

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     DataStatesError,
@@ -17,7 +18,14 @@ from dcp_datastates.storage import presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, stored
 
-__all__ = ["Committed", "open_committed", "open_nearest", "replacement", "wrong_size"]
+__all__ = [
+    "Committed",
+    "explain_missing",
+    "open_committed",
+    "open_nearest",
+    "replacement",
+    "wrong_size",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +100,15 @@ def replacement(directory: Location, was: Attempt, verb: str) -> CheckpointRepla
         return None
     return CheckpointReplacedError(
         f"{directory}: attempt {was.name} was replaced by {now.name} meanwhile; {verb} again"
+    )
+
+
+def explain_missing(
+    directory: Location, note: Note, error: CheckpointNotFoundError
+) -> DataStatesError:
+    """The error for a data file of the checkpoint ``note`` that is not there: damage, or another save's doing."""
+    return replacement(directory, note.attempt, "load") or CheckpointCorruptError(
+        f"{error}; the committed checkpoint lacks a data file"
     )
 
 

@@ -1,20 +1,12 @@
-"""The items of one rank's load plan: where the bytes of each lie, and which memory they go to."""
+"""What a load reads: regions of stored chunks, and objects; and the memory that they go to."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_datastates._native import Engine, Transfer
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
@@ -29,27 +21,44 @@ from dcp_datastates.io.tensor_memory import (
     without_bytes,
 )
 
-__all__ = ["Request", "add_to", "choose_devices", "request_of", "storage_of"]
+__all__ = ["Request", "add_to", "aim", "choose_devices", "storage_of"]
 
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
 
+Sizes = tuple[int, ...]
 
-@dataclass
+
+@dataclass(eq=False)
 class Request:
-    """One read item, with the place of its bytes and its destination."""
+    """A region of one stored chunk, or a whole object, and its destination."""
 
-    item: ReadItem
-    info: _StorageInfo
+    name: str
+    """The name under which it is stored."""
+    file: str
+    """The relative path of the data file."""
+    begin: int
+    """Where the chunk, or the object, begins in the file, in bytes."""
+    stored: int
+    """How many bytes of the file it has."""
+    key: Any = None
+    """What the caller delivers it by."""
+    dtype: torch.dtype | None = None
+    """Of the stored tensor; None for an object."""
+    chunk_sizes: Sizes = ()
+    offsets: Sizes = ()
+    """Where the region begins in the chunk, in elements."""
+    lengths: Sizes = ()
+    """The sizes of the region, in elements."""
+
     target: torch.Tensor | None = None
-    """The planner's destination of a tensor; None for an object."""
+    """The destination of a tensor."""
     memory: torch.Tensor | None = None
     """The tensor that the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
     device: int = HOST
     """The device number of ``memory``."""
-    chunk_sizes: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
     data: bytearray = field(default_factory=bytearray)
+    """Of an object, once it has been read."""
 
     @property
     def detour(self) -> bool:
@@ -57,47 +66,34 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.target is None else self.target.numel() * self.dtype.itemsize
+        """The bytes that go to memory; 0 for an object."""
+        return 0 if self.dtype is None else math.prod(self.lengths) * self.dtype.itemsize
 
 
-def request_of(item: ReadItem, planner: LoadPlanner, metadata: Metadata, cast: bool) -> Request:
-    """Locate the item's bytes, and find its destination.
+def aim(request: Request, target: torch.Tensor, cast: bool) -> None:
+    """Give the request of a tensor its destination.
 
-    Raises :class:`IncompatibleStateError` if it cannot receive what was saved, :class:`CheckpointCorruptError` if the
-    metadata do not say where that is.
+    Raises :class:`IncompatibleStateError` if that cannot receive what was saved.
     """
-    name = item.storage_index.fqn
-    info = metadata.storage_data.get(item.storage_index)
-    if not isinstance(info, _StorageInfo):
-        raise CheckpointCorruptError(
-            f"the metadata do not say where {item.storage_index} is stored"
-        )
-    if item.type == LoadItemType.BYTE_IO:
-        return Request(item, info)
-    saved = metadata.state_dict_metadata[name]
-    if not isinstance(saved, TensorStorageMetadata):
-        raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
-    dtype = saved.properties.dtype
-    chunk = _chunk(saved, item.storage_index)
-    target = planner.resolve_tensor(item).detach()
-    if tuple(target.shape) != tuple(item.lengths):
+    name, dtype = request.name, request.dtype
+    target = target.detach()
+    if tuple(target.shape) != tuple(request.lengths):
         raise IncompatibleStateError(
-            f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(item.lengths)} was saved"
+            f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(request.lengths)} was saved"
         )
     if target.dtype != dtype and not cast:
         raise IncompatibleStateError(
             f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
             f"saved dtype, or pass cast=True to convert"
         )
-    request = Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
     unusual = is_unusual(memory)
     _check_loadable(memory, unusual, name)
+    request.target = target
     if memory.dtype == dtype and not (
         unusual and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
     ):
         request.memory = memory
-    return request
 
 
 def choose_devices(requests: list[Request], engine: Engine) -> None:
@@ -121,39 +117,35 @@ def storage_of(request: Request) -> torch.UntypedStorage | None:
 
 
 def add_to(content: Transfer, request: Request) -> None:
-    """Describe the item's strided region in the stored (row-major) chunk, and in memory."""
+    """Describe the request's strided region in the stored (row-major) chunk, and in memory."""
     if request.target is None:
-        if request.info.length:
-            request.data = bytearray(request.info.length)
-            content.add_buffer(request.info.offset, request.data)
+        if request.stored:
+            request.data = bytearray(request.stored)
+            content.add_buffer(request.begin, request.data)
         return
     memory = request.memory
     assert memory is not None
+    assert request.dtype is not None
     if not memory.numel():
         return
     itemsize = request.dtype.itemsize
     nbytes = math.prod(request.chunk_sizes) * itemsize
-    if nbytes != request.info.length:
+    if nbytes != request.stored:
         raise CheckpointCorruptError(
-            f"the metadata give {request.item.storage_index.fqn!r} {request.info.length} bytes; its chunk "
-            f"of {request.chunk_sizes} {request.dtype} has {nbytes}"
+            f"the metadata give {request.name!r} {request.stored} bytes; its chunk of {request.chunk_sizes} "
+            f"{request.dtype} has {nbytes}"
         )
-    start = request.info.offset
-    is_whole = request.item.lengths == memory.shape == request.chunk_sizes
-    if is_whole and not any(request.item.storage_offsets):
+    start = request.begin
+    is_whole = request.lengths == memory.shape == request.chunk_sizes
+    if is_whole and not any(request.offsets):
         add_region(content, start, memory, nbytes, device=request.device)
         return
     strides = dense_strides(request.chunk_sizes, itemsize)
-    for offset, length, size, stride in zip(
-        request.item.storage_offsets,
-        request.item.lengths,
-        request.chunk_sizes,
-        strides,
-        strict=True,
-    ):
+    region = zip(request.offsets, request.lengths, request.chunk_sizes, strides, strict=True)
+    for offset, length, size, stride in region:
         if offset < 0 or offset + length > size:
             raise CheckpointCorruptError(
-                f"the load plan reads [{offset}, {offset + length}) of {size} in {request.item.storage_index}"
+                f"the load plan reads [{offset}, {offset + length}) of {size} in {request.name!r}"
             )
         start += offset * stride
     content.add_strided(
@@ -182,7 +174,7 @@ def _check_loadable(memory: torch.Tensor, unusual: bool, name: str) -> None:
         raise IncompatibleStateError(f"{name!r} cannot be loaded: it is {reason}; {way_out}")
 
 
-def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
+def _has_long_runs(memory: torch.Tensor, chunk_sizes: Sizes) -> bool:
     """Whether a device should copy directly to ``memory``: it needs one copy per run that is contiguous on
     both sides.
     """
@@ -196,13 +188,3 @@ def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
         if size != stored:
             break
     return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
-
-
-def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    hint = index.index
-    if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == index.offset:
-        return saved.chunks[hint]
-    for chunk in saved.chunks:
-        if chunk.offsets == index.offset:
-            return chunk
-    raise CheckpointCorruptError(f"the metadata have no chunk of {index.fqn!r} at {index.offset}")

@@ -1,9 +1,8 @@
-"""Carries out one rank's load plan: the engine reads, verifies and scatters the bytes of its items."""
+"""Reads what one rank asks for: the engine reads, verifies and scatters the bytes of its requests."""
 
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import math
 import time
@@ -12,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_datastates._native import Engine, Fault, RestoreJob, RestorePlan, Transfer
 from dcp_datastates.errors import (
@@ -25,7 +23,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.download import ReadRange, fetch
-from dcp_datastates.io.requests import Request, add_to, choose_devices, request_of, storage_of
+from dcp_datastates.io.requests import Request, add_to, choose_devices, storage_of
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over
@@ -46,21 +44,26 @@ _SHARED_BYTES: Final = 512 << 20
 
 
 def restore(
-    plan: LoadPlan,
-    planner: LoadPlanner,
+    requests: list[Request],
     source: StoredCheckpoint,
     engine: Engine,
-    cast: bool,
+    deliver: Callable[[Request], None],
     release: Callable[[set[torch.UntypedStorage]], None] | None = None,
+    count: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Load every item of ``plan``. Checks all destinations before it reads the first byte, and then passes their
-    storages to ``release``, which returns when they may be written to.
+    """Read all ``requests``, whose tensors have been aimed at their destinations.
 
-    Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
+    Args:
+        deliver: called with each request that was read: the bytes of an object are in its ``data``, and a tensor has
+            its values.
+        release: is given the storages of the destinations before the first byte is read, and returns when they may be
+            written to.
+        count: is told now and then how many bytes more have been read.
+
+    Raises :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
     with collection_paused():
-        requests = [request_of(item, planner, source.metadata, cast) for item in plan.items]
         choose_devices(requests, engine)
     copies = NearestCopies(source.places)
     _check_files(requests, source, copies)
@@ -71,19 +74,21 @@ def restore(
     reading: AbstractContextManager[ReadRange | None] = nullcontext()
     if sharing is not None:
         # All ranks want the bytes of a file at about the same time: within a job, its table comes in this order.
-        requests.sort(key=lambda each: (_file_of(each), each.info.offset))
-        most_bytes, reading = _SHARED_BYTES, sharing.reading(plan.items)
+        requests = sorted(requests, key=lambda each: (each.file, each.begin))
+        most_bytes, reading = _SHARED_BYTES, sharing.reading(requests)
     with reading as shared:
         for batch in _batches(requests, most_bytes):
             left = batch
             while left:
-                left = _read_nearest(left, source, engine, copies, shared)
+                left = _read_nearest(left, source, engine, copies, shared, count)
             for request in batch:
-                _deliver(request, planner)
+                _settle(request)
+                deliver(request)
+                request.data = bytearray()  # an object has been unpickled
 
 
 def _file_of(request: Request) -> str:
-    return request.info.relative_path
+    return request.file
 
 
 def _check_files(requests: list[Request], source: StoredCheckpoint, copies: NearestCopies) -> None:
@@ -111,7 +116,7 @@ def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -
     described = source.note.files.keys()
     is_shared = source.sharing is not None and place is source.places[0]
     if not (is_shared or isinstance(place, ObjectPath)):
-        requests = [each for each in requests if each.target is None]
+        requests = [each for each in requests if each.dtype is None]
     found = {}
     for file, nbytes in stored_files.sizes(place, {*map(_file_of, requests)} & described).items():
         if isinstance(nbytes, int):
@@ -126,8 +131,7 @@ def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -
 def _wrong_size(
     place: Location, file: str, nbytes: int, requests: list[Request], source: StoredCheckpoint
 ) -> CheckpointCorruptError:
-    names = [r.item.storage_index.fqn for r in requests if _file_of(r) == file]
-    needed = some_of(tuple(dict.fromkeys(names)))
+    needed = some_of(tuple(dict.fromkeys(each.name for each in requests if each.file == file)))
     return CheckpointCorruptError(
         f"{place / file} has {nbytes} bytes and the metadata say {source.note.files[file].nbytes} (needed for "
         f"{needed})"
@@ -158,6 +162,7 @@ def _read_nearest(
     engine: Engine,
     copies: NearestCopies,
     shared: ReadRange | None,
+    count: Callable[[int], None],
 ) -> list[Request]:
     """Read each file from its nearest place; returns the requests that are to be read again, from another one.
 
@@ -168,14 +173,15 @@ def _read_nearest(
         files = {*map(_file_of, group)}
         sharing = source.sharing if place is source.places[0] else None
         try:
-            fault = _read(group, source, place, engine, shared if sharing is not None else None)
+            fault = _read(
+                group, source, place, engine, shared if sharing is not None else None, count
+            )
         except (StorageError, CheckpointNotFoundError) as error:
             copies.leave(files, error)
             again += group
             continue
         if fault is not None:
-            asked = ((request.item.storage_index, request.info) for request in group)
-            failure = read_error(fault, asked, source, place)
+            failure = read_error(fault, group, source, place)
             if fault.kind not in ("corrupt", "io"):
                 raise failure
             failed = {fault.path.removeprefix(f"{place}/")} & files or files
@@ -192,6 +198,7 @@ def _read(
     place: Location,
     engine: Engine,
     read_range: ReadRange | None,
+    count: Callable[[int], None],
 ) -> Fault | None:
     plan = _native_plan(requests, source, place)
     _say_written(requests)  # before and after: a save may begin, or look, at any moment
@@ -204,7 +211,7 @@ def _read(
     try:
         if read_range is not None:
             fetch(job, read_range)
-        _await(job, place)
+        _await(job, place, count)
     except BaseException:
         job.cancel()
         while not job.wait(_POLL_SECONDS):  # until it writes to no memory any more
@@ -214,12 +221,14 @@ def _read(
     return job.fault
 
 
-def _await(job: RestoreJob, place: Location) -> None:
+def _await(job: RestoreJob, place: Location, count: Callable[[int], None]) -> None:
     """Wait for ``job``, which reads below ``place``; at the end of the process, only while there is progress."""
-    done, since = job.bytes_read, time.monotonic()
-    while not job.wait(_POLL_SECONDS):
-        if job.bytes_read != done:
-            done, since = job.bytes_read, time.monotonic()
+    done, since, ended = 0, time.monotonic(), False
+    while not ended:
+        ended = job.wait(_POLL_SECONDS)
+        if (read := job.bytes_read) != done:
+            count(read - done)
+            done, since = read, time.monotonic()
         elif patience_is_over(since, Phase.GIVE_UP):
             raise StorageError(
                 errno.ETIMEDOUT,
@@ -234,9 +243,8 @@ def _native_plan(requests: list[Request], source: StoredCheckpoint, place: Locat
     contents: dict[str, Transfer] = {}
     for request in requests:
         if request.detour:
-            assert request.target is not None
-            request.memory = torch.empty(request.target.shape, dtype=request.dtype, device="cpu")
-        add_to(contents.setdefault(request.info.relative_path, Transfer()), request)
+            request.memory = torch.empty(request.lengths, dtype=request.dtype, device="cpu")
+        add_to(contents.setdefault(request.file, Transfer()), request)
     plan = RestorePlan()
     for relative_path, content in contents.items():
         record = source.note.files.get(relative_path)
@@ -262,15 +270,13 @@ def _say_written(requests: list[Request]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _deliver(request: Request, planner: LoadPlanner) -> None:
-    if request.target is None:
-        planner.load_bytes(request.item, io.BytesIO(request.data))
-        request.data = bytearray()
+def _settle(request: Request) -> None:
+    """Copy what took a detour to its destination."""
+    target = request.target
+    if target is None or request.memory is None or request.memory is local_tensor(target):
         return
-    if request.memory is not None and request.memory is not local_tensor(request.target):
-        request.target.copy_(request.memory)
-        request.memory = None
-    planner.commit_tensor(request.item, request.target)
+    target.copy_(request.memory)
+    request.memory = None
 
 
 # ---- copies on several tiers ---------------------------------------------------------------------

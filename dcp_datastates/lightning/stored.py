@@ -16,8 +16,8 @@ import torch
 from lightning.fabric.utilities import cloud_io, move_data_to_device
 
 from dcp_datastates.conversion.lightning_file import META, lightning_checkpoint
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.loading.load import load
 from dcp_datastates.manager.library_state import files_from, is_ours_here
 
 __all__ = ["install", "meta_of"]

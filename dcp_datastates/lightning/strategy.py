@@ -45,7 +45,6 @@ from dcp_datastates.conversion.lightning_file import (
     lightning_checkpoint,
     optimizer_name,
 )
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -56,6 +55,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
 from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.loading.fit import FitOptions
+from dcp_datastates.loading.load import load
 from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
     is_ours,

@@ -7,64 +7,72 @@ each is built anew, sliced, and copied with ``copy_``, as DCP does: the class de
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
+from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
 from dcp_datastates.io.wrappers import box, kind, parts
+from dcp_datastates.loading.regions import cut, overlap, volume
+from dcp_datastates.loading.stored import Stored
 
-__all__ = ["load_wrappers"]
+__all__ = ["Wrappers"]
+
+Read = Callable[[list[Request]], None]
 
 Shards = Mapping[str, Box | None]
 """The stored shards of a wrapper: where each is, by the prefix of its parts' names; None if it is the whole."""
 
 
-def load_wrappers(
-    wanted: Mapping[str, Any],
-    stored: Mapping[str, Shards],
-    metadata: Metadata,
-    read: Callable[[LoadPlan, LoadPlanner], None],
-    check_unread: Callable[[list[str]], None],
-) -> None:
-    """Fill the wrappers ``wanted``, by name, in place. Checks all of them before it changes the first.
+class Wrappers:
+    """The wrappers of a state that are to be loaded. Making it checks all of them, and changes none.
 
     Args:
-        wanted: the values of the state under names that are in ``stored``.
-        stored: the shards of all wrappers in the checkpoint.
-        metadata: the checkpoint's metadata.
-        read: reads a plan.
-        check_unread: is told which stored parts the wrappers lack: some classes leave out a part that is None.
+        wanted: the values of the state, by their names there, each with the name under which it is stored.
+        stored: the checkpoint.
+        read: reads tensors.
 
     Raises :class:`IncompatibleStateError` for a value that is no wrapper, or one of another class or context than the
-    stored one, or for shards that cannot be cut as this state needs them; and what ``read`` and ``check_unread``
-    raise.
+    stored one; and what ``read`` raises.
     """
-    parts_in = _Parts(metadata, read)
-    sources = {name: _sources(name, value, stored[name]) for name, value in wanted.items()}
-    texts = parts_in.new(f"{prefix}.{WRAPPER}" for each in sources.values() for prefix in each)
-    parts_in.fill(texts)
-    direct: dict[str, torch.Tensor] = {}
-    left: list[str] = []
-    for name, value in wanted.items():
-        for prefix, place in sources[name].items():
-            _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
-            left += parts_in.lacking(prefix, value)
-            if place == box(value):
-                direct.update(parts_in.matching(name, prefix, value))
-    check_unread(left)
-    parts_in.fill(direct)
-    for name, value in wanted.items():
-        if box(value) not in sources[name].values():
-            _reshard(name, value, sources[name], parts_in)
+
+    def __init__(self, wanted: Mapping[str, tuple[str, Any]], stored: Stored, read: Read) -> None:
+        self._stored = stored
+        self._wanted = {name: value for name, (_, value) in wanted.items()}
+        self._sources = {
+            name: _sources(name, value, stored.wrappers[old])
+            for name, (old, value) in wanted.items()
+        }
+        self._direct: dict[str, torch.Tensor] = {}
+        self.unread: list[str] = []
+        """Stored parts that the wrappers lack: some classes leave out a part that is None."""
+        parts_in = _Parts(stored, read)
+        prefixes = [prefix for each in self._sources.values() for prefix in each]
+        texts = parts_in.new(f"{prefix}.{WRAPPER}" for prefix in prefixes)
+        parts_in.fill(texts)
+        for name, value in self._wanted.items():
+            for prefix, place in self._sources[name].items():
+                _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
+                self.unread += parts_in.lacking(prefix, value)
+                if place == box(value):
+                    self._direct.update(parts_in.matching(name, prefix, value))
+
+    def load(self, read: Read) -> None:
+        """Fill them, in place.
+
+        Raises :class:`IncompatibleStateError` for shards that cannot be cut as this state needs them; and what ``read``
+        raises.
+        """
+        parts_in = _Parts(self._stored, read)
+        parts_in.fill(self._direct)
+        for name, value in self._wanted.items():
+            if box(value) not in self._sources[name].values():
+                _reshard(name, value, self._sources[name], parts_in)
 
 
 def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
@@ -89,43 +97,39 @@ def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
     return {
         prefix: there
         for prefix, there in places.items()
-        if all(begin < end for begin, end in _both(there, mine))
+        if all(begin < end for begin, end in overlap(there, mine))
     }
-
-
-def _both(one: Box, other: Box) -> Box:
-    """What two boxes have in common; dimensions may end before they begin."""
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True)
 class _Parts:
     """The parts in a checkpoint, as tensors of their own."""
 
-    metadata: Metadata
-    read: Callable[[LoadPlan, LoadPlanner], None]
+    stored: Stored
+    read: Read
 
-    def fill(self, tensors: dict[str, torch.Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read ``tensors``, by their full names."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), self.metadata, False)
-        self.read(planner.create_local_plan(), planner)
+        into = self.stored.into
+        self.read(
+            [each for name, into_it in tensors.items() for each in into(name, into_it, False)]
+        )
 
     def new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """New tensors on the host, for parts of these names."""
         made = {}
         for name in names:
-            entry = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
+            entry = self.stored.get(name)
+            if entry is None:
                 raise IncompatibleStateError(f"the checkpoint has no tensor {name!r}")
-            made[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            made[name] = torch.empty(entry.size, dtype=entry.dtype, device="cpu")
         return made
 
     @functools.cached_property
     def _beside(self) -> dict[str, list[str]]:
         """The stored names, by all that comes before their last dots."""
         found: dict[str, list[str]] = {}
-        for name in self.metadata.state_dict_metadata:
+        for name in self.stored:
             found.setdefault(name.rpartition(".")[0], []).append(name)
         return found
 
@@ -141,8 +145,8 @@ class _Parts:
         """The inner tensors of ``value``, by the names of the stored parts that fit them."""
         found = {}
         for inner, tensor in _flat(f"{prefix}.", parts(local_tensor(value))):
-            entry = self.metadata.state_dict_metadata.get(inner)
-            size = entry.size if isinstance(entry, TensorStorageMetadata) else None
+            entry = self.stored.get(inner)
+            size = None if entry is None else entry.size
             if inner.endswith(f".{WRAPPER}"):
                 continue
             if size != tensor.shape:
@@ -182,9 +186,9 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
     """Copy the stored shards into the local shard of ``value``."""
     place, local = box(value), local_tensor(value)
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
-    left = _volume(place)
+    left = volume(place)
     for prefix, there in sources.items():
-        both = _both(place, there)
+        both = overlap(place, there)
         inner = parts_in.new(f"{prefix}.{each}" for each in names)
         parts_in.fill(inner)
         try:
@@ -195,26 +199,14 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
             )
             if saved.shape != sizes:
                 raise ValueError(f"it has the shape {tuple(saved.shape)}")
-            _cut(local, place, both).copy_(_cut(saved, there, both))
+            cut(local, place, both).copy_(cut(saved, there, both))
         except Exception as error:
             raise IncompatibleStateError(
                 f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
                 f"{type(local).__name__} cannot be cut so ({error}); load it with the shards that were saved"
             ) from error
-        left -= _volume(both)
+        left -= volume(both)
     if left:
         raise IncompatibleStateError(
             f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
         )
-
-
-def _volume(place: Box) -> int:
-    return math.prod(end - begin for begin, end in place)
-
-
-def _cut(tensor: torch.Tensor, place: Box, part: Box) -> torch.Tensor:
-    """The ``part`` of a tensor that lies at ``place``."""
-    for dimension, ((origin, stop), (begin, end)) in enumerate(zip(place, part, strict=True)):
-        if (begin, end) != (origin, stop):
-            tensor = tensor.narrow(dimension, begin - origin, end - begin)
-    return tensor

@@ -15,8 +15,6 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
-import torch.distributed as dist
-
 from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
@@ -30,8 +28,8 @@ from dcp_datastates.errors import (
     ConfigurationError,
     IncompatibleStateError,
 )
-from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.loading.fit import Fit, LoadOptions
+from dcp_datastates.loading.session import load_session
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
@@ -69,7 +67,7 @@ class Continuing:
 
     Args:
         steps: the checkpoints.
-        group: the ranks of ``rank_set``, if there are several.
+        timeout: seconds for which a restore waits for a rank that makes no progress.
         fresh: whether a loop that restores nothing may begin in a root with checkpoints: ``"refuse"``, or
             ``"replace"``: those are set aside.
         options: of each restore, where a call has no others.
@@ -82,7 +80,7 @@ class Continuing:
         self,
         steps: StepDirectories,
         rank_set: RankSet,
-        group: dist.ProcessGroup | None,
+        timeout: float,
         fresh: Fresh,
         options: LoadOptions,
         adopt: Callable[[Iterable[str]], None],
@@ -91,7 +89,7 @@ class Continuing:
         Fit.of_restore(options)
         self._steps = steps
         self._rank_set = rank_set
-        self._group = group
+        self._timeout = timeout
         self._options = options
         self._replaces = fresh == "replace"
         self._adopt = adopt
@@ -153,21 +151,17 @@ class Continuing:
         fit = Fit.of_restore(options)
         places = self._steps.places(name)
         parts = TrainingState(state, self._rank_set)
-        names = self._ask(
-            lambda: list(open_nearest(places).table.catalog.names),
-            "names",
-            f"the names in {places[0]}",
-        )
         try:
-            parts.load(
-                places,
-                fit,
-                names,
-                process_group=self._group,
-                no_dist=self._rank_set.world == 1,
-                allow_objects=options.get("allow_objects", True),
-                share_reads=options.get("share_reads"),
-            )
+            with load_session(
+                self._rank_set, places[0], "restore_latest()", self._timeout
+            ) as session:
+                parts.load(
+                    session,
+                    places,
+                    fit,
+                    allow_objects=options.get("allow_objects", True),
+                    share_reads=options.get("share_reads"),
+                )
         except IncompatibleStateError:
             raise  # nothing was changed
         except BaseException:

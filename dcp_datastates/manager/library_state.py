@@ -11,9 +11,11 @@ from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
+from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
+from dcp_datastates.loading.session import load_session
 from dcp_datastates.manager.naming import names_below
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -54,19 +56,20 @@ def load_parts(
     ``options`` are those of :func:`~dcp_datastates.load`; a ``rename`` of a model renames what optimizers have of it.
     Raises as that.
     """
-    place = locate(path)
-    stored = DataStatesReader(place).read_metadata().state_dict_metadata
-    state = TrainingState(parts, rank_set_of(None))
+    place, rank_set = locate(path), rank_set_of(None)
+    state = TrainingState(parts, rank_set)
     fit = Fit.of(options)
-    to_load = fit.names(stored)
-    # With nothing to load and nothing stored, a name would be an error.
-    there = [
-        name
-        for name in names
-        if names_below(to_load, name) or (fit.missing == "error" and state.parts[name].state_dict())
-    ]
-    if there:
-        state.load([place], Fit.of(options, only=there), stored, there)
+    with load_session(rank_set, place, "load()", DEFAULT_TIMEOUT) as session:
+        to_load = fit.names(open_committed(place).table.catalog.names)
+        # With nothing to load and nothing stored, a name would be an error.
+        there = [
+            name
+            for name in names
+            if names_below(to_load, name)
+            or (fit.missing == "error" and state.parts[name].state_dict())
+        ]
+        if there:
+            state.load(session, [place], Fit.of(options, only=there), there)
 
 
 def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:

@@ -149,8 +149,10 @@ class CheckpointManager:
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
-        ranks = self._rank_set, process_group
-        self._continuing = Continuing(self._steps, *ranks, fresh, fit, self._keeping.adopt)
+        timeout = self._writer.config.commit_timeout
+        self._continuing = Continuing(
+            self._steps, self._rank_set, timeout, fresh, fit, self._keeping.adopt
+        )
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_sharded
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import prefixes_of
+from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.live_optimizer import LiveOptimizer
 from dcp_datastates.manager.naming import device_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
@@ -45,7 +45,7 @@ class Places:
         self,
         live: LiveOptimizer,
         names: Mapping[str, str],
-        stored: Mapping[str, STORAGE_TYPES],
+        stored: Stored,
         nested: Mapping[str, Structure],
     ) -> None:
         self._live = live
@@ -66,21 +66,21 @@ class Places:
                 return prefix, name[len(prefix) + 1 :]
         return None, name
 
-    def of_state(self, parameter: str, path: str, entry: STORAGE_TYPES | None) -> Any:
+    def of_state(self, parameter: str, path: str, entry: Described | None) -> Any:
         """The place of a tensor of a parameter's state."""
         held = self._held(parameter).get(path)
         like = self._parameters[parameter]
-        if not isinstance(entry, TensorStorageMetadata):  # a wrapper, stored as its parts
+        if entry is None:  # a wrapper, stored as its parts
             return self._wrapper(parameter, path, like) if held is None else held
         if held is not None and held.shape == entry.size:
             return held
         if like is None:
             return self.plain(entry)
-        dtype = entry.properties.dtype
+        dtype = entry.dtype
         saved = self._stored_as.get(parameter)
-        if isinstance(saved, TensorStorageMetadata) and saved.size == entry.size:
+        if saved is not None and saved.size == entry.size:
             # It is as the parameter, which may have changed: then the load says so.
-            dtype = like.dtype if dtype == saved.properties.dtype else dtype
+            dtype = like.dtype if dtype == saved.dtype else dtype
             return _empty_like(like, dtype)
         if like.shape == entry.size:
             return _empty_like(like, dtype)
@@ -93,11 +93,11 @@ class Places:
         return torch.empty(entry.size, dtype=dtype, device=self._device(path, like))
 
     @staticmethod
-    def plain(entry: STORAGE_TYPES | None) -> torch.Tensor | None:
+    def plain(entry: Described | None) -> torch.Tensor | None:
         """The place of any other tensor; None for a value."""
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        return torch.empty(entry.size, dtype=entry.dtype, device="cpu")
 
     def _held(self, parameter: str) -> dict[str, torch.Tensor]:
         if parameter not in self._tensors:

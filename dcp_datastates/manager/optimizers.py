@@ -28,17 +28,17 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from dcp_datastates.dcp.loading import load_values
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import LayOut
+from dcp_datastates.loading.load import load_values
+from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.live_optimizer import LiveOptimizer
 from dcp_datastates.manager.optimizer_places import Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
-from dcp_datastates.storage.object_path import AnyPath
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["OptimizerPart", "layouts_of"]
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _PLAIN: Final = frozenset({torch.Tensor})
 _SMALL: Final = ("groups.", "nested.", "rest.structure")
 
-Read = Callable[[Iterable[str]], dict[str, Any]]
+Read = Callable[[Stored, Iterable[str]], dict[str, Any]]
 """Reads stored Python values, by their stored names."""
 
 
@@ -184,9 +184,7 @@ class OptimizerPart:
 
     # ---- loading -------------------------------------------------------------------------------
 
-    def lay_out(
-        self, names: Mapping[str, str], stored: Mapping[str, STORAGE_TYPES], read: Read
-    ) -> None:
+    def lay_out(self, names: Mapping[str, str], stored: Stored, read: Read) -> None:
         """Make places for what is stored, before anything is changed.
 
         Args:
@@ -209,9 +207,9 @@ class OptimizerPart:
         small = {
             name: old
             for name, old in mine.items()
-            if name.startswith(_SMALL) and not isinstance(stored.get(old), TensorStorageMetadata)
+            if name.startswith(_SMALL) and stored.get(old) is None
         }
-        found = read(small.values())
+        found = read(stored, small.values())
         values = {name: found[old] for name, old in small.items()}
         self._take(values)
         self._check(live, mine)
@@ -389,7 +387,7 @@ def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             optimizer.state[parameter] = states[name]
 
 
-def layouts_of(optimizers: Iterable[OptimizerPart], places: Sequence[AnyPath]) -> list[LayOut]:
+def layouts_of(optimizers: Iterable[OptimizerPart], places: Sequence[Location]) -> list[LayOut]:
     """What a load of optimizers does before it plans."""
     read = partial(load_values, places)
     return [partial(part.lay_out, read=read) for part in optimizers]

@@ -13,16 +13,19 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
-from dcp_datastates.loading.fitting import FittingPlanner
+from dcp_datastates.loading.fitting import Fitting
+from dcp_datastates.loading.load import load_with
+from dcp_datastates.loading.session import LoadSession
+from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.naming import are_parts, names_below
 from dcp_datastates.manager.optimizer_names import load_options
 from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
@@ -148,9 +151,9 @@ class TrainingState:
 
     def load(
         self,
+        session: LoadSession,
         places: Sequence[Location],
         fit: Fit,
-        names: Collection[str],
         only: Collection[str] | None = None,
         **options: Any,
     ) -> None:
@@ -162,37 +165,12 @@ class TrainingState:
 
         Args:
             places: of the checkpoint, the nearest first.
-            names: of all that is stored.
             only: the parts to load; None: all.
             options: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
-        fit, needed = load_options(fit, names, optimizers)
-        stored = frozenset(fit.names(names))
-        filled, replaced, left_out = [], [], []
-        for name, part in list(loaded.items()):
-            below = names_below(stored, name)
-            if isinstance(part, ModelPart):
-                part.stored = below
-            elif isinstance(part, _Own):
-                found = sum(each.startswith(_RANK) for each in below)
-                if not part.fit(name, found, self._rank_set.world, fit.missing):
-                    del loaded[name]
-                    left_out.append(name)
-            elif isinstance(part, _Object):
-                replaced.append(name)
-            elif not isinstance(part, (torch.Tensor, OptimizerPart)):
-                filled.append(name)
-        planner = FittingPlanner(
-            fit.without(left_out),
-            places[0],
-            filled,
-            replaced,
-            layouts_of(optimizers, places),
-            needed,
-        )
-        load_with(planner, places, loaded, **options)
+        prepare = partial(self._prepare, loaded, fit, places)
+        load_with(session, places, loaded, prepare, self._rank_set, **options)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:
@@ -205,6 +183,37 @@ class TrainingState:
             inside[key] = value
         for part in sorted(own, key=lambda each: isinstance(each.marked.wrapped, RngState)):
             part.finish()
+
+    def _prepare(
+        self, loaded: dict[str, Any], fit: Fit, places: Sequence[Location], stored: Stored
+    ) -> Fitting:
+        """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
+        optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
+        fit, needed = load_options(fit, stored, optimizers)
+        names = frozenset(fit.names(stored))
+        filled, replaced, left_out = [], [], []
+        for name, part in list(loaded.items()):
+            below = names_below(names, name)
+            if isinstance(part, ModelPart):
+                part.stored = below
+            elif isinstance(part, _Own):
+                found = sum(each.startswith(_RANK) for each in below)
+                if not part.fit(name, found, self._rank_set.world, fit.missing):
+                    del loaded[name]
+                    left_out.append(name)
+            elif isinstance(part, _Object):
+                replaced.append(name)
+            elif not isinstance(part, (torch.Tensor, OptimizerPart)):
+                filled.append(name)
+        return Fitting(
+            fit.without(left_out),
+            stored,
+            places[0],
+            filled=filled,
+            replaced=replaced,
+            lay_out=layouts_of(optimizers, places),
+            needed=needed,
+        )
 
     def _part(self, name: str, value: Any) -> Any:
         if (mine := differs(value)) is not None:

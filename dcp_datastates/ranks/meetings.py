@@ -20,6 +20,7 @@ A meeting costs each rank four requests, and those that ask whether the answer i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -125,6 +126,9 @@ class Meetings:
         self._rank_set = rank_set
         self._store = rank_set.connect(self.name)
         self._waits = False  # whether this rank waits for others in the present meeting
+        self._awaited: dict[
+            int, str
+        ] = {}  # on the first rank: keys of the messages that it waits for, by rank
         self._unsaid: dict[int, str] = {}  # by meeting
         # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.
         self._spent: dict[int, list[str]] = defaultdict(list)
@@ -175,6 +179,14 @@ class Meetings:
         self._unsaid[number] = json.dumps([name, why])
         return self._say_unsaid() == number
 
+    def absent(self) -> list[int]:
+        """On the first rank, for a ``check``: some of the ranks whose messages are not there; none if the store
+        fails.
+        """
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank, key in self._awaited.items() if not self._store.check([key])]
+        return []
+
     # ---- the first rank ------------------------------------------------------------------------------
 
     def _lead(
@@ -184,14 +196,15 @@ class Meetings:
         answer: Callable[[Sequence[bytes]], Sequence[bytes]],
         check: Check,
     ) -> None:
-        others = range(1, self._rank_set.world)
-        keys = [_message(number, rank) for rank in others]
         messages = [message]
-        for at in range(0, len(keys), _MANY):
-            some = keys[at : at + _MANY]
+        for at in range(1, self._rank_set.world, _MANY):
+            others = range(at, min(at + _MANY, self._rank_set.world))
+            self._awaited = {rank: _message(number, rank) for rank in others}
+            some = list(self._awaited.values())
             self._await(functools.partial(self._are_there, some, number), check)
             found = self._ask(functools.partial(self._get, some), check)
             messages += [value for value, _ in found]
+        self._awaited = {}
         answers = answer(messages)
         word = _FOR_ALL + answers[0]
         if len(set(answers)) > 1 or len(word) > _FIRST_PIECE:

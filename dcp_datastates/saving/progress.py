@@ -16,6 +16,8 @@ class Progress:
         patience: seconds for which waiting for the read window counts as progress.
     """
 
+    doing = "reading"
+
     def __init__(self, patience: float) -> None:
         self._until = time.monotonic() + patience
         self._steps = 0

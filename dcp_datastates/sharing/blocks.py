@@ -1,19 +1,16 @@
-"""The blocks of a checkpoint's data files, numbered; and which of them a load plan needs."""
+"""The blocks of a checkpoint's data files, numbered; and which of them a load needs."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import dense_strides
 from dcp_datastates.sharing.assignment import Ints
 
@@ -49,15 +46,14 @@ class Blocks:
         return self._in_order[bisect_right(self._firsts, block) - 1]
 
 
-def needed_blocks(items: Iterable[ReadItem], metadata: Metadata, blocks: Blocks) -> Ints:
-    """(n, 2): the runs of blocks with bytes of ``items``, the first block and the last plus 1; in order, and not
-    adjacent. Items that the metadata do not place have none: :mod:`restore` raises the error.
+def needed_blocks(requests: Iterable[Request], blocks: Blocks) -> Ints:
+    """(n, 2): the runs of blocks with bytes of ``requests``, the first block and the last plus 1; in order, and not
+    adjacent. A file that the metadata do not describe has none: :mod:`restore` raises the error.
     """
     found = [np.empty((0, 2), np.int64)]
-    for item in items:
-        info = metadata.storage_data.get(item.storage_index)
-        file = blocks.files.get(info.relative_path) if isinstance(info, _StorageInfo) else None
-        if file is not None and (ranges := _ranges(item, info, metadata)) is not None:
+    for request in requests:
+        file = blocks.files.get(request.file)
+        if file is not None and (ranges := _ranges(request)) is not None:
             begin, end = (np.clip(each, 0, file.nbytes) for each in ranges)
             found.append(
                 file.first + np.stack([begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)], axis=1)
@@ -71,36 +67,22 @@ def needed_blocks(items: Iterable[ReadItem], metadata: Metadata, blocks: Blocks)
     return np.stack([runs[starts, 0], reach[stops]], axis=1)
 
 
-def _ranges(item: ReadItem, info: _StorageInfo, metadata: Metadata) -> tuple[Ints, Ints] | None:
-    """The begins and ends of the item's bytes in its file, with gaps of less than a block included; None if it has no
-    bytes.
+def _ranges(request: Request) -> tuple[Ints, Ints] | None:
+    """The begins and ends of the request's bytes in its file, with gaps of less than a block included; None if it has
+    no bytes.
     """
-    saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
-    if item.type == LoadItemType.BYTE_IO or not isinstance(saved, TensorStorageMetadata):
-        begin = np.array([info.offset], np.int64)
-        return (begin, begin + info.length) if info.length else None
-    if 0 in item.lengths:
+    if request.dtype is None:
+        begin = np.array([request.begin], np.int64)
+        return (begin, begin + request.stored) if request.stored else None
+    if 0 in request.lengths:
         return None
-    itemsize = saved.properties.dtype.itemsize
-    sizes = _chunk_sizes(saved, item)
-    strides = dense_strides(sizes, itemsize)
-    length = itemsize
-    begins = np.array(
-        [info.offset + sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))],
-        np.int64,
-    )
-    for size, stride in zip(reversed(item.lengths), reversed(strides), strict=True):
+    length = request.dtype.itemsize
+    strides = dense_strides(request.chunk_sizes, length)
+    first = request.begin + sum(o * s for o, s in zip(request.offsets, strides, strict=True))
+    begins = np.array([first], np.int64)
+    for size, stride in zip(reversed(request.lengths), reversed(strides), strict=True):
         if len(begins) == 1 and stride - length < BLOCK_BYTES:
             length += (size - 1) * stride
         else:
             begins = (np.arange(size, dtype=np.int64)[:, None] * stride + begins).ravel()
     return begins, begins + length
-
-
-def _chunk_sizes(saved: TensorStorageMetadata, item: ReadItem) -> tuple[int, ...]:
-    index = item.storage_index
-    hinted = [] if index.index is None else saved.chunks[index.index : index.index + 1]
-    for chunk in chain(hinted, saved.chunks):
-        if chunk.offsets == index.offset:
-            return tuple(chunk.sizes)
-    return tuple(item.lengths)

@@ -24,13 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.io.download import ReadRange
+from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.own_address import own_address
@@ -76,14 +75,12 @@ class OwnOffer:
         self.listening.close()
 
 
-def offer(
-    items: Iterable[ReadItem], metadata: Metadata, note: Note, store_host: str
-) -> OwnOffer | None:
-    """What this rank tells the coordinator before it reads ``items``; None if it has no address for the others.
+def offer(requests: Iterable[Request], note: Note, store_host: str) -> OwnOffer | None:
+    """What this rank tells the coordinator before it reads; None if it has no address for the others.
 
     ``store_host``: the host of the ranks' store.
     """
-    runs = needed_blocks(items, metadata, Blocks(note.files))
+    runs = needed_blocks(requests, Blocks(note.files))
     try:
         host = own_address(store_host)
         listening = protocol.listen(host)
@@ -110,15 +107,12 @@ class SharedReads:
     Args:
         share: what the coordinator has said.
         own: what this rank has offered. This takes over the socket.
-        metadata, note: of the checkpoint.
+        note: of the checkpoint.
         place: where it is read from.
     """
 
-    def __init__(
-        self, share: Share, own: OwnOffer, metadata: Metadata, note: Note, place: Location
-    ) -> None:
+    def __init__(self, share: Share, own: OwnOffer, note: Note, place: Location) -> None:
         self._share: Final = share
-        self._metadata: Final = metadata
         self._blocks: Final = Blocks(note.files)
         self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
         self._place: Final = place
@@ -133,11 +127,11 @@ class SharedReads:
         self._server: Final = _Server(own, self._for_others)
 
     @contextlib.contextmanager
-    def reading(self, items: Iterable[ReadItem]) -> Iterator[ReadRange]:
-        """A function that returns ranges of data files, for a restore of ``items``; until the end of the block, this
+    def reading(self, requests: Iterable[Request]) -> Iterator[ReadRange]:
+        """A function that returns ranges of data files, for a restore of ``requests``; until the end of the block, this
         rank's units are read ahead, in the order in which the engine asks for them.
         """
-        runs = needed_blocks(items, self._metadata, self._blocks)
+        runs = needed_blocks(requests, self._blocks)
         units, stop = self._share.own_units(runs), threading.Event()
         lock = threading.Lock()  # guards units
         with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:

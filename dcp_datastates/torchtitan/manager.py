@@ -42,9 +42,9 @@ from dcp_datastates.checkpoints.inventory import is_directory, remove_all
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.config import BackgroundOptions, WriterConfig
-from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
 from dcp_datastates.loading.fit import Answer, Fit, FitOptions
+from dcp_datastates.loading.load import load
 from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.library_state import is_ours
 from dcp_datastates.manager.step_directories import newest_numbered, number_of

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_datastates.format import metadata_objects, trailer
 from dcp_datastates.format.metadata import MetadataTable, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, note_of
+from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
 
 
 @settings(max_examples=150)
@@ -48,7 +48,7 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
         for name in trailer.PLACEMENT:
             assert np.array_equal(getattr(each.placement, name), getattr(table.placement, name))
         assert_identical(metadata_of(each), packed.metadata())
-        assert note_of(metadata_of(each)) == note
+        assert opened_from(metadata_of(each)) is each
 
 
 def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_written():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from support.state.wrapped import Blocks
 from support.tiers import tries
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import dcp_datastates
 from dcp_datastates import (
@@ -24,9 +22,14 @@ from dcp_datastates import (
     IncompatibleStateError,
     load,
 )
-from dcp_datastates.dcp.loading import load_with
+from dcp_datastates.dcp.read_requests import request_of
+from dcp_datastates.format.metadata_objects import opened_from
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.fitting import FittingPlanner
+from dcp_datastates.loading.fitting import Fitting
+from dcp_datastates.loading.load import load_with
+from dcp_datastates.loading.session import LoadSession
+from dcp_datastates.loading.stored import Stored
+from dcp_datastates.ranks.rank_set import ALONE
 
 
 def _state():
@@ -61,14 +64,17 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
     }
     save(state, tmp_path / "c")
     metadata = DataStatesReader(tmp_path / "c").read_metadata()
-    # As a rank saves that has the second row only.
-    entry = metadata.state_dict_metadata["part"]
-    part = ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([1, 3]))
-    metadata.state_dict_metadata["part"] = replace(entry, chunks=[part])
-    ours, stock = FittingPlanner(Fit.of({}), tmp_path / "c"), DefaultLoadPlanner()
-    for planner in (ours, stock):
-        planner.set_up_planner(dict(state), metadata, True)
-    assert ours.create_local_plan() == stock.create_local_plan()
+    stock = DefaultLoadPlanner()
+    stock.set_up_planner(dict(state), metadata, True)
+    expected = [request_of(item, metadata) for item in stock.create_local_plan().items]
+    fitting = Fitting(Fit.of({}), Stored(opened_from(metadata)), tmp_path / "c")
+    assert sorted(map(_read, fitting.requests(dict(state)))) == sorted(map(_read, expected))
+
+
+def _read(request):
+    """What a request reads."""
+    place = request.name, request.file, request.begin, request.stored
+    return (*place, str(request.dtype), request.chunk_sizes, request.offsets, request.lengths)
 
 
 def _taken(state):
@@ -287,7 +293,13 @@ def test_random_states(examples, tmp_path_factory):
         before = {name: _shown(value) for name, value in here.items()}
         fit = Fit.of({"missing": missing, "unexpected": "ignore"})
         try:
-            load_with(FittingPlanner(fit, path, filled, replaced), path, state)
+            load_with(
+                LoadSession(path, "load()"),
+                [path],
+                state,
+                lambda stored: Fitting(fit, stored, path, filled=filled, replaced=replaced),
+                ALONE,
+            )
         except IncompatibleStateError:
             assert expected is None, "it fits"
             for name, value in _flat(

@@ -1,4 +1,4 @@
-"""The blocks that a plan needs are those with bytes of its items: no more, and no fewer."""
+"""The blocks that a load needs are those with bytes of its requests: no more, and no fewer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.requests import Request
 from dcp_datastates.sharing import blocks as blocks_module
 from dcp_datastates.sharing.blocks import Blocks, needed_blocks
 
@@ -32,12 +23,6 @@ FILES = {name: FileRecord(name, 400, 390) for name in ("b", "a", "c")}
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(blocks_module, "BLOCK_BYTES", BLOCK)
-
-
-def _item(name: str, at: tuple[int, ...], offsets=(), lengths=(), kind=LoadItemType.TENSOR):
-    index = MetadataIndex(name, torch.Size(at) if kind == LoadItemType.TENSOR else None)
-    sizes = torch.Size(offsets), torch.Size(lengths)
-    return ReadItem(kind, index, torch.Size(at), index, *sizes)
 
 
 @st.composite
@@ -56,27 +41,20 @@ def slices(draw):
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), slices()), max_size=4))
-def test_the_blocks_are_those_with_bytes_of_an_item(parts):
-    metadata, expected, items = Metadata({}, storage_data={}), set(), []
+def test_the_blocks_are_those_with_bytes_of_a_request(parts):
+    expected, requests = set(), []
     blocks = Blocks(FILES)
     for number, (file, offset, (shape, begins, lengths)) in enumerate(parts):
-        name, at = f"t{number}", tuple(3 for _ in shape)
-        chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(shape))
-        properties = TensorProperties(torch.int16)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            properties, torch.Size(9 for _ in shape), [chunk]
-        )
-        item = _item(name, at, begins, lengths)
-        info = _StorageInfo(file, offset, 2 * math.prod(shape))
-        metadata.storage_data[item.storage_index] = info
-        items.append(item)
+        request = Request(f"t{number}", file, offset, 2 * math.prod(shape), dtype=torch.int16)
+        request.chunk_sizes, request.offsets, request.lengths = shape, tuple(begins), tuple(lengths)
+        requests.append(request)
         elements = np.arange(math.prod(shape)).reshape(shape)
         chosen = elements[tuple(slice(b, b + n) for b, n in zip(begins, lengths, strict=True))]
         first = blocks.files[file].first
         for element in chosen.ravel().tolist():
             for byte in (offset + 2 * element, offset + 2 * element + 1):
                 expected.add(first + byte // BLOCK)
-    runs = needed_blocks(items, metadata, blocks).tolist()
+    runs = needed_blocks(requests, blocks).tolist()
     assert {block for begin, end in runs for block in range(begin, end)} == expected
     assert all(begin < end for begin, end in runs)
     assert all(one[1] < other[0] for one, other in itertools.pairwise(runs))
@@ -91,17 +69,12 @@ def test_blocks_have_the_same_numbers_on_all_ranks_and_none_lies_in_two_files():
         assert blocks.file_of(file.first + 24).name == name
 
 
-def test_objects_have_the_blocks_of_their_bytes_and_what_is_not_placed_has_none():
-    metadata = Metadata({"o": BytesStorageMetadata(), "e": BytesStorageMetadata()}, storage_data={})
-    found, empty, missing = (_item(n, (), kind=LoadItemType.BYTE_IO) for n in ("o", "e", "m"))
-    metadata.storage_data[found.storage_index] = _StorageInfo("a", 15, 2)
-    metadata.storage_data[empty.storage_index] = _StorageInfo("a", 160, 0)
-    runs = needed_blocks([found, empty, missing], metadata, Blocks(FILES))
-    assert runs.tolist() == [[0, 2]]
+def test_objects_have_the_blocks_of_their_bytes_and_an_unknown_file_has_none():
+    found, empty = Request("o", "a", 15, 2), Request("e", "a", 160, 0)
+    missing = Request("m", "not described", 15, 2)
+    assert needed_blocks([found, empty, missing], Blocks(FILES)).tolist() == [[0, 2]]
 
 
 def test_places_outside_a_file_make_no_blocks_of_another():
-    metadata = Metadata({"o": BytesStorageMetadata()}, storage_data={})
-    item = _item("o", (), kind=LoadItemType.BYTE_IO)
-    metadata.storage_data[item.storage_index] = _StorageInfo("a", 380, 1 << 40)
-    assert needed_blocks([item], metadata, Blocks(FILES)).tolist() == [[23, 25]]
+    request = Request("o", "a", 380, 1 << 40)
+    assert needed_blocks([request], Blocks(FILES)).tolist() == [[23, 25]]

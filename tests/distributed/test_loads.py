@@ -1,0 +1,231 @@
+"""Loads of several ranks: no collective of the training job, bounds and names for every wait, one outcome for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import save
+from support.state.files import data_files, flip_bit
+from support.waiting import await_that, lines
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataStatesError,
+    IncompatibleStateError,
+    RankLostError,
+    load,
+)
+from dcp_datastates.io import restore
+from dcp_datastates.process import waiting
+
+
+class _Forbidden:
+    """A process group's backend that may not be used."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"a collective: {name}")
+
+
+def _forbid(patch):
+    for name in (
+        *("all_reduce", "broadcast", "barrier", "all_gather", "gather", "scatter", "new_group"),
+        *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    ):
+        patch.setattr(distributed_c10d, name, _Forbidden().__getattr__)
+        patch.setattr(dist, name, _Forbidden().__getattr__)
+
+
+@ranks(4)
+def test_no_collective_runs_and_every_rank_gets_its_shard(shared_dir):
+    mesh = init_device_mesh("cpu", (4,))
+    full = torch.arange(40.0).reshape(20, 2)
+    saved = {"w": distribute_tensor(full, mesh, [Shard(0)]), f"r{dist.get_rank()}": dist.get_rank()}
+    save(saved, shared_dir / "c")
+    found = {
+        "w": distribute_tensor(torch.zeros(20, 2), mesh, [Shard(1 - 1)]),
+        f"r{dist.get_rank()}": None,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        _forbid(patch)
+        for _ in range(3):
+            load(shared_dir / "c", found, unexpected="error")
+    assert torch.equal(found["w"].to_local(), saved["w"].to_local())
+    assert found[f"r{dist.get_rank()}"] == dist.get_rank()
+
+
+@ranks(2)
+def test_the_managers_restore_runs_no_collective(shared_dir):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(shared_dir) as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer})
+    expected = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    with CheckpointManager(shared_dir) as manager, pytest.MonkeyPatch.context() as patch:
+        _forbid(patch)
+        assert manager.restore_latest({"model": model, "optimizer": optimizer}) == 1
+    assert torch.equal(model.weight, expected)
+
+
+@ranks(3)
+def test_a_rank_that_does_not_come_is_named_and_the_wait_has_a_bound(shared_dir):
+    save({"w": torch.ones(3)}, shared_dir / "c")
+    ended = [shared_dir / f"ended{rank}" for rank in range(3)]
+    if dist.get_rank() == 2:
+        await_that(lambda: ended[0].exists() and ended[1].exists(), seconds=60)
+        ended[2].touch()
+    else:
+        with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
+            patch.setattr(waiting, "FIRST_LINE_SECONDS", 1.0)
+            with pytest.raises(RankLostError, match=r"rank 2 has not called load\(\)"):
+                load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=6)
+        assert any("rank 2 has not called load()" in line for line in said)
+        ended[dist.get_rank()].touch()
+        await_that(ended[2].exists)
+    # The rank that was late finds that the others have given that load up; then all are in step again.
+    if dist.get_rank() == 2:
+        with pytest.raises(RankLostError, match="given up|has not called"):
+            load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=20)
+    found = {"w": torch.zeros(3)}
+    load(shared_dir / "c", found)
+    assert found["w"].all()
+
+
+@ranks(3)
+def test_a_state_that_does_not_fit_on_one_rank_stays_as_it_is_on_all(shared_dir):
+    save({"w": torch.ones(3), "n": 5}, shared_dir / "c")
+    size = 4 if dist.get_rank() == 1 else 3
+    found = {"w": torch.zeros(size), "n": 0}
+    with pytest.raises(IncompatibleStateError, match=r"saved with \(3,\), here \(4,\)") as caught:
+        load(shared_dir / "c", found)
+    assert set(caught.value.unfit) == {"w"}, "its attributes travel, too"
+    assert (found["n"], found["w"].any().item()) == (0, False)
+    found["w"] = torch.zeros(3)
+    load(shared_dir / "c", found)
+    assert found["w"].all()
+
+
+@ranks(3)
+def test_a_rank_that_fails_before_the_first_byte_fails_all_and_changes_nothing(shared_dir):
+    save({"w": torch.ones(3)}, shared_dir / "c")
+    found, path = {"w": torch.zeros(3)}, shared_dir / "c"
+    if dist.get_rank() == 2:
+        path = shared_dir / "elsewhere" / "c"  # as if its file system were not mounted
+    with pytest.raises(CheckpointNotFoundError, match="elsewhere"):
+        load(path, found)
+    assert not found["w"].any()
+    load(shared_dir / "c", found)
+    assert found["w"].all()
+
+
+@ranks(3)
+def test_a_rank_that_fails_while_it_reads_fails_all_and_the_error_says_who_has_what(shared_dir):
+    mine = f"w{dist.get_rank()}"
+    save({mine: torch.ones(1 << 16)}, shared_dir / "c")
+    if dist.get_rank() == 0:
+        damaged = next(f for f in data_files(shared_dir / "c") if f.name.startswith("r00001"))
+        flip_bit(damaged, damaged.stat().st_size // 2)
+    dist.barrier()
+    with pytest.raises(CheckpointCorruptError, match="rank 1 has not loaded all of the state"):
+        load(shared_dir / "c", {mine: torch.zeros(1 << 16)})
+
+
+@ranks(2)
+def test_an_error_that_is_none_of_this_package_is_told_in_words(shared_dir):
+    class Fails:
+        def state_dict(self):
+            if dist.get_rank() == 1:
+                raise ZeroDivisionError("in the program")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    save({"w": torch.ones(3)}, shared_dir / "c")
+    with pytest.raises(DataStatesError, match="failed on rank 1: ZeroDivisionError: in the program"):
+        load(shared_dir / "c", {"w": torch.zeros(3), "object": Fails()})
+
+
+@ranks(2)
+def test_ranks_that_load_different_checkpoints_are_told_so(shared_dir):
+    for name in ("one", "other"):
+        save({"w": torch.ones(3)}, shared_dir / name)
+    with pytest.raises(ConfigurationError, match=r"rank 0 loads 'one' and rank 1 loads 'other'"):
+        load(shared_dir / ("other" if dist.get_rank() else "one"), {"w": torch.zeros(3)})
+
+
+@ranks(2)
+def test_names_that_no_rank_takes_are_told_once_for_all_ranks(shared_dir):
+    """As pipeline stages: each rank has names of its own."""
+    mine = f"stage{dist.get_rank()}"
+    save({mine: torch.ones(3), "all": torch.ones(2)}, shared_dir / "c")
+    load(shared_dir / "c", {mine: torch.zeros(3), "all": torch.zeros(2)}, unexpected="error")
+    with pytest.raises(IncompatibleStateError, match="1 of the 3 stored") as caught:
+        load(shared_dir / "c", {mine: torch.zeros(3)}, unexpected="error")
+    assert caught.value.unexpected == ("all",)
+
+
+@ranks(2)
+def test_a_slow_rank_that_makes_progress_is_waited_for(shared_dir):
+    save({"w": torch.ones(1 << 20)}, shared_dir / "c")
+    found = {"w": torch.zeros(1 << 20)}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            real = restore._await
+
+            def slow(job, place, count):
+                for _ in range(8):
+                    count(1)
+                    time.sleep(1)
+                real(job, place, count)
+
+            patch.setattr(restore, "_await", slow)
+        load(shared_dir / "c", found, timeout=5)
+    assert found["w"].all()
+
+
+def killed_in_a_step(rank: int, world: int, root: str, step: str) -> str:
+    """One rank is killed at the beginning of a step."""
+    from dcp_datastates.loading import session
+
+    path = os.path.join(root, "c")
+    save({"w": torch.ones(8)}, path)
+    real = session._Together.end
+
+    def end(self, at, work, answer):
+        if rank == 1 and at.name == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, at, work, answer)
+
+    session._Together.end = end
+    began = time.monotonic()
+    try:
+        load(path, {"w": torch.zeros(8)})
+    except RankLostError as error:
+        assert time.monotonic() - began < 30
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("step", ["OPEN", "FIT", "READ"])
+def test_a_rank_that_is_killed_is_named_in_each_step(step, tmp_path):
+    ended = run_ranks(f"{__name__}:killed_in_a_step", 3, tmp_path, root=str(tmp_path), step=step)
+    assert ended[1].killed
+    for each in ended:
+        if each.rank != 1:
+            assert "rank 1 is dead" in each.result()
