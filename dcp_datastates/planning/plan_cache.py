@@ -28,8 +28,8 @@ from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.recent import Recent
 from dcp_datastates.planning.samples import Held
-from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.traverse import Fingerprint
 
 __all__ = ["Agreed", "KnownState", "PlanCache", "Share", "StateKey"]
 

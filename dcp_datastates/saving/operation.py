@@ -19,7 +19,7 @@ from concurrent.futures import Future, InvalidStateError
 from enum import IntEnum
 from typing import Final, TypeVar
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Part, Round
 from dcp_datastates.errors import (
@@ -39,7 +39,7 @@ from dcp_datastates.saving.outcome import conclude, record_of
 from dcp_datastates.saving.progress import Progress
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.fingerprint import Fingerprint
+from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung

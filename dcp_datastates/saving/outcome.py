@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
-from dcp_datastates.process.callbacks import call_back
+from dcp_datastates.process.futures import call_back
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats

@@ -8,7 +8,7 @@ The step gate holds optimizers back. This module detects writes that bypass the 
 * Torch increments the counter after the write. So the counters are compared again when no operation that was running at
   the end of the reads can still be running (:mod:`dcp_datastates.io.running_calls`).
 * A write that torch does not know of (through ``.data``, by numpy, another process) shows only in the bytes: the engine
-  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.expected`).
+  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.eager_copies`).
 
 Memory that was moved, resized or freed is always detected: the address and size of each storage are compared before and
 after the reads. (A reference to a storage keeps the object alive, not its memory.) C++ code that moves a storage's

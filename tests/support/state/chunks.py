@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
-from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig

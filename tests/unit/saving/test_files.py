@@ -13,8 +13,8 @@ from support.state.plans import item, thing
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
 from dcp_datastates.io import engine
-from dcp_datastates.saving.files import Sources, write_job
 from dcp_datastates.saving.progress import Progress
+from dcp_datastates.saving.write import Sources, write_job
 
 
 class _Planning:
