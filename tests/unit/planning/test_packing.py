@@ -53,6 +53,13 @@ def fields(message):
     return [each.tolist() if isinstance(each, np.ndarray) else each for each in found]
 
 
+def test_a_progression_of_damaged_length_is_refused_before_memory_is_allocated():
+    whole = pack_ints(np.arange(3, dtype=np.int64))
+    damaged = whole[:1] + (1 << 27).to_bytes(8, "little") + whole[9:]
+    with pytest.raises(ValueError, match="a column has 134217728 values"):
+        unpack_ints(memoryview(damaged))
+
+
 @given(MESSAGES)
 def test_a_message_comes_back(message):
     found = type(message).decode(message.encode())
