@@ -33,8 +33,6 @@ from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["AttachedContext", "CommitGroup", "commit_group"]
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 15.0

@@ -16,8 +16,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["DurablePart", "FailedPart", "Part", "Round"]
-
 
 class Part(Protocol):
     """One rank's files of one save, on their way to stable storage."""

@@ -19,23 +19,6 @@ from dcp_datastates._native import DeviceEvent, Engine
 from dcp_datastates.errors import DeviceError
 from dcp_datastates.process.ending import patience_is_over
 
-__all__ = [
-    "HOST",
-    "THROUGH_TORCH",
-    "DeviceCopies",
-    "capturing",
-    "dense",
-    "fences",
-    "follow",
-    "mark",
-    "numbers",
-    "open_used",
-    "place",
-    "record",
-    "report",
-    "stream",
-]
-
 logger = logging.getLogger(__name__)
 
 HOST: Final = -1

@@ -30,8 +30,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
-__all__ = ["Places", "RunningCalls", "places"]
-
 Places = dict[int, tuple[int, int]]
 """For each thread (``threading.get_ident()``) that may be in an operation, its innermost frame and instruction."""
 

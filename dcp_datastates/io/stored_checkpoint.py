@@ -25,8 +25,6 @@ from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.io.download import ReadRange
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Sharing", "StoredCheckpoint", "read_error"]
-
 
 @dataclass(frozen=True, eq=False)
 class StoredCheckpoint:

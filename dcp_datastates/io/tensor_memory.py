@@ -22,24 +22,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dcp_datastates._native import Transfer
 from dcp_datastates.errors import UnsupportedTensorError
 
-__all__ = [
-    "PLAIN_DTYPES",
-    "add_region",
-    "any_hold_shards",
-    "check_storable",
-    "copy_sharded",
-    "copy_unusual",
-    "dense_strides",
-    "holds_shards",
-    "is_unusual",
-    "is_wrapper",
-    "local_tensor",
-    "shard_with",
-    "take_shards_of",
-    "tensors_over",
-    "without_bytes",
-]
-
 try:
     protocol: Any = importlib.import_module("torch.distributed.checkpoint.protocol")
 except ImportError:  # before 2.15

@@ -31,13 +31,11 @@ from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, Share, StateKey
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
-from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.storage.attempt import Attempt
-
-__all__ = ["ColumnPlanning", "Paths", "PlanOptions", "StateToPlan", "assign_shares", "serialize"]
 
 Paths = Mapping[str, tuple[Any, ...]]
 """The path of each name of a flattened state: the keys on the way to its value."""
@@ -217,11 +215,10 @@ class ColumnPlanning(SavePlanning):
     def release(self) -> None:
         self._state = self._flattened = None
 
-    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
+    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
         assert self._taken is not None, "take() comes first"
-        digest = job.report.digest
-        data = b"" if digest == self._taken.report else job.report.encoded
-        return RankReport(digest, samples, data).encode()
+        data = b"" if places.digest == self._taken.report else places.encoded
+        return RankReport(places.digest, samples, data).encode()
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         assigned = self._assigned

@@ -28,8 +28,6 @@ from dcp_datastates.io.tensor_memory import check_storable, holds_shards, local_
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["FlatState", "chunk_of", "declared"]
-
 
 def chunk_of(value: Any, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
     """The live tensor of ``value``, which has this name in the flattened state, or those of its rows that ``chunk``

@@ -25,8 +25,6 @@ from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
 from dcp_datastates.format.metadata_document import fields_to_json, properties_of
 
-__all__ = ["Message", "Named", "pack", "pack_ints", "unpack", "unpack_ints"]
-
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
 # the key is the number of bytes of a value

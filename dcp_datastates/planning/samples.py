@@ -31,8 +31,6 @@ from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 
-__all__ = ["Held", "Samples", "is_nothing", "sample", "say", "word_of"]
-
 logger = logging.getLogger(__name__)
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})

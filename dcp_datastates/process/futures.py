@@ -18,17 +18,6 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.process.worker import Worker
 
-__all__ = [
-    "AskedFuture",
-    "SharedFuture",
-    "call_back",
-    "finish_callbacks",
-    "resolved",
-    "resolving",
-    "when_done",
-    "without_traceback",
-]
-
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "dcp_datastates-callbacks"

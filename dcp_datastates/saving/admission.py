@@ -20,8 +20,6 @@ from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.operation import SaveOperation
 
-__all__ = ["Saves", "enter", "finish_saves", "in_flight", "make_room"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1

@@ -25,18 +25,6 @@ from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Ticket
 
-__all__ = [
-    "GATE_SECONDS",
-    "GATE_SECONDS_AFTER_A_MISS",
-    "Answer",
-    "Assignment",
-    "NotAgreed",
-    "PeerWatch",
-    "Proposal",
-    "SaveName",
-    "agree",
-]
-
 _OTHER_PLANNERS: Final = (
     "some ranks plan with a planner that has hooks of its own, and some do not: pass planners of one class on all "
     "ranks, with the same hooks set on them"

@@ -15,8 +15,6 @@ from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.text import step_of
 
-__all__ = ["conclude", "conclude_call", "listen", "on_save", "record_of", "record_of_call"]
-
 logger = logging.getLogger(__name__)
 
 _listeners: dict[object, Callable[[SaveRecord], object]] = {}

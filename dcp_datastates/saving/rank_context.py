@@ -53,8 +53,6 @@ from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing, begin_write, fail_write
 
-__all__ = ["RankContext", "context_of"]
-
 logger = logging.getLogger(__name__)
 
 _REFUSING_SECONDS: Final = 300.0

@@ -29,8 +29,6 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["begin_planning", "new_call", "prepare", "stage_in_place", "stage_save", "state_to_plan"]
-
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
     """The commit group for saves of these ranks, and the engine that they use."""

@@ -26,20 +26,18 @@ from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.part_files import PartFiles
-from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving import output
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.progress import Progress
+from dcp_datastates.saving.output import WriteJob
 from dcp_datastates.staging.deferred_reads import DeferredReads, await_reads
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
-
-__all__ = ["Sources", "Writing", "begin_write", "fail_write", "write_job"]
 
 
 @dataclass(eq=False)
@@ -49,7 +47,8 @@ class Sources:
     engine: Engine
     planning: SavePlanning
     reads: DeferredReads | None
-    progress: Progress
+    step: Callable[[], None]
+    """Counts one more resolved item, as progress."""
     keep: list[Any] = field(default_factory=list)
     """Objects that must stay alive until they have been read."""
     devices: set[int] = field(default_factory=set)
@@ -57,7 +56,7 @@ class Sources:
 
     def object(self, item: WriteItem) -> memoryview:
         """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
-        self.progress.step()
+        self.step()
         try:
             data = self.planning.resolve_data(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:  # any of pickle's
@@ -79,7 +78,7 @@ class Sources:
         Raises :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
         """
         for entry in part.layouts[file].tensors:
-            self.progress.step()
+            self.step()
             tensor, device = _resolve_tensor(self, items[entry.item], entry)
             reads = self.reads
             group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
@@ -194,7 +193,7 @@ class Writing:
         save.stats.timeline.begin("reading", job.read_seconds)
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
-        report = planning.report(self._attempt, content, self._samples)
+        report = planning.report(self._attempt, content.report, self._samples)
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -216,7 +215,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
     look_for_nan(save, None if reads is None else reads.staged)
     synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
     try:
-        content = write_job(Sources(native, planning, reads, save.progress), folder, rank)
+        content = write_job(Sources(native, planning, reads, save.step), folder, rank)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
@@ -238,7 +237,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
             window=window,
             expected=None if reads is None else reads.staged.expected,
         )
-        save.progress.follow(part.job)
+        save.follow(part.job)
         begun.append(Writing(save, planning, attempt, content, part, samples))
         return part.job
 

@@ -38,8 +38,6 @@ from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import DeferredTensors, StagedState
 
-__all__ = ["Portion", "Regions", "portions", "raise_change"]
-
 _LOOK_SECONDS: Final = 0.001
 """How often a thread that waits for other threads' calls looks at them."""
 

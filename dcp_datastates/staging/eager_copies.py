@@ -25,8 +25,6 @@ from dcp_datastates.io.tensor_memory import add_region
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import STABLE
 
-__all__ = ["EagerBuffers", "EagerCopies", "Expectation", "copy_on_stream"]
-
 DENSE_BYTES: Final = 256 << 20
 """Tensors on a device that are not contiguous are made dense there up to this size at a time, if each is smaller."""
 

@@ -47,8 +47,6 @@ from dcp_datastates.staging.eager_copies import EagerCopies, Expectation
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
 from dcp_datastates.staging.traverse import Columns, Fingerprint, Traversal, fingerprint, traverse
 
-__all__ = ["DeferredTensors", "StagedState", "look", "stage_state"]
-
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
 

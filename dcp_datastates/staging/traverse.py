@@ -28,8 +28,6 @@ from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor, take_shards_of
 from dcp_datastates.io.wrappers import opened, wrappers_in
 
-__all__ = ["Columns", "Fingerprint", "Traversal", "check_mapping", "fingerprint", "traverse"]
-
 _ATOMS: Final = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes),
