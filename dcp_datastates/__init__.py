@@ -2,7 +2,7 @@
 
 ``DataStatesWriter`` and ``DataStatesReader`` are a storage backend for DCP. Importing the package
 registers one hook before every ``Optimizer.step()``, which costs nothing while no save is in flight.
-What saves and loads do not need is imported when it is first used.
+What a save does not need (loads, checkpoints, the manager, conversion, tiers) is imported when it is first used.
 """
 
 import importlib
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_datastates.config import parse_size
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.plan_ahead import prime
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
-from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -43,7 +41,6 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.io.engine import configure_engine
-from dcp_datastates.loading.load import load
 from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveRecord, SaveStats
@@ -60,6 +57,9 @@ if TYPE_CHECKING:
     from dcp_datastates.checkpoints.verify import Damage, Report, verify
     from dcp_datastates.conversion.compare import Comparison, Difference, diff
     from dcp_datastates.conversion.convert import Conversion, convert
+    from dcp_datastates.dcp.plan_ahead import prime
+    from dcp_datastates.dcp.reader import DataStatesReader
+    from dcp_datastates.loading.load import load
     from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
     from dcp_datastates.tiers.ram_nodes import configure_ram
@@ -132,6 +132,7 @@ _PLACES = {
     "CheckpointManager": "manager.CheckpointManager",
     "Comparison": "conversion.compare.Comparison",
     "Conversion": "conversion.convert.Conversion",
+    "DataStatesReader": "dcp.reader.DataStatesReader",
     "Damage": "checkpoints.verify.Damage",
     "Difference": "conversion.compare.Difference",
     "Keep": "checkpoints.keep.Keep",
@@ -146,7 +147,9 @@ _PLACES = {
     "diff": "conversion.compare.diff",
     "inspect": "checkpoints.describe.describe",
     "latest": "checkpoints.find.latest",
+    "load": "loading.load.load",
     "pin": "checkpoints.pins.pin",
+    "prime": "dcp.plan_ahead.prime",
     "retain": "checkpoints.retention.retain",
     "unpin": "checkpoints.pins.unpin",
     "verify": "checkpoints.verify.verify",

@@ -16,26 +16,6 @@ from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
-__all__ = [
-    "BackgroundOptions",
-    "Defer",
-    "EngineConfig",
-    "IoPriority",
-    "OnNan",
-    "RamConfig",
-    "ReadWindow",
-    "WhenBehind",
-    "WriterConfig",
-    "WriterOptions",
-    "check_names",
-    "check_options",
-    "parse_duration",
-    "parse_flag",
-    "parse_host_cache_size",
-    "parse_rate",
-    "parse_size",
-]
-
 Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
-__all__ = ["PHASES", "Outcome", "SaveRecord", "SaveStats", "Timeline"]
-
 PHASES: Final = {
     "call": "the call, until it returns",
     "queue": "waiting for earlier saves to be planned",

@@ -7,8 +7,6 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
-__all__ = ["columns", "count", "date", "duration", "numbers", "printable", "size", "step_of"]
-
 
 def count(number: int, noun: str) -> str:
     """``1 file``, ``2 files``."""

@@ -12,8 +12,6 @@ from dcp_datastates.commit.protocol import Collected
 from dcp_datastates.commit.vote import Decision, Reason
 from dcp_datastates.ranks.connection import Connection
 
-__all__ = ["DecisionLog"]
-
 _KEPT: Final = 64
 """How many rounds' decisions stay in the store, for ranks that are behind."""
 

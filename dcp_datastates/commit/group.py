@@ -23,15 +23,15 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
+from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.beats import Beat
+from dcp_datastates.ranks.connection import end_requests
 from dcp_datastates.ranks.failure_detector import FailureDetector
-from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
 from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
-
-__all__ = ["AttachedContext", "CommitGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ C = TypeVar("C", bound=AttachedContext)
 
 
 class CommitGroup:
-    """This rank's side of the ranks that commit together. :func:`~dcp_datastates.commit.groups.commit_group` makes one
+    """This rank's side of the ranks that commit together. :func:`~dcp_datastates.commit.group.commit_group` makes one
     per rank set.
 
     Its thread, ``dcp_datastates-commit``, starts with the first round and ends with :meth:`close`, which runs at
@@ -274,3 +274,41 @@ class CommitGroup:
         hung = round_.directory is not None and is_hung(round_.directory)
         if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):
             logger.warning("the cleanup after the save to %s goes on behind it", round_.path)
+
+
+_groups_lock = threading.RLock()  # guards _groups
+_groups: dict[tuple[int, ...], CommitGroup] = {}
+
+
+def commit_group(rank_set: RankSet) -> CommitGroup:
+    """The process's commit group for these ranks. Closes groups whose store is gone.
+
+    Does not wait for the other ranks: ranks connect in the first round.
+    """
+    key = () if rank_set is ALONE else rank_set.ranks
+    with _groups_lock:
+        stale = [
+            ranks
+            for ranks, group in _groups.items()
+            if group.rank_set is not ALONE and not is_current(group.rank_set)
+        ]
+        closing = [_groups.pop(ranks) for ranks in stale]
+        found = _groups.get(key)
+        if found is None:
+            found = _groups[key] = CommitGroup(rank_set)
+    # In a separate thread: an operation in progress may take long to fail.
+    for group in closing:
+        threading.Thread(target=group.close, name="dcp_datastates-close", daemon=True).start()
+    return found
+
+
+def _close_all() -> None:
+    with _groups_lock:
+        groups = list(_groups.values())
+        _groups.clear()
+    for group in groups:
+        group.close()
+
+
+at_exit(end_requests)  # the last one runs first
+at_exit(_close_all)

@@ -38,8 +38,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
 
-__all__ = ["Place"]
-
 logger = logging.getLogger(__name__)
 
 _REMEMBERED: Final = 64

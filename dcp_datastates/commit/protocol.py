@@ -23,38 +23,6 @@ from dataclasses import dataclass
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import RankLostError, SaveFailedError
 
-__all__ = [
-    "MAY_RAISE",
-    "Action",
-    "AwaitFiles",
-    "Broke",
-    "Collect",
-    "Collected",
-    "Counted",
-    "Decided",
-    "DecisionFound",
-    "DecisionReceived",
-    "Done",
-    "Event",
-    "Explain",
-    "Hear",
-    "Leave",
-    "Look",
-    "Lost",
-    "Meet",
-    "Note",
-    "Publish",
-    "Refused",
-    "Settle",
-    "Steps",
-    "Tell",
-    "Vote",
-    "Written",
-    "follow",
-    "interruption",
-    "lead",
-]
-
 # ---- actions ---------------------------------------------------------------------------------
 
 

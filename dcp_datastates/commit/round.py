@@ -16,8 +16,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["DurablePart", "FailedPart", "Part", "Round"]
-
 
 class Part(Protocol):
     """One rank's files of one save, on their way to stable storage."""
@@ -43,26 +41,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class FailedPart:
-    """A part whose files were never written, or were removed again."""
-
-    error: BaseException
-    progress: int = 0
-
-    def wait(self, seconds: float) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class DurablePart:
-    """A part whose files are durable already."""
-
+class _EndedPart:
     error: BaseException | None = None
     progress: int = 0
 
@@ -74,6 +53,14 @@ class DurablePart:
 
     def check(self) -> None:
         pass
+
+
+class DurablePart(_EndedPart):
+    """A part whose files are durable already."""
+
+
+class FailedPart(_EndedPart):
+    """A part whose files were never written, or were removed again, because of ``error``."""
 
 
 @dataclass(eq=False)

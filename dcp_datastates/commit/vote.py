@@ -19,8 +19,6 @@ from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFai
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Count", "Decision", "Outcome", "RankVote", "Reason", "count_votes"]
-
 _LONGEST: Final = 768
 """Longest message of a reason, in characters: reasons travel through the store."""
 

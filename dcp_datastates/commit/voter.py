@@ -30,8 +30,6 @@ from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.self_test import what_it_says
 
-__all__ = ["Agreed", "Voter"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig, WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.object_planning import ObjectPlanning

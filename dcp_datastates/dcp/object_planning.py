@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata_table import Compose, Document
-from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
+from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState
@@ -80,8 +81,8 @@ class ObjectPlanning(SavePlanning):
     def release(self) -> None:
         self._planner = self._local_plan = self._staged = None  # they have the state
 
-    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
-        return _packed(write_results(self.items, job.report, attempt))
+    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
+        return _packed(write_results(self.items, places, attempt))
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         metadata = self._metadata

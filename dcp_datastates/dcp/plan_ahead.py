@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, plan_in_columns
 from dcp_datastates.dcp.turn import end_here

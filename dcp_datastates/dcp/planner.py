@@ -25,12 +25,11 @@ from dcp_datastates.planning.column_planning import (
     PlanOptions,
     StateToPlan,
     assign_shares,
+    serialize,
 )
-from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.local_chunks import chunk_of
+from dcp_datastates.planning.flat_state import chunk_of, declared
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
-from dcp_datastates.planning.serializer import serialize
 
 __all__ = [
     "NO_PLAN",

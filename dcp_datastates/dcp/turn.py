@@ -23,8 +23,8 @@ from typing import Final
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import when_done
+from dcp_datastates.saving.agreement import GATE_SECONDS
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.peer_watch import GATE_SECONDS
 from dcp_datastates.saving.rank_context import context_of
 
 __all__ = ["Turn", "await_turns", "bind", "end_here"]

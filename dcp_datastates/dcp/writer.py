@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.compat import (
     DcpSave,
@@ -39,11 +39,11 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
+from dcp_datastates.saving.admission import Saves
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import conclude_call
 from dcp_datastates.saving.paths import check_path, writable
-from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats

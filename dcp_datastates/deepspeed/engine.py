@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import Defer, WriterConfig, check_names, parse_size
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle

@@ -18,15 +18,6 @@ from dcp_datastates.storage import presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, stored
 
-__all__ = [
-    "Committed",
-    "explain_missing",
-    "open_committed",
-    "open_nearest",
-    "replacement",
-    "wrong_size",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d
 
 from dcp_datastates.process.forks import in_child
 
-__all__ = ["DestroyHook"]
-
 
 class DestroyHook(dist.ProcessGroup):
     """A process group without connections, whose only use is its shutdown: when the job destroys its process groups,

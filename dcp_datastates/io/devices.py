@@ -1,12 +1,15 @@
-"""The devices that the native engine copies from and to, and the current streams on them.
+"""The devices that the native engine copies from and to, the current streams on them, and copies under way into memory
+that must not be freed or reused before they are done.
 
 Torch copies tensors on other kinds of accelerators, whole and at the call (:mod:`dcp_datastates.io.tensor_memory`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -14,22 +17,7 @@ import torch
 
 from dcp_datastates._native import DeviceEvent, Engine
 from dcp_datastates.errors import DeviceError
-
-__all__ = [
-    "HOST",
-    "THROUGH_TORCH",
-    "capturing",
-    "dense",
-    "fences",
-    "follow",
-    "mark",
-    "numbers",
-    "open_used",
-    "place",
-    "record",
-    "report",
-    "stream",
-]
+from dcp_datastates.process.ending import patience_is_over
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +199,46 @@ def follow(events: list[Any]) -> None:
 def capturing() -> bool:
     """Whether the calling thread's current stream is being captured into a graph."""
     return accelerator.capturing()
+
+
+_POLL_SECONDS: Final = 0.1
+
+
+class DeviceCopies:
+    """The device copies of one save. Any thread may wait for them, several at once."""
+
+    def __init__(self) -> None:
+        self._events: list[DeviceEvent] = []
+        self._failure: Exception | None = None
+        self.abandoned = False
+        """The process is ending, and a device may still write: the memory must never be freed."""
+
+    def add(self, event: DeviceEvent) -> None:
+        """Add copies that are done at ``event``."""
+        self._events.append(event)
+
+    def wait(self) -> None:
+        """Return when no device uses the memory any more.
+
+        Then raises :class:`DeviceError` if a copy has failed (every call does, since the copies are incomplete), or if
+        a device hangs at the end of the process.
+        """
+        began = time.monotonic()
+        # No lock: a signal handler may interrupt a thread that waits here, and wait too.
+        for event in self._events.copy():
+            while not (self.abandoned or self._is_over(event)):
+                self.abandoned = patience_is_over(began)
+        if self.abandoned:
+            raise DeviceError("a device did not do what it was given before the process ended")
+        if self._failure is not None:
+            raise DeviceError(str(self._failure)) from self._failure
+
+    def _is_over(self, event: DeviceEvent) -> bool:
+        try:
+            if not event.wait(_POLL_SECONDS):
+                return False
+        except RuntimeError as error:
+            self._failure = self._failure or error
+        with contextlib.suppress(ValueError):  # another thread has removed it
+            self._events.remove(event)
+        return True

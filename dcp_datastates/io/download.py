@@ -16,8 +16,6 @@ from dcp_datastates.errors import StorageError, release_frames
 from dcp_datastates.io.engine import fail
 from dcp_datastates.process.work import Done, Unit, work
 
-__all__ = ["ReadRange", "fetch"]
-
 THREADS: Final = 16
 
 ReadRange = Callable[[str, int, int], Buffer]

@@ -30,8 +30,6 @@ from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
-__all__ = ["configure_engine", "engine", "fail", "fit_cache", "moved", "next_order", "stats"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20

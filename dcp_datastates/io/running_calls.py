@@ -16,8 +16,8 @@ A thread that sleeps may wait for anything, so it is not waited for long. It may
 and wait for torch's worker threads, which Python does not know, on a machine that gives these no processor. So a thread
 that sleeps is waited for as long as such threads can run, within bounds: some libraries have threads that never rest.
 
-Beside a thread that added to the saved tensor at a random moment of each save, no save of 300 was committed with mixed
-values; without this module, 3 were. The others were refused by counters and words.
+Beside a thread that wrote to the saved tensor at a random moment of each save (a scattered sum, a row, three sums in
+turn), no save of 600 was committed with wrong bytes. Without this module 18 were: neither counters nor words saw them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ import time
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
-
-__all__ = ["Places", "RunningCalls", "places"]
 
 Places = dict[int, tuple[int, int]]
 """For each thread (``threading.get_ident()``) that may be in an operation, its innermost frame and instruction."""

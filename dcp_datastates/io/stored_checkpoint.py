@@ -22,8 +22,6 @@ from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.requests import Request
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Sharing", "StoredCheckpoint", "read_error"]
-
 
 @dataclass(frozen=True, eq=False)
 class StoredCheckpoint:

@@ -19,9 +19,6 @@ from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 
-__all__ = ["range_reader", "sizes"]
-
-
 _STAT_THREADS: Final = 8
 """A shared file system takes a millisecond per file."""
 _FEW: Final = 16

@@ -24,8 +24,6 @@ from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import Listing, ObjectMissingError
 
-__all__ = ["read"]
-
 _COPIES: Final = "dcp-datastates copy, from where the checkpoint was, makes it one here"
 
 

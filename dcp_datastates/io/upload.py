@@ -16,8 +16,6 @@ from dcp_datastates.errors import release_frames
 from dcp_datastates.io.engine import fail
 from dcp_datastates.process.worker import Worker
 
-__all__ = ["PutStream", "Upload"]
-
 MOST_FILES_AT_ONCE: Final = 4
 
 PutStream = Callable[[str, Iterator[Segment]], None]

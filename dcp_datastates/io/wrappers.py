@@ -19,8 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
 
-__all__ = ["box", "inner_tensors", "kind", "layers", "opened", "parts", "wrappers_in"]
-
 _CANNOT_CONTAIN: Final = frozenset(
     {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes}
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import Box
-from dcp_datastates.io.shards import holds_shards
+from dcp_datastates.io.tensor_memory import holds_shards
 from dcp_datastates.io.wrappers import box
 
 __all__ = ["PLAIN", "cut", "overlap", "shards_of", "volume"]

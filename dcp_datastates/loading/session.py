@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp_datastates.checkpoints.told_errors import Told, described, error_of
-from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.waiting import WaitLog

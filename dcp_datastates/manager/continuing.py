@@ -21,7 +21,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.listing import candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

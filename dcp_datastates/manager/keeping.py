@@ -9,7 +9,7 @@ from typing import Final
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.io.committed import open_committed

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Final
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.waiting import WaitLog

@@ -34,8 +34,6 @@ from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Holdings, gather
 
-__all__ = ["SPLIT_FROM", "RankPlan", "assign"]
-
 SPLIT_FROM = 1 << 20
 """Least size of a chunk that may be cut, in bytes."""
 LEAST_SLICE = 64 << 10

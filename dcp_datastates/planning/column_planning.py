@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,24 +23,19 @@ from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.format.validate import validate
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.differing import is_nothing, word_of
 from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
-from dcp_datastates.planning.flat_state import FlatState
+from dcp_datastates.planning.flat_state import FlatState, declared
 from dcp_datastates.planning.global_plan import GlobalPlan
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, Share, StateKey
 from dcp_datastates.planning.rank_plan import RankPlan
-from dcp_datastates.planning.samples import Held, sample
-from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
-from dcp_datastates.planning.serializer import serialize
+from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.storage.attempt import Attempt
-
-__all__ = ["ColumnPlanning", "Paths", "PlanOptions", "StateToPlan", "assign_shares"]
 
 Paths = Mapping[str, tuple[Any, ...]]
 """The path of each name of a flattened state: the keys on the way to its value."""
@@ -219,11 +215,10 @@ class ColumnPlanning(SavePlanning):
     def release(self) -> None:
         self._state = self._flattened = None
 
-    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
+    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
         assert self._taken is not None, "take() comes first"
-        digest = job.report.digest
-        data = b"" if digest == self._taken.report else job.report.encoded
-        return RankReport(digest, samples, data).encode()
+        data = b"" if places.digest == self._taken.report else places.encoded
+        return RankReport(places.digest, samples, data).encode()
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         assigned = self._assigned
@@ -322,3 +317,33 @@ def _refuse_values_within_values(mappings: Mapping[str, tuple[Any, ...]]) -> Non
                 f"ranks do not agree on {name!r}: on one it is a value, on another a dict, a list or a wrapper "
                 f"subclass of several values"
             )
+
+
+_SHORT: Final = 256
+"""Longest string (characters) and number (bits) whose bytes are kept."""
+
+
+def serialize(value: Any) -> bytes:
+    """``value`` as ``torch.save`` writes it. Any thread may call this."""
+    return _kept(value) if _recurs(value) else _saved(value)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+_kept = functools.lru_cache(maxsize=4096, typed=True)(_saved)
+
+
+def _recurs(value: Any) -> bool:
+    """Whether it is likely to recur, and equal to no value of its type with other bytes."""
+    kind = type(value)
+    if kind is float:
+        return not math.isnan(value) and repr(value) != "-0.0"
+    if kind is str:
+        return len(value) <= _SHORT
+    if kind is int:
+        return bool(value.bit_length() <= _SHORT)
+    return value is None or kind is bool

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.planning.packing import Message, Named
 
-__all__ = ["Answer", "Offer", "RankReport", "Report"]
-
 
 @dataclass(frozen=True)
 class Offer(Message):

@@ -1,25 +1,85 @@
-"""A state as DCP's default planner flattens it, with that planner's items for it."""
+"""A state as DCP's default planner flattens it, with that planner's items for it, and the data of these items.
+
+A DTensor declares that its replicas are equal. A plain tensor declares nothing about other ranks' tensors of the same
+name: batch-norm statistics and other per-rank state have the same names on all ranks. But data-parallel training keeps
+tensors equal that an optimizer owns, so these count as declared equal, too (:func:`declared`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Final
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.io.tensor_memory import check_storable, local_tensor
-from dcp_datastates.planning.local_chunks import chunk_of
+from dcp_datastates.io.tensor_memory import check_storable, holds_shards, local_tensor, shard_with
+from dcp_datastates.staging.ownership import Ownership, known_optimizers
+from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["FlatState"]
+
+def chunk_of(value: Any, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+    """The live tensor of ``value``, which has this name in the flattened state, or those of its rows that ``chunk``
+    names.
+
+    Raises :class:`DataStatesError` for a chunk that this rank does not hold.
+    """
+    if isinstance(value, ShardedTensor) or holds_shards(value):
+        tensor, begin = _shard_with(value, chunk.offsets)
+    else:
+        tensor, begin = value.to_local() if isinstance(value, DTensor) else value, 0
+        if tensor.shape != chunk.sizes and tensor.dim():
+            begin = chunk.offsets[0] - _first_row(value, name, chunk.offsets)
+    if tensor.shape != chunk.sizes and tensor.dim() and tensor.numel():
+        tensor = tensor.narrow(0, begin, chunk.sizes[0])
+    return tensor
+
+
+def _first_row(value: Any, name: str, offsets: torch.Size) -> int:
+    """The first row, in the full tensor, of this rank's chunk that contains the row ``offsets[0]``."""
+    for item in create_default_local_save_plan({name: value}, True).items:
+        if item.tensor_data is not None:
+            held = item.tensor_data.chunk
+            if (
+                held.offsets[0] <= offsets[0] < held.offsets[0] + held.sizes[0]
+                and held.offsets[1:] == offsets[1:]
+            ):
+                return int(held.offsets[0])
+    raise DataStatesError(f"this rank does not hold row {offsets[0]} of {name!r}")
+
+
+def _shard_with(
+    tensor: ShardedTensor | torch.Tensor, offsets: torch.Size
+) -> tuple[torch.Tensor, int]:
+    """The shard that contains the chunk at ``offsets``, and the chunk's first row in the shard."""
+    if not isinstance(tensor, ShardedTensor):
+        found = shard_with(tensor, offsets)
+        if found is not None:
+            return found
+        raise DataStatesError(f"this rank holds no shard at {tuple(offsets)}")
+    for shard in tensor.local_shards():
+        starts, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        if tuple(starts) == tuple(offsets):
+            return shard.tensor, 0
+        if (
+            starts
+            and tuple(starts[1:]) == tuple(offsets[1:])
+            and starts[0] <= offsets[0] < starts[0] + sizes[0]
+        ):
+            return shard.tensor, int(offsets[0] - starts[0])
+    raise DataStatesError(f"this rank holds no shard at {tuple(offsets)}")
+
 
 _DUPLICATED: Final = "duplicated flatten key "
 
@@ -124,3 +184,29 @@ def _look(value: Any) -> Hashable:
         local.requires_grad,
         local.is_pinned(),
     )
+
+
+def declared(
+    items: Sequence[WriteItem], state_dict: Mapping[str, Any], staged: StagedState | None
+) -> list[WriteItem]:
+    """``items``, with the plain tensors that an optimizer owns turned into items of type SHARD: chunks, whose replicas
+    are equal.
+
+    Args:
+        items: the items of a default planner.
+        state_dict: the state that they plan, flattened.
+        staged: the staged state, if there is one: the tensors in ``state_dict`` may be copies by now.
+    """
+    plain = [each.index.fqn for each in items if each.type is WriteItemType.TENSOR]
+    if staged is not None:
+        columns = staged.traversal.columns
+        owned = {columns.name(at) for at, is_owned in enumerate(staged.owned()) if is_owned}
+    else:
+        tensors = [local_tensor(state_dict[name]) for name in plain]
+        owned = set(compress(plain, Ownership(known_optimizers()).owns(tensors)))
+    return [
+        dataclasses.replace(each, type=WriteItemType.SHARD)
+        if each.type is WriteItemType.TENSOR and each.index.fqn in owned
+        else each
+        for each in items
+    ]

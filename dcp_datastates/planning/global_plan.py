@@ -20,8 +20,6 @@ from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.samples import Samples
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["GlobalPlan"]
-
 
 class GlobalPlan:
     """One global plan, with the latest report of each rank. Any thread may use it."""

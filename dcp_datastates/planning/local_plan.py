@@ -26,8 +26,6 @@ from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import positions, starts_of, volumes
 from dcp_datastates.planning.packing import Message, Named
 
-__all__ = ["OBJECT", "SHARD", "TENSOR", "Head", "LocalPlan", "properties_key"]
-
 OBJECT, TENSOR, SHARD = 0, 1, 2
 _KINDS: Final = {
     WriteItemType.BYTE_IO: OBJECT,

@@ -25,14 +25,12 @@ from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
 from dcp_datastates.format.metadata_document import fields_to_json, properties_of
 
-__all__ = ["Message", "Named", "pack", "pack_ints", "unpack", "unpack_ints"]
-
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
 # the key is the number of bytes of a value
 _WIDTHS = {b"%d" % width: dtype for width, dtype in STORED.items()}
-# greatest count of values: more means damaged bytes, which must not cause an allocation
-_MOST = 1 << 34
+# greatest count of values, of one rank: more means damaged bytes, which must not cause an allocation
+_MOST = 1 << 26
 
 _DIGEST_BYTES: Final = 16
 _MOST_TEXT_BYTES: Final = 1 << 30

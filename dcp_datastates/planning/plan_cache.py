@@ -24,14 +24,11 @@ from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.exchange import Offer
 from dcp_datastates.planning.global_plan import GlobalPlan
 from dcp_datastates.planning.local_plan import OBJECT, Head, LocalPlan
-from dcp_datastates.planning.part_files import KnownFiles
+from dcp_datastates.planning.part_files import KnownFiles, Recent
 from dcp_datastates.planning.rank_plan import RankPlan
-from dcp_datastates.planning.recent import Recent
 from dcp_datastates.planning.samples import Held
-from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
-
-__all__ = ["Agreed", "KnownState", "PlanCache", "Share", "StateKey"]
+from dcp_datastates.staging.traverse import Fingerprint
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,6 @@ from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.planning.local_plan import SHARD, LocalPlan
 from dcp_datastates.planning.packing import Named
 
-__all__ = ["RankPlan"]
-
 
 @dataclass(frozen=True, eq=False)
 class RankPlan(Named):

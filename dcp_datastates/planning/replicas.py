@@ -44,8 +44,6 @@ from dcp_datastates.format.ragged import (
 )
 from dcp_datastates.planning.local_plan import SHARD, Head, LocalPlan, properties_key
 
-__all__ = ["Holdings", "gather"]
-
 
 @dataclass(frozen=True, eq=False)
 class Names:

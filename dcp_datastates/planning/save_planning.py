@@ -1,25 +1,18 @@
-"""How one save is planned: what each kind of planner does for the pipeline (``saving/rank_context.py``), and
-what it gives the engine to write.
-"""
+"""How one save is planned: what each kind of planner does for the pipeline (``saving/rank_context.py``)."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import DeviceEvent, SaveFile
-from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.storage.attempt import Attempt
-
-__all__ = ["SavePlanning", "WriteJob"]
 
 
 class SavePlanning(Protocol):
@@ -69,33 +62,11 @@ class SavePlanning(Protocol):
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
 
-    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
-        """What the coordinator must know of this rank's files."""
+    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
+        """What the coordinator must know of this rank's files; ``places`` are those of its items."""
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         """What makes the metadata of all ranks' reports; None on other ranks than the coordinator, and if the metadata
         come from elsewhere.
         """
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class WriteJob:
-    """What the engine is given to write: the files of this rank's part, with their layouts."""
-
-    files: list[SaveFile]
-    layouts: Sequence[FileLayout]
-    sealed: Sequence[SealedFile]
-    report: Report
-    fences: list[DeviceEvent]
-    """Events that device copies must wait for."""
-    readers: list[DeviceEvent]
-    """Events of the kernels that this thread has launched to resolve tensors."""
-    keep: list[Any]
-    """Objects that must stay alive until they have been read."""
-    is_known: bool
-    """Whether it was known where the tensors are in the state."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.sealed)

@@ -16,8 +16,6 @@ from typing import Final
 
 from dcp_datastates.process.forks import in_child
 
-__all__ = ["Phase", "at_end", "at_exit", "has_reached", "patience_is_over"]
-
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS: Final = 10.0

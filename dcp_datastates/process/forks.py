@@ -11,8 +11,6 @@ import os
 
 from dcp_datastates.errors import ForkedProcessError
 
-__all__ = ["enter", "in_child", "refuse_in_child"]
-
 _used_by = 0  # the process that uses this package: this one, or one that this one descends from
 _in_child = False
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 from dcp_datastates.process.forks import in_child
 
-__all__ = ["collection_paused"]
-
 _lock = threading.RLock()  # guards what follows
 _pausing = 0  # how many threads are within
 _resume = False  # the collector was on before the first came

@@ -6,8 +6,6 @@ import logging
 
 import torch.distributed as dist
 
-__all__ = ["once_per_job"]
-
 
 def once_per_job(level: int) -> int:
     """``level`` on the job's first rank and in a process alone; DEBUG on the other ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -11,8 +12,6 @@ from typing import Final
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 from dcp_datastates.process.job_log import once_per_job
-
-__all__ = ["MemoryLimit", "default_host_cache_bytes", "largest_host_cache_bytes", "memory_limit"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return min([_physical(root), *_cgroup_limits(root), *_address_space(root)])
 
 
+@functools.cache  # every call of async_save asks
 def default_host_cache_bytes(root: Path = Path("/")) -> int:
     """4 GiB, or less (then logged) if the caches of this machine's ranks would take more than a quarter of
     its memory.

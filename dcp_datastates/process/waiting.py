@@ -11,8 +11,6 @@ from collections.abc import Callable, Hashable
 from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.process.ending import Phase, patience_is_over
 
-__all__ = ["FIRST_LINE_SECONDS", "Latch", "Stall", "WaitLog"]
-
 FIRST_LINE_SECONDS = 5.0
 """A wait is logged after this time, and again each time its length doubles."""
 

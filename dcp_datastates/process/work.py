@@ -10,8 +10,6 @@ from typing import Final
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["Done", "Progress", "Unit", "thread_count", "work"]
-
 _MOST_THREADS: Final = 8
 
 _PROGRESS_SECONDS: Final = 0.1

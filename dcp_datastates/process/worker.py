@@ -12,8 +12,6 @@ from typing import Final
 
 from dcp_datastates.process.forks import enter
 
-__all__ = ["Worker"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["LEFT_OUT", "SaveCall", "SaveOrigin"]
-
 LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
 """Why a save is left out."""
 

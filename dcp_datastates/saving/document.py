@@ -21,8 +21,6 @@ from dcp_datastates.planning.exchange import Report
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["document", "write_results"]
-
 
 def write_results(
     items: Sequence[WriteItem], report: Report, attempt: Attempt

@@ -24,8 +24,6 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["look_for_nan"]
-
 logger = logging.getLogger(__name__)
 
 _DTYPE: Final = operator.attrgetter("dtype")

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from enum import IntEnum
 from typing import Final, TypeVar
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates._native import SaveJob
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Part, Round
 from dcp_datastates.errors import (
@@ -36,17 +38,14 @@ from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall
 from dcp_datastates.saving.outcome import conclude, record_of
-from dcp_datastates.saving.progress import Progress
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.fingerprint import Fingerprint
+from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
-
-__all__ = ["Phase", "SaveOperation"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,10 @@ class SaveOperation:
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.archived: SharedFuture | None = None
         """Done when the checkpoint is in the archive; None if there is none."""
-        self.progress: Final = Progress(call.config.read_deadline)
+        self._until = time.monotonic() + call.config.read_deadline
+        """Until then, waiting for the read window counts as progress."""
+        self._steps = 0
+        self._job: SaveJob | None = None
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
         self._path = call.path
@@ -117,6 +119,13 @@ class SaveOperation:
     @property
     def phase(self) -> Phase:
         return self._phase
+
+    @property
+    def value(self) -> int:
+        """A number that changes while this rank makes progress in reading its part, for the other ranks to see."""
+        job = self._job
+        moved = 0 if job is None else job.bytes_read + job.bytes_written
+        return self._steps + moved + int(10 * min(time.monotonic(), self._until))
 
     @property
     def error(self) -> BaseException | None:
@@ -231,6 +240,14 @@ class SaveOperation:
         check_not_hung(path)
         return bounded(what, path, self.call.config.commit_timeout, function)
 
+    def step(self) -> None:
+        """Count one more resolved item as progress."""
+        self._steps += 1
+
+    def follow(self, job: SaveJob) -> None:
+        """Include the progress of the native ``job`` from now on."""
+        self._job = job
+
     def save_alone(self) -> None:
         """Save with this process alone, whatever the group of the call."""
         self.call.group.count_call(self.call.own, -1)  # other ranks need not make such a call
@@ -268,8 +285,9 @@ class SaveOperation:
             raise error
         if self._ticket is None:
             raise self._error or SaveAbandonedError("this save was given up before it was planned")
-        if self._phase < Phase.COMMITTING:
-            self.group.reading(self.progress, True)
+        with self._lock:
+            if self._phase < Phase.COMMITTING:
+                self.group.reading(self, True)
         return self._ticket
 
     def submit(self, part: Part, report: bytes = b"", compose: Compose | None = None) -> None:
@@ -285,7 +303,7 @@ class SaveOperation:
         if round_ is None:
             part.cancel()
             return
-        self.group.reading(self.progress, False)
+        self.group.reading(self, False)
         when_done(round_.committed, self._decided)
         self.doing = "committing"
         self.group.submit(round_)

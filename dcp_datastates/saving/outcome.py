@@ -9,13 +9,11 @@ from typing import Any, Final
 
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
-from dcp_datastates.process.callbacks import call_back
+from dcp_datastates.process.futures import call_back
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.text import step_of
-
-__all__ = ["conclude", "conclude_call", "listen", "on_save", "record_of", "record_of_call"]
 
 logger = logging.getLogger(__name__)
 

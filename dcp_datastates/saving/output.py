@@ -11,15 +11,18 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dcp_datastates._native import (
     SEGMENT_BYTES,
+    DeviceEvent,
     Engine,
     ExpectedBytes,
     Fault,
+    SaveFile,
     SaveJob,
     Segment,
     Window,
@@ -31,8 +34,9 @@ from dcp_datastates.errors import (
     SnapshotTornError,
     StorageError,
 )
+from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.io.upload import MOST_FILES_AT_ONCE, Upload
-from dcp_datastates.planning.save_planning import WriteJob
+from dcp_datastates.planning.exchange import Report
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.saving.paths import directories_to_sync
@@ -43,12 +47,32 @@ from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 from dcp_datastates.text import size as show_size
 
-__all__ = ["WrittenPart", "begin", "cancel", "check_fits", "make_ready"]
-
 logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS: Final = 3.0
 """How long a failed save waits for its reads and writes to end, before it reports the failure."""
+
+
+@dataclass(frozen=True, eq=False)
+class WriteJob:
+    """What the engine is given to write: the files of this rank's part, with their layouts."""
+
+    files: list[SaveFile]
+    layouts: Sequence[FileLayout]
+    sealed: Sequence[SealedFile]
+    report: Report
+    fences: list[DeviceEvent]
+    """Events that device copies must wait for."""
+    readers: list[DeviceEvent]
+    """Events of the kernels that this thread has launched to resolve tensors."""
+    keep: list[Any]
+    """Objects that must stay alive until they have been read."""
+    is_known: bool
+    """Whether it was known where the tensors are in the state."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.sealed)
 
 
 class WrittenPart:

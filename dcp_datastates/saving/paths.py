@@ -26,15 +26,6 @@ from dcp_datastates.storage.object_path import (
     locate,
 )
 
-__all__ = [
-    "archive_root",
-    "check_at_call",
-    "check_path",
-    "check_shared",
-    "directories_to_sync",
-    "writable",
-]
-
 
 def writable(
     path: str | os.PathLike[str] | ObjectPath,

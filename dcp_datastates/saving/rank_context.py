@@ -39,14 +39,19 @@ from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.admission import finish_saves
-from dcp_datastates.saving.agreement import Answer, NotAgreed, SaveName, agree
+from dcp_datastates.saving.agreement import (
+    GATE_SECONDS,
+    GATE_SECONDS_AFTER_A_MISS,
+    Answer,
+    NotAgreed,
+    PeerWatch,
+    SaveName,
+    agree,
+)
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
-from dcp_datastates.saving.peer_watch import GATE_SECONDS, GATE_SECONDS_AFTER_A_MISS, PeerWatch
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing, begin_write, fail_write
-
-__all__ = ["RankContext", "context_of"]
 
 logger = logging.getLogger(__name__)
 

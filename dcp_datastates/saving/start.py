@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcp_datastates._native import Window
-from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import capturing, open_used
@@ -21,16 +20,14 @@ from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.buffers import EagerBuffers
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.fingerprint import Fingerprint
+from dcp_datastates.staging.eager_copies import EagerBuffers
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
+from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
-
-__all__ = ["begin_planning", "new_call", "prepare", "stage_in_place", "stage_save", "state_to_plan"]
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:

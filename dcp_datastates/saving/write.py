@@ -1,26 +1,158 @@
-"""Carries out one rank's part of a plan: resolve it, lay it out, hand it to the engine, and wait until it is read."""
+"""Carries out one rank's part of a plan: resolve it, lay it out, hand it to the engine, and wait until it is read.
+
+Where it is known where the tensors are in the state, only their addresses are looked up; else the planning resolves
+each item.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
 import logging
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import SaveJob, Window
+from dcp_datastates._native import Engine, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import DataStatesError, UnsupportedStateError
+from dcp_datastates.format.layout import LayoutItem, TensorEntry
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.save_planning import SavePlanning, WriteJob
+from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.planning.part_files import PartFiles
+from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving import output
-from dcp_datastates.saving.files import Sources, write_job
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.staging.deferred_reads import await_reads
+from dcp_datastates.saving.output import WriteJob
+from dcp_datastates.staging.deferred_reads import DeferredReads, await_reads
+from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Writing", "begin_write", "fail_write"]
+
+@dataclass(eq=False)
+class Sources:
+    """The data that a plan's items resolve to."""
+
+    engine: Engine
+    planning: SavePlanning
+    reads: DeferredReads | None
+    step: Callable[[], None]
+    """Counts one more resolved item, as progress."""
+    keep: list[Any] = field(default_factory=list)
+    """Objects that must stay alive until they have been read."""
+    devices: set[int] = field(default_factory=set)
+    """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
+
+    def object(self, item: WriteItem) -> memoryview:
+        """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
+        self.step()
+        try:
+            data = self.planning.resolve_data(item)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:  # any of pickle's
+            raise UnsupportedStateError(
+                f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(data, io.BytesIO):
+            raise DataStatesError(
+                f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}; its plan says BYTE_IO"
+            )
+        return data.getbuffer()
+
+    @collection_paused()
+    def add_tensors(
+        self, items: Sequence[WriteItem], part: PartFiles, content: Transfer, file: int
+    ) -> None:
+        """Add to ``content`` the tensors of a file of ``part``, whose items are ``items``.
+
+        Raises :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
+        """
+        for entry in part.layouts[file].tensors:
+            self.step()
+            tensor, device = _resolve_tensor(self, items[entry.item], entry)
+            reads = self.reads
+            group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
+            if device != HOST and group == STABLE:
+                self.devices.add(device)
+                tensor = dense(tensor)
+            self.keep.append(tensor)
+            if entry.nbytes:
+                add_region(content, entry.offset, tensor, entry.nbytes, group, device)
+
+
+def write_job(sources: Sources, folder: Location, rank: int) -> WriteJob:
+    """The files that ``rank`` writes below ``folder``.
+
+    Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
+    """
+    reads, planning = sources.reads, sources.planning
+    known = None if reads is None else planning.known_files()
+    part: PartFiles
+    item_of: Callable[[int], WriteItem]
+    if known is not None and reads is not None:
+        part, item_of = known, known.object_item
+        add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
+    else:
+        items = planning.items
+        part, item_of = PartFiles(list(map(LayoutItem.of, items)), rank), lambda at: items[at]
+        add_tensors = functools.partial(sources.add_tensors, items, part)
+    objects = [
+        [sources.object(item_of(entry.item)) for entry in layout.objects] for layout in part.layouts
+    ]
+    sealed, report = part.seal(tuple([tuple(map(len, of_file)) for of_file in objects]))
+    files = []
+    for number, (layout, file) in enumerate(zip(part.layouts, sealed, strict=True)):
+        content = Transfer()
+        content.add_buffer(0, file.header, STABLE)
+        add_tensors(content, number)
+        for offset, data in zip(file.object_offsets, objects[number], strict=True):
+            if len(data):
+                content.add_buffer(offset, data, STABLE)
+        sources.keep.append((file.header, objects[number]))
+        files.append(SaveFile(str(folder / layout.name), file.table_offset, content))
+    readers = fences(sources.engine, sources.devices)
+    after = [*(reads.fences if reads is not None else ()), *readers]
+    return WriteJob(
+        files, part.layouts, sealed, report, after, readers, sources.keep, known is not None
+    )
+
+
+def _resolve_tensor(
+    sources: Sources, item: WriteItem, entry: TensorEntry
+) -> tuple[torch.Tensor, int]:
+    """The tensor with the bytes that ``entry`` describes, in memory that the engine can read, and its device."""
+    data = sources.planning.resolve_data(item)
+    name = item.index.fqn
+    if not isinstance(data, torch.Tensor):
+        raise DataStatesError(
+            f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
+        )
+    tensor = local_tensor(data)
+    check_storable(tensor, name)
+    tensor = tensor.detach()
+    as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
+    if not as_planned or tensor.dtype != entry.dtype:
+        raise DataStatesError(
+            f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
+            f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    device = place(sources.engine, tensor)
+    if device == THROUGH_TORCH:
+        return tensor.cpu(), HOST
+    return tensor, device
+
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +193,7 @@ class Writing:
         save.stats.timeline.begin("reading", job.read_seconds)
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
-        report = planning.report(self._attempt, content, self._samples)
+        report = planning.report(self._attempt, content.report, self._samples)
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -83,7 +215,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
     look_for_nan(save, None if reads is None else reads.staged)
     synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
     try:
-        content = write_job(Sources(native, planning, reads, save.progress), folder, rank)
+        content = write_job(Sources(native, planning, reads, save.step), folder, rank)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
@@ -105,7 +237,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
             window=window,
             expected=None if reads is None else reads.staged.expected,
         )
-        save.progress.follow(part.job)
+        save.follow(part.job)
         begun.append(Writing(save, planning, attempt, content, part, samples))
         return part.job
 

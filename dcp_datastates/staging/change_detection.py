@@ -8,7 +8,7 @@ The step gate holds optimizers back. This module detects writes that bypass the 
 * Torch increments the counter after the write. So the counters are compared again when no operation that was running at
   the end of the reads can still be running (:mod:`dcp_datastates.io.running_calls`).
 * A write that torch does not know of (through ``.data``, by numpy, another process) shows only in the bytes: the engine
-  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.expected`).
+  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.eager_copies`).
 
 Memory that was moved, resized or freed is always detected: the address and size of each storage are compared before and
 after the reads. (A reference to a storage keeps the object alive, not its memory.) C++ code that moves a storage's
@@ -37,8 +37,6 @@ from dcp_datastates.io.wrappers import inner_tensors, layers
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import DeferredTensors, StagedState
-
-__all__ = ["Portion", "Regions", "portions", "raise_change"]
 
 _LOOK_SECONDS: Final = 0.001
 """How often a thread that waits for other threads' calls looks at them."""

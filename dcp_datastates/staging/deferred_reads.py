@@ -41,8 +41,6 @@ from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
 
-__all__ = ["DeferredReads", "await_reads"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1

@@ -20,17 +20,6 @@ from torch.optim import Optimizer
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.wrappers import inner_tensors, layers
 
-__all__ = [
-    "STABLE",
-    "UNOWNED",
-    "Ownership",
-    "by_storage",
-    "known_optimizers",
-    "never_defer",
-    "stepped",
-    "track",
-]
-
 logger = logging.getLogger(__name__)
 
 STABLE: Final = 0

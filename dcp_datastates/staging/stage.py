@@ -26,17 +26,26 @@ from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.stored_names import WRAPPER
-from dcp_datastates.io.device_copies import DeviceCopies
-from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, mark, numbers, report
-from dcp_datastates.io.shards import any_hold_shards, take_shards_of
-from dcp_datastates.io.tensor_memory import PLAIN_DTYPES, copy_unusual, is_unusual, tensors_over
-from dcp_datastates.staging.eager_copies import EagerCopies
-from dcp_datastates.staging.expected import Expectation
-from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
+from dcp_datastates.io.devices import (
+    HOST,
+    THROUGH_TORCH,
+    DeviceCopies,
+    fences,
+    mark,
+    numbers,
+    report,
+)
+from dcp_datastates.io.tensor_memory import (
+    PLAIN_DTYPES,
+    any_hold_shards,
+    copy_unusual,
+    is_unusual,
+    take_shards_of,
+    tensors_over,
+)
+from dcp_datastates.staging.eager_copies import EagerCopies, Expectation
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
-from dcp_datastates.staging.traverse import Columns, Traversal, traverse
-
-__all__ = ["DeferredTensors", "StagedState", "look", "stage_state"]
+from dcp_datastates.staging.traverse import Columns, Fingerprint, Traversal, fingerprint, traverse
 
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""

@@ -30,8 +30,6 @@ from dcp_datastates.staging.ownership import known_optimizers, never_defer, step
 if TYPE_CHECKING:
     from dcp_datastates.staging.deferred_reads import DeferredReads
 
-__all__ = ["arm_backward", "gate", "open_windows", "release_memory", "ungate"]
-
 _WATCHED_PER_OPTIMIZER = 4
 
 _MOVES_MEMORY: Final = (

@@ -2,15 +2,19 @@
 
 Values other than tensors are copied here. Tensors are only listed; :mod:`dcp_datastates.staging.stage` decides which
 are copied now and which are read later.
+
+The columns give the state's fingerprint, too: its structure without values. Equal fingerprints mean equal plans.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import operator
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Final
@@ -21,11 +25,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import UnsupportedStateError
-from dcp_datastates.io.shards import take_shards_of
-from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor
+from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor, take_shards_of
 from dcp_datastates.io.wrappers import opened, wrappers_in
-
-__all__ = ["Columns", "Traversal", "check_mapping", "traverse"]
 
 _ATOMS: Final = frozenset(
     {
@@ -194,3 +195,49 @@ class _Pickling(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None
+
+
+_DTYPE: Final = operator.attrgetter("dtype")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+_SHAPE: Final = operator.attrgetter("shape")
+_SPEC: Final = operator.attrgetter("_spec")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The fingerprint of a state. Hashable; holds no tensor."""
+
+    structure: tuple[Any, ...]
+    """The keys of every container and the types of its values, in the order of the traversal."""
+    forms: tuple[Any, ...]
+    """Shape, dtype, and so on, of the tensors, in the same order."""
+    specs: tuple[Any, ...]
+    """Mesh, placements and global shape of the DTensors. They are compared, not hashed: hashing takes longer, while
+    comparing is fast for identical objects, which they usually are from save to save.
+    """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.structure, self.forms, len(self.specs)))
+
+
+def fingerprint(
+    structure: Iterable[Any],
+    tensors: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    strides: Sequence[tuple[int, ...]],
+) -> Fingerprint:
+    """The fingerprint of a state with these leaves, in the order of the traversal. All tensors are plain, and the
+    engine can read their memory. ``strides``: of each tensor, if plans have them.
+    """
+    forms = (
+        tuple(map(_SHAPE, locals_)),
+        tuple(map(_DTYPE, locals_)),
+        tuple(map(_REQUIRES_GRAD, tensors)),  # the DTensor's flag: its local tensor's may differ
+        tuple(strides),
+    )
+    specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))
+    return Fingerprint(tuple(structure), forms, specs)

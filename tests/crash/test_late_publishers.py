@@ -24,7 +24,7 @@ from dcp_datastates import (
     latest,
     retain,
 )
-from dcp_datastates.commit import groups
+from dcp_datastates.commit import group as groups
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.saving.document import document

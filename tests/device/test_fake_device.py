@@ -31,7 +31,7 @@ from dcp_datastates.errors import ConfigurationError, DeviceError
 from dcp_datastates.io import devices, engine
 from dcp_datastates.staging import stage as capture
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.expected import Expectation
+from dcp_datastates.staging.eager_copies import Expectation
 
 # ---- consistency under overlap ---------------------------------------------------------------------
 

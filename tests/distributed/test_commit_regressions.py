@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import RankLostError
-from dcp_datastates.commit import groups
+from dcp_datastates.commit import group as groups
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.rank_set import rank_set_of
 

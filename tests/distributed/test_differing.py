@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcp_datastates as ds
 from dcp_datastates import CheckpointManager, DataStatesSavePlanner
-from dcp_datastates.planning import differing
+from dcp_datastates.planning import samples
 
 KINDS = {
     "integer": lambda rank: rank,
@@ -55,7 +55,7 @@ SAVES = {"async_save": by_async_save, "dcp": by_dcp, "manager": by_manager}
 
 def said_of(state, save, path):
     """The values that differ, as the first rank's log names them."""
-    differing.say.cache_clear()
+    samples.say.cache_clear()
     with lines(logging.WARNING) as said:
         save(state, path)
     dist.barrier()

@@ -34,10 +34,10 @@ from dcp_datastates import (
     SnapshotTornError,
     UnsupportedTensorError,
 )
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.beats import Loss
-from dcp_datastates.saving import peer_watch
+from dcp_datastates.saving import agreement
 
 
 def _owned():
@@ -85,7 +85,7 @@ def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
         state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad", planner=planner
     )
     optimizer.step()  # on the ranks that did not fail, too, no reads will ever come
-    with mock.patch.object(peer_watch, "COME_SECONDS", 1), raises(PlannerRefusal, where):
+    with mock.patch.object(agreement, "COME_SECONDS", 1), raises(PlannerRefusal, where):
         future.result(20)
     assert not committed(shared_dir / "bad")
     _saves_well(ours, group, shared_dir / "good")

@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_wait_has_a_bound(shared_dir)
         await_that(ended[2].exists)
     # The rank that was late finds that the others have given that load up; then all are in step again.
     if dist.get_rank() == 2:
-        with pytest.raises(RankLostError, match="given up|has not called"):
+        with pytest.raises(RankLostError, match=r"given up|has not called"):
             load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=20)
     found = {"w": torch.zeros(3)}
     load(shared_dir / "c", found)
@@ -157,7 +157,9 @@ def test_an_error_that_is_none_of_this_package_is_told_in_words(shared_dir):
             pass
 
     save({"w": torch.ones(3)}, shared_dir / "c")
-    with pytest.raises(DataStatesError, match="failed on rank 1: ZeroDivisionError: in the program"):
+    with pytest.raises(
+        DataStatesError, match="failed on rank 1: ZeroDivisionError: in the program"
+    ):
         load(shared_dir / "c", {"w": torch.zeros(3), "object": Fails()})
 
 

@@ -29,7 +29,7 @@ from dcp_datastates import (
     RankLostError,
     RngState,
 )
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
 from dcp_datastates.manager.background import BackgroundSaves

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates.commit import groups
+from dcp_datastates.commit import group as groups
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import gloo_group
 from dcp_datastates.ranks.failure_detector import FailureDetector

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
-from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import CommitGroup, Progress, commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
@@ -35,7 +34,6 @@ from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.progress import Progress
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local

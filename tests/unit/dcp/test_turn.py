@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp import turn
 from dcp_datastates.dcp.turn import Turn

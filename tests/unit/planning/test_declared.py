@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 import dcp_datastates
 from dcp_datastates.planning.balance import SPLIT_FROM
-from dcp_datastates.planning.declared import declared
+from dcp_datastates.planning.flat_state import declared
 
 LARGE = (SPLIT_FROM // 4 // 64, 64)
 """A shape of the fewest bytes that may be cut, as float32."""

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from dcp_datastates.planning import serializer
-from dcp_datastates.planning.serializer import serialize
+from dcp_datastates.planning import column_planning
+from dcp_datastates.planning.column_planning import serialize
 
 KEPT = [None, True, False, 1, 0, 1.0, 0.0, math.inf, "1", "", 1 << 200, -1, "x" * 256]
 OTHERS = [-0.0, math.nan, "x" * 257, 1 << 256, [1], {"a": 1}, b"x"]
@@ -44,9 +44,9 @@ def test_a_value_that_changes_is_serialized_as_it_is():
 
 
 def test_steps_that_never_recur_do_not_pile_up():
-    most = serializer._kept.cache_parameters()["maxsize"]
+    most = column_planning._kept.cache_parameters()["maxsize"]
     kept = serialize(-1)
     for step in range(most):
         serialize(step)
-    assert serializer._kept.cache_info().currsize == most
+    assert column_planning._kept.cache_info().currsize == most
     assert serialize(-1) is not kept

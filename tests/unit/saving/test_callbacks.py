@@ -15,9 +15,8 @@ from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates as ds
-from dcp_datastates.process import callbacks
-from dcp_datastates.process.callbacks import finish_callbacks
-from dcp_datastates.process.futures import SharedFuture, when_done
+from dcp_datastates.process import futures
+from dcp_datastates.process.futures import SharedFuture, finish_callbacks, when_done
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -133,7 +132,7 @@ def test_the_callbacks_of_a_future_that_has_just_its_outcome_are_waited_for(monk
     thread = threading.Thread(target=future.set_result, args=(None,))
     thread.start()
     future.result(60)
-    monkeypatch.setattr(callbacks.time, "sleep", lambda seconds: goes_on.set())
+    monkeypatch.setattr(futures.time, "sleep", lambda seconds: goes_on.set())
     try:
         assert finish_callbacks(60)
         assert called

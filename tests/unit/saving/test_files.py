@@ -13,8 +13,7 @@ from support.state.plans import item, thing
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
 from dcp_datastates.io import engine
-from dcp_datastates.saving.files import Sources, write_job
-from dcp_datastates.saving.progress import Progress
+from dcp_datastates.saving.write import Sources, write_job
 
 
 class _Planning:
@@ -34,7 +33,7 @@ class _Planning:
 def _job(tmp_path, *items, **data):
     """What goes to the engine."""
     native = engine.engine(parse_size(CACHE))
-    return write_job(Sources(native, _Planning(*items, **data), None, Progress(60)), tmp_path, 0)
+    return write_job(Sources(native, _Planning(*items, **data), None, lambda: None), tmp_path, 0)
 
 
 def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):

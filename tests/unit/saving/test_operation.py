@@ -14,7 +14,7 @@ from support.waiting import lines
 
 import dcp_datastates
 from dcp_datastates import StorageError
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE

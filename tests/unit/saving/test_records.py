@@ -22,11 +22,11 @@ from dcp_datastates import (
     ConfigurationError,
     StorageError,
 )
-from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CommitOutcomeUnknown
 from dcp_datastates.io.engine import next_order
-from dcp_datastates.process.callbacks import finish_callbacks
+from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving import start
 from dcp_datastates.saving.call import SaveCall, SaveOrigin

@@ -8,7 +8,7 @@ import pytest
 
 from dcp_datastates import StorageError
 from dcp_datastates.process.futures import AskedFuture
-from dcp_datastates.saving.saves import Saves
+from dcp_datastates.saving.admission import Saves
 
 
 class _Save:
