@@ -15,8 +15,10 @@ from dcp_datastates.format.metadata_objects import Columns
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.nesting import path_of
 from dcp_datastates.format.stored_names import Box, wrappers
+from dcp_datastates.format.validate import elements
 from dcp_datastates.io.requests import Request, aim
-from dcp_datastates.loading.regions import cut, shards_of, volume
+from dcp_datastates.io.tensor_memory import holds_shards
+from dcp_datastates.loading.regions import PLAIN, cut, shards_of, volume
 
 __all__ = ["Described", "Stored"]
 
@@ -36,11 +38,16 @@ class Stored(Mapping[str, Described | None]):
         self._columns = Columns(table.catalog)
         self._kinds = table.catalog.properties.tolist()
         self._dtypes = [properties.dtype for properties in table.catalog.table]
+        needed, stored = elements(table.catalog)
+        self._is_one_chunk = ((table.catalog.counts == 1) & (needed == stored)).tolist()
+        self._known: dict[str, Described | None] = {}
 
     def __getitem__(self, name: str) -> Described | None:
-        number = self._columns.number[name]
-        kind = self._kinds[number]
-        return None if kind < 0 else Described(self._columns.shape(number), self._dtypes[kind])
+        if name not in self._known:
+            number = self._columns.number[name]
+            kind, size = self._kinds[number], self._columns.shape(number)
+            self._known[name] = None if kind < 0 else Described(size, self._dtypes[kind])
+        return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.catalog.names)
@@ -87,6 +94,16 @@ class Stored(Mapping[str, Described | None]):
 
         Raises :class:`IncompatibleStateError` if it cannot receive what is stored, or not all of it is stored.
         """
+        size, _ = self._tensor(name)
+        number = self._columns.number[name]
+        if self._is_one_chunk[number] and type(value) in PLAIN and not holds_shards(value):
+            if 0 in size:
+                return []
+            request = self._request(name, self._columns.first_chunk[number], key)
+            request.chunk_sizes = request.lengths = size
+            request.offsets = (0,) * len(size)
+            aim(request, value, cast)
+            return [request]
         requests = []
         for place, memory in shards_of(name, value):
             needed = left = volume(place)
@@ -103,38 +120,34 @@ class Stored(Mapping[str, Described | None]):
 
     def _parts(self, name: str, place: Box, key: Any) -> Iterator[tuple[Request, Box]]:
         """A request for each stored chunk with elements at ``place``, and the box of these elements."""
-        columns, catalog, number = self._columns, self.table.catalog, self._columns.number[name]
-        first, dtype = columns.first_chunk[number], self._dtypes[self._kinds[number]]
         if not volume(place):
             return
-        if columns.counts[number] == 1:
-            at = columns.row(catalog.offsets, number, 0)
-            sizes = columns.row(catalog.sizes, number, 0)
-            if all((o, o + s) == p for o, s, p in zip(at, sizes, place, strict=True)):
-                request = self._request(name, first, key)
-                request.dtype, request.chunk_sizes, request.lengths = dtype, sizes, sizes
-                request.offsets = (0,) * len(sizes)
-                yield request, place
-                return
+        columns, catalog, number = self._columns, self.table.catalog, self._columns.number[name]
         begins, ends = np.array(place, np.int64).reshape(-1, 2).T
-        offsets, sizes_of = (
+        offsets, sizes = (
             columns.table(catalog.offsets, number),
             columns.table(catalog.sizes, number),
         )
-        low, high = np.maximum(offsets, begins), np.minimum(offsets + sizes_of, ends)
+        low, high = np.maximum(offsets, begins), np.minimum(offsets + sizes, ends)
         for chunk in np.flatnonzero((low < high).all(axis=1)).tolist():
-            request = self._request(name, first + chunk, key)
-            request.dtype, request.chunk_sizes = dtype, tuple(sizes_of[chunk].tolist())
+            request = self._request(name, columns.first_chunk[number] + chunk, key)
+            request.chunk_sizes = tuple(sizes[chunk].tolist())
             request.offsets = tuple((low[chunk] - offsets[chunk]).tolist())
             request.lengths = tuple((high[chunk] - low[chunk]).tolist())
             yield request, tuple(zip(low[chunk].tolist(), high[chunk].tolist(), strict=True))
 
+    def _tensor(self, name: str) -> Described:
+        found = self[name]
+        assert found is not None
+        return found
+
     def _request(self, name: str, row: int, key: Any) -> Request:
-        placement = self.table.placement
+        placement, entry = self.table.placement, self[name]
         return Request(
             name,
             placement.paths[placement.files.item(row)],
             placement.begins.item(row),
             placement.lengths.item(row),
             key,
+            None if entry is None else entry.dtype,
         )
