@@ -26,9 +26,9 @@ BELOW = {
     "monitoring": ("tiers",),
     "manager": ("dcp", "checkpoints"),
     "conversion": ("manager",),
-    "dcp": ("sharing",),
-    "sharing": ("tiers",),
-    "tiers": ("checkpoints", "saving"),
+    "dcp": ("sharing", "tiers"),
+    "sharing": ("io", "ranks", "wire"),
+    "tiers": ("checkpoints", "saving", "wire"),
     "saving": ("commit", "planning", "staging"),
     "planning": ("ranks", "staging"),
     "checkpoints": ("commit", "io"),
@@ -38,6 +38,7 @@ BELOW = {
     "io": ("format",),
     "format": ("storage",),
     "storage": ("process",),
+    "wire": ("process",),
     "process": (),
 }
 """Of each room those that it may import directly. What these may import, it may, too; and all may import the files of
