@@ -27,9 +27,9 @@ BELOW = {
     "manager": ("dcp", "checkpoints"),
     "conversion": ("manager",),
     "dcp": ("loading",),
-    "loading": ("sharing",),
-    "sharing": ("tiers",),
-    "tiers": ("checkpoints", "saving"),
+    "loading": ("sharing", "tiers"),
+    "sharing": ("planning", "wire"),
+    "tiers": ("checkpoints", "saving", "wire"),
     "saving": ("commit", "planning", "staging"),
     "planning": ("ranks", "staging"),
     "checkpoints": ("commit", "io"),
@@ -39,6 +39,7 @@ BELOW = {
     "io": ("format",),
     "format": ("storage",),
     "storage": ("process",),
+    "wire": ("process",),
     "process": (),
 }
 """Of each room those that it may import directly. What these may import, it may, too; and all may import the files of

@@ -8,8 +8,20 @@ of optimizers, handlers of signals, destructors, the end of the process) asks :f
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Protocol, TypeVar
 
 from dcp_datastates.errors import ForkedProcessError
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closes)
+
+_closed_in_children: weakref.WeakSet[_Closes] = weakref.WeakSet()
+"""What holds sockets or locks, and has none in a child."""
 
 _used_by = 0  # the process that uses this package: this one, or one that this one descends from
 _in_child = False
@@ -37,9 +49,19 @@ def enter(call: str) -> None:
     _used_by = _used_by or os.getpid()
 
 
+def closed_in_children(each: T) -> T:
+    """Have children close ``each``, a socket or an open file. In a child that holds it, too, a connection would not end
+    with this process, a lock would not be given back, and a deleted file would keep its bytes.
+    """
+    _closed_in_children.add(each)
+    return each
+
+
 def _note_child() -> None:
     global _in_child
     _in_child = _used_by != 0
+    for each in list(_closed_in_children):
+        each.close()
 
 
 os.register_at_fork(after_in_child=_note_child)

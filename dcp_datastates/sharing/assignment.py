@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
+from dcp_datastates.wire.secret import Address
 
-__all__ = ["MOST_READERS", "UNIT_BLOCKS", "Address", "Offer", "Share", "Unit", "assign"]
+__all__ = ["MOST_READERS", "UNIT_BLOCKS", "Offer", "Share", "Unit", "assign"]
 
 UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
 """What the engine reads at once."""
@@ -33,18 +34,11 @@ LEAST_REPEATED: Final = 0.04
 Ints = npt.NDArray[np.int64]
 
 
-class Address(NamedTuple):
-    """Where a rank passes on what it reads: host, port, and the token that its readers show."""
-
-    host: str
-    port: int
-    token: bytes
-
-
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """What a rank that shares its reads tells the coordinator. ``runs``: (n, 2), the first and the last block, plus 1,
-    of each run of blocks that it needs; in order, and not adjacent.
+    """What a rank that shares its reads tells the coordinator. ``address``: where it passes on what it reads.
+    ``runs``: (n, 2), the first and the last block, plus 1, of each run of blocks that it needs; in order, and not
+    adjacent.
     """
 
     address: Address

@@ -15,10 +15,11 @@ from dcp_datastates.format.metadata import MetadataTable
 from dcp_datastates.io.requests import Request
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.sharing.assignment import Address, Offer, Share, assign
+from dcp_datastates.sharing.assignment import Offer, Share, assign
 from dcp_datastates.sharing.shared_reads import OwnOffer, SharedReads, offer
 from dcp_datastates.sharing.where_it_pays import pays
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.wire.secret import Address
 
 __all__ = ["JointReads", "assigned"]
 

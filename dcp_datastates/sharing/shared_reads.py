@@ -3,8 +3,8 @@
 1. Each rank tells the coordinator which blocks it needs, and its address (:func:`offer`).
 2. The coordinator says who reads which of them (:func:`~dcp_datastates.sharing.assignment.assign`).
 3. Each rank reads its own units, ahead of need while there is room, and keeps each until its readers have it
-   (:class:`~dcp_datastates.sharing.kept_units.KeptUnits`). It asks the other ranks for theirs, over TCP
-   (:class:`~dcp_datastates.sharing.peers.Peers`). A unit that it does not receive in time it reads from storage.
+   (:class:`~dcp_datastates.sharing.own_units.OwnUnits`). It asks the other ranks for theirs, over TCP
+   (:mod:`dcp_datastates.wire`). A unit that it does not receive in time it reads from storage.
 
 The engine verifies every block in each rank, wherever its bytes come from. No step waits for another rank without a
 bound of seconds, and none is a collective.
@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -33,15 +31,14 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.own_address import own_address
-from dcp_datastates.sharing.assignment import Address, Offer, Share, Unit
+from dcp_datastates.sharing.assignment import Offer, Share, Unit
 from dcp_datastates.sharing.blocks import Blocks, FileBlocks, needed_blocks
-from dcp_datastates.sharing.kept_units import KeptUnits
-from dcp_datastates.sharing.peers import REQUEST, Peers
+from dcp_datastates.sharing.own_units import OwnUnits
 from dcp_datastates.storage.object_path import Location
-from dcp_datastates.tiers import ram_messages as messages
-from dcp_datastates.tiers import ram_protocol as protocol
-from dcp_datastates.tiers.ram_protocol import Kind, Line
-from dcp_datastates.tiers.ram_server import LineServer
+from dcp_datastates.wire.client import Client
+from dcp_datastates.wire.line import DamagedError, Line, RefusedError
+from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.server import Server, listen
 
 __all__ = ["OwnOffer", "SharedReads", "offer"]
 
@@ -55,10 +52,16 @@ _AHEAD_THREADS: Final = 8
 
 _NO_ROOM_SECONDS: Final = 0.01
 
-_IDLE_SECONDS: Final = 15.0
-"""How long a rank whose own load has ended keeps units that nobody asks for: longer than anybody waits for one."""
+_CONNECT_SECONDS: Final = 3.0
+_ANSWER_SECONDS: Final = 10.0
+"""For one unit: some time above what a busy store takes. A rank that takes longer is asked no more."""
 
-_LOOK_SECONDS: Final = 0.1
+_KEPT_SECONDS: Final = 15.0
+"""How long a rank whose own load has ended keeps what the others have not taken: longer than they wait for an answer.
+"""
+
+_MOST_LINES: Final = 32
+"""Connections to all other ranks together, if there are fewer ranks; else one to each."""
 
 _THREAD_NAME: Final = "dcp_datastates-sharing"
 
@@ -82,23 +85,31 @@ def offer(requests: Iterable[Request], note: Note, store_host: str) -> OwnOffer 
     """
     runs = needed_blocks(requests, Blocks(note.files))
     try:
-        host = own_address(store_host)
-        listening = protocol.listen(host)
+        listening, address = listen(own_address(store_host))
     except OSError as error:
         logger.info("this rank reads all that it needs from storage: it has no address: %s", error)
         return None
-    token = secrets.token_bytes(protocol.TOKEN_BYTES)
-    address = Address(host, int(listening.getsockname()[1]), token)
     return OwnOffer(Offer(address, runs), listening)
 
 
-class _Server(LineServer):
-    def __init__(self, own: OwnOffer, answer: Callable[[Line], None]) -> None:
-        self._answer_one = answer
-        super().__init__(own.listening, own.offer.address.token, _THREAD_NAME)
+class _Peer:
+    """Another rank. Up to ``lines`` threads ask it at the same time; others wait for their turn."""
 
-    def answer(self, line: Line) -> None:
-        self._answer_one(line)
+    def __init__(self, address: Address, lines: int) -> None:
+        self.address: Final = address
+        self.turns: Final = threading.BoundedSemaphore(lines)
+        self.client: Final = Client(
+            [address],
+            most_idle=lines,
+            connect_seconds=_CONNECT_SECONDS,
+            answer_seconds=_ANSWER_SECONDS,
+        )
+        self.is_left = False
+
+
+def _peers_at(addresses: Mapping[int, Address]) -> dict[int, _Peer]:
+    lines = max(1, _MOST_LINES // max(1, len(addresses)))
+    return {rank: _Peer(address, lines) for rank, address in addresses.items()}
 
 
 class SharedReads:
@@ -118,13 +129,11 @@ class SharedReads:
         self._place: Final = place
         self._storage: Final = range_reader(place / name for name in self._blocks.files)
         most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(share.addresses) + 1) // 16)
-        self._units: Final = KeptUnits(self._read_unit, most)
-        self._peers: Final = Peers(share.addresses)
+        count = sum(1 for _ in share.own_units(share.spans[:, :2]))
+        self._units: Final = OwnUnits(self._read_unit, count, most)
+        self._peers: Final = _peers_at(share.addresses)
         self._left: set[str] = set()
-        self._lock = threading.RLock()  # guards what follows
-        self._reads, self._seconds = 0, 0.0
-        self._last_asked = time.monotonic()
-        self._server: Final = _Server(own, self._for_others)
+        self._server: Final = Server(own.listening, own.offer.address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
     def reading(self, requests: Iterable[Request]) -> Iterator[ReadRange]:
@@ -148,15 +157,23 @@ class SharedReads:
         return is_new
 
     def end(self) -> None:
-        """This rank's load has ended. Returns at once; the units that others still need are kept for them, until they
-        have them, or have asked for none for 15 s.
+        """This rank's load has ended. Returns immediately; what the others have not taken yet is kept for them, for at
+        most 15 s.
         """
-        self._peers.close()
-        self._last_asked = time.monotonic()
+        for peer in self._peers.values():
+            peer.client.close()
         try:
-            threading.Thread(target=self._linger, name=_THREAD_NAME, daemon=True).start()
+            threading.Thread(target=self._end_late, name=_THREAD_NAME, daemon=True).start()
         except RuntimeError:  # the system gives no thread
             self._stop()
+
+    def _end_late(self) -> None:
+        self._units.are_gone.wait(_KEPT_SECONDS)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._server.close()
+        self._units.close()
 
     # ---- this rank's own load ------------------------------------------------------------------------
 
@@ -185,7 +202,7 @@ class SharedReads:
     def _read_range(self, path: str, begin: int, end: int) -> Buffer:
         file = self._paths[path]
         if end > file.nbytes or file.name in self._left:  # the table of checksums; or all
-            return self._read(path, begin, end)
+            return self._storage(path, begin, end)
         pieces = self._pieces(path, file, begin, end)
         first = next(pieces)
         if first.nbytes == end - begin:
@@ -201,70 +218,69 @@ class SharedReads:
             low = max((start - file.first) * BLOCK_BYTES, begin)
             high = min((stop - file.first) * BLOCK_BYTES, end)
             found = None if unit is None else self._shared(unit, file, low, high)
-            yield memoryview(self._read(path, low, high) if found is None else found).cast("B")
+            yield memoryview(self._storage(path, low, high) if found is None else found).cast("B")
 
-    def _shared(self, unit: Unit, file: FileBlocks, begin: int, end: int) -> memoryview | None:
+    def _shared(self, unit: Unit, file: FileBlocks, begin: int, end: int) -> Buffer | None:
         start = (unit.begin - file.first) * BLOCK_BYTES
         if unit.owner != self._share.rank:
-            usual = self._seconds / self._reads if self._reads else float("inf")
-            return self._peers.ask(unit, begin - start, end - start, usual)
-        with self._units.lent(unit) as data:
-            if data is not None:
-                data = data[begin - start : end - start]
-                self._units.take(unit, data.nbytes)
-        return data
+            return self._asked(unit, begin - start, end - start)
+        with self._units.taken(unit, begin - start, end - start) as data:
+            return data
+
+    def _asked(self, unit: Unit, begin: int, end: int) -> Buffer | None:
+        """The bytes [begin, end) of another rank's unit; None if it does not give them."""
+        peer = self._peers[unit.owner]
+        if not peer.turns.acquire(timeout=_ANSWER_SECONDS):
+            return None
+        try:
+            if peer.is_left:
+                return None
+            _, data = peer.client.ask(["unit", unit.begin, begin, end], most=end - begin)
+            if data.nbytes != end - begin:
+                raise DamagedError
+            return data
+        except RefusedError:  # it is not kept
+            return None
+        except OSError as error:
+            if not peer.is_left:
+                peer.is_left = True
+                logger.log(
+                    # A rank that has ended its load long before this one takes no connections any more.
+                    logging.WARNING if isinstance(error, TimeoutError) else logging.INFO,
+                    "rank %d (%s:%d) does not pass on what it reads for this rank, which reads it from storage: %s",
+                    *(unit.owner, peer.address.host, peer.address.port, error),
+                )
+            return None
+        finally:
+            peer.turns.release()
 
     def _read_unit(self, unit: Unit) -> Buffer:
         file = self._blocks.file_of(unit.begin)
         begin = (unit.begin - file.first) * BLOCK_BYTES
         end = min((unit.end - file.first) * BLOCK_BYTES, file.nbytes)
-        data = self._read(str(self._place / file.name), begin, end)
+        data = self._storage(str(self._place / file.name), begin, end)
         if memoryview(data).nbytes != end - begin:
             raise OSError(errno.EIO, "storage has returned another number of bytes")
         return data
 
-    def _read(self, path: str, begin: int, end: int) -> Buffer:
-        began = time.monotonic()
-        data = self._storage(path, begin, end)
-        if end - begin >= BLOCK_BYTES:  # not of a checksum table
-            with self._lock:
-                self._reads += 1
-                self._seconds += time.monotonic() - began
-        return data
-
     # ---- for the other ranks -------------------------------------------------------------------------
 
-    def _for_others(self, line: Line) -> None:
-        kind, data = line.receive(most=REQUEST.size, is_idle=True)
-        if kind is not Kind.READ or data.nbytes != REQUEST.size:
-            raise protocol.DamagedError
-        block, begin, end = REQUEST.unpack(data)
-        self._last_asked = time.monotonic()
-        unit = self._own_unit(block)
-        with contextlib.nullcontext() if unit is None else self._units.lent(unit) as found:
-            if unit is None or found is None or not begin < end <= found.nbytes:
-                error = OSError(errno.ENOENT, "it is not kept")
-                line.send(Kind.ERROR, messages.packed_error(error))
-                return
-            line.send(Kind.OK, found[begin:end])
-            self._units.take(unit, end - begin)
-        self._last_asked = time.monotonic()
+    def _serve(self, line: Line) -> None:
+        for words, _ in line.requests():
+            with contextlib.ExitStack() as stack:
+                data = None
+                match words:
+                    case ["unit", int(block), int(begin), int(end)]:
+                        if (unit := self._own_unit(block)) is not None:
+                            data = stack.enter_context(self._units.taken(unit, begin, end))
+                if data is None:
+                    line.refuse(OSError(errno.ENOENT, "it is not kept"))
+                else:
+                    line.answer(None, data)
 
     def _own_unit(self, block: int) -> Unit | None:
-        if block >= 1 << 62:
+        if not 0 <= block < 1 << 62:
             return None
         _, _, unit = next(self._share.pieces(block, block + 1))
         own = unit is not None and unit.begin == block and unit.owner == self._share.rank
         return unit if own else None
-
-    def _linger(self) -> None:
-        own = sum(1 for _ in self._share.own_units(self._share.spans[:, :2]))
-        while self._units.gone < own:
-            if time.monotonic() - self._last_asked > _IDLE_SECONDS:
-                break
-            time.sleep(_LOOK_SECONDS)
-        self._stop()
-
-    def _stop(self) -> None:
-        self._server.close()
-        self._units.clear()

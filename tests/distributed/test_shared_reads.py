@@ -39,10 +39,10 @@ from dcp_datastates import (
     DataStatesReader,
     IncompatibleStateError,
 )
-from dcp_datastates.dcp import reader
-from dcp_datastates.sharing import kept_units, peers, shared_reads
+from dcp_datastates.sharing import joint_reads, shared_reads
+from dcp_datastates.sharing.own_units import OwnUnits
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.tiers import ram_protocol
+from dcp_datastates.wire import line
 
 THREADS = "dcp_datastates-sharing"
 
@@ -144,7 +144,7 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
 ):
     expected = state("ddp")
     save(expected, shared_dir / "c")
-    target, links, offer = zeros(expected), [], reader.offer
+    target, links, offer = zeros(expected), [], joint_reads.offer
 
     def offer_of_link(*arguments):
         """Other ranks reach this one through a link that does harm."""
@@ -156,8 +156,8 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
         return replace(own, offer=replace(own.offer, address=address))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "offer", offer_of_link)
-        patch.setattr(peers, "_ANSWER_SECONDS", 1.0)
+        patch.setattr(joint_reads, "offer", offer_of_link)
+        patch.setattr(shared_reads, "_ANSWER_SECONDS", 1.0)
         load(target, shared_dir / "c", share_reads=True)
     for link in links:
         link.close()
@@ -169,18 +169,18 @@ def _loads_what_one_damages(root: Path) -> None:
     expected = state("hsdp")
     save(expected, root / "c")
     target, damaged = zeros(expected), 0
-    lent = kept_units.KeptUnits.lent
+    taken = OwnUnits.taken
 
     @contextlib.contextmanager
-    def damage(self, unit):
+    def damage(self, *arguments):
         nonlocal damaged
-        with lent(self, unit) as data:
+        with taken(self, *arguments) as data:
             damaged += data is not None
             yield data and memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(kept_units.KeptUnits, "lent", damage)
+            patch.setattr(OwnUnits, "taken", damage)
         load(target, root / "c", share_reads=True)
     assert_same(target, expected)
     assert total(damaged) > 0
@@ -277,8 +277,8 @@ def test_a_rank_whose_planner_forgets_what_it_shares_is_not_waited_for(shared_di
     planner = _PlansAnew() if dist.get_rank() == 1 else _ReadsFirst()
     reader = DataStatesReader(shared_dir / "c", share_reads=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "_ANSWER_SECONDS", 3600.0)
-        patch.setattr(ram_protocol, "PROGRESS_SECONDS", 3600.0)
+        patch.setattr(shared_reads, "_ANSWER_SECONDS", 3600.0)
+        patch.setattr(line, "PROGRESS_SECONDS", 3600.0)
         dcp.load(target, storage_reader=reader, planner=planner)
     assert_same(target, expected)
 
@@ -288,14 +288,16 @@ def kill_one_that_passes_on(root, killed):
     expected = state("ddp")
     save(expected, f"{root}/c")
     target, asked, has_read = zeros(expected), 0, False
-    keep, read_data = kept_units.KeptUnits.take, DataStatesReader.read_data
+    taken, read_data = OwnUnits.taken, DataStatesReader.read_data
 
-    def take(self, unit, nbytes):
+    @contextlib.contextmanager
+    def take(self, *arguments):
         nonlocal asked
-        asked += unit.owner == killed == dist.get_rank()
+        with taken(self, *arguments) as data:
+            yield data
+        asked += killed == dist.get_rank()
         if asked > 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        keep(self, unit, nbytes)
 
     def read(self, *arguments):
         nonlocal has_read
@@ -305,7 +307,7 @@ def kill_one_that_passes_on(root, killed):
         return future
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_units.KeptUnits, "take", take)
+        patch.setattr(OwnUnits, "taken", take)
         patch.setattr(DataStatesReader, "read_data", read)
         with contextlib.suppress(Exception):  # the ranks' last gather fails
             load(target, f"{root}/c", share_reads=True)

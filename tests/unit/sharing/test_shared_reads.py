@@ -9,19 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 from support.waiting import await_that
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
-from dcp_datastates.sharing import peers, shared_reads
-from dcp_datastates.sharing.assignment import Address, assign
-from dcp_datastates.sharing.peers import REQUEST, Peers
+from dcp_datastates.sharing import shared_reads
+from dcp_datastates.sharing.assignment import assign
 from dcp_datastates.sharing.shared_reads import SharedReads, offer
-from dcp_datastates.tiers.ram_protocol import Kind, Line
+from dcp_datastates.wire.line import RefusedError, connect
+from dcp_datastates.wire.secret import Address
 
 BLOCKS = 20
 NBYTES = BLOCKS * BLOCK_BYTES - 1000
@@ -36,12 +34,8 @@ class _Job:
         self.data = b"".join(bytes([n + 1]) * BLOCK_BYTES for n in range(BLOCKS))[:NBYTES]
         self.file = directory / "f"
         self.file.write_bytes(self.data + bytes(TABLE))
-        index = MetadataIndex("o")
-        self.metadata = Metadata({"o": BytesStorageMetadata()})
-        self.metadata.storage_data = {index: _StorageInfo("f", 0, NBYTES)}
         note = SimpleNamespace(files={"f": FileRecord("f", NBYTES + TABLE, NBYTES)})
-        item = ReadItem(LoadItemType.BYTE_IO, index, (0,), index, (0,), (NBYTES,))
-        self.items = [item]
+        self.requests = [Request("o", "f", 0, NBYTES)]
 
         def counted(paths):
             read = range_reader(paths)
@@ -53,17 +47,17 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.offers = [offer(self.items, self.metadata, note, "localhost") for _ in range(2)]
+        self.offers = [offer(self.requests, note, "localhost") for _ in range(2)]
         self.shares = assign({rank: own.offer for rank, own in enumerate(self.offers)})
         self.ranks: list[SharedReads] = []
         self.start = lambda rank: self.ranks.append(
-            SharedReads(self.shares[rank], self.offers[rank], self.metadata, note, directory)
+            SharedReads(self.shares[rank], self.offers[rank], note, directory)
         )
 
     def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
         step = 3 << 20  # units are longer, and begin elsewhere
         ranges = [(begin, min(begin + step, NBYTES)) for begin in range(0, NBYTES, step)]
-        with rank.reading(self.items if ahead else []) as read_range:
+        with rank.reading(self.requests if ahead else []) as read_range:
             return b"".join(bytes(read_range(str(self.file), *each)) for each in ranges)
 
     @property
@@ -99,40 +93,38 @@ def test_a_rank_that_has_ended_passes_on_what_others_still_need(job):
     assert job.bytes_read == NBYTES
 
 
+def refuses(address):
+    with contextlib.suppress(OSError):
+        connect(address).close()
+        return False
+    return True
+
+
 def test_what_a_rank_keeps_for_others_goes_if_they_do_not_ask(job, monkeypatch):
-    monkeypatch.setattr(shared_reads, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(shared_reads, "_KEPT_SECONDS", 0.2)
     job.start(0)
     assert job.read(job.ranks[0], ahead=True) == job.data
     job.ranks[0].end()
-    host, port, _ = job.offers[0].offer.address
-
-    def refuses():
-        with contextlib.suppress(OSError):
-            Line.to(host, port).close()
-            return False
-        return True
-
-    await_that(refuses)
+    await_that(lambda: refuses(job.offers[0].offer.address))
     job.start(1)
     assert job.read(job.ranks[1]) == job.data
 
 
+def test_what_all_have_taken_is_not_kept(job):
+    job.start(0)
+    job.start(1)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(job.read, job.ranks))
+    for rank, own in zip(job.ranks, job.offers, strict=True):
+        rank.end()
+        await_that(lambda own=own: refuses(own.offer.address), seconds=5)
+
+
 def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
-    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(shared_reads, "_ANSWER_SECONDS", 0.2)
     job.start(0)
     assert job.read(job.ranks[0]) == job.data
     assert job.bytes_read == NBYTES
-
-
-def test_a_rank_whose_answers_take_long_is_asked_no_more(job, monkeypatch, caplog):
-    monkeypatch.setattr(peers, "_MOST_LOST_BY_ONE", 0.0)
-    monkeypatch.setattr(peers, "_FAIR", 0.0)
-    job.start(0)
-    job.start(1)
-    assert job.read(job.ranks[0]) == job.data
-    (line,) = caplog.messages
-    assert "rank 1 (" in line
-    assert "its answers take longer than" in line
 
 
 @pytest.mark.parametrize("started", [0, 1])
@@ -157,7 +149,6 @@ def test_the_end_needs_no_thread(job, monkeypatch):
     job.start(0)
     job.start(1)
     assert job.read(job.ranks[1]) == job.data
-    host, port, _ = job.offers[1].offer.address
 
     def refuse(self):
         raise RuntimeError("can't start new thread")
@@ -166,24 +157,13 @@ def test_the_end_needs_no_thread(job, monkeypatch):
         no_threads.setattr(threading.Thread, "start", refuse)
         job.ranks[1].end()
     with pytest.raises(OSError, match=r"refused"):
-        Line.to(host, port)
-
-
-def test_early_answers_make_up_for_late_ones():
-    asked = Peers({1: Address("host", 1, bytes(16))})
-    for _ in range(1000):
-        asked._charge(1, 15.0)
-        asked._charge(1, -15.0)
-    assert not asked._peers[1].is_left
-    asked._charge(1, 15.0)
-    asked._charge(1, 15.0)
-    assert asked._peers[1].is_left
+        connect(job.offers[1].offer.address)
 
 
 @pytest.mark.parametrize("count", [1, 3, 200])
 def test_connections_are_bounded(count):
-    asked = Peers({rank: Address("host", 1, bytes(16)) for rank in range(count)})
-    lines = [peer.turns._initial_value for peer in asked._peers.values()]
+    asked = shared_reads._peers_at({rank: Address("host", 1, bytes(16)) for rank in range(count)})
+    lines = [peer.turns._initial_value for peer in asked.values()]
     assert min(lines) >= 1
     assert sum(lines) <= max(32, count)
 
@@ -209,32 +189,28 @@ def test_errors_of_storage_are_those_of_this_rank(job):
         job.read(job.ranks[0])
 
 
-def _asked(job, token: bytes, request: bytes) -> tuple[Kind, bytes]:
-    host, port, _ = job.offers[0].offer.address
-    line = Line.to(host, port)
-    with contextlib.closing(line):
-        line.send(Kind.HELLO, token)
-        kind, data = line.receive()
-        if kind is Kind.OK:
-            line.send(Kind.READ, request)
-            kind, data = line.receive()
-        return kind, bytes(data)
-
-
 def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job):
     job.start(0)
-    token = job.offers[0].offer.address.token
+    address = job.offers[0].offer.address
     own = next(iter(job.shares[0].own_units(job.offers[0].offer.runs)))
     other = next(iter(job.shares[1].own_units(job.offers[0].offer.runs)))
-    assert _asked(job, token, REQUEST.pack(own.begin, 5, 9))[0] is Kind.OK
-    assert _asked(job, bytes(16), REQUEST.pack(own.begin, 5, 9))[0] is Kind.ERROR
-    for request in (
-        REQUEST.pack(other.begin, 5, 9),
-        REQUEST.pack(own.begin + 1, 5, 9),
-        REQUEST.pack(own.begin, 9, 5),
-        REQUEST.pack(own.begin, 0, 9 << 20),
-        REQUEST.pack(1 << 63, 0, 9),
-        REQUEST.pack(own.begin, 0, (1 << 64) - 1),
-        b"short",
+    with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
+        connect(address._replace(token=bytes(16)))
+    line = connect(address)
+    assert bytes(line.ask(["unit", own.begin, 5, 9], most=4)[1]) == job.data[5:9]
+    for words in (
+        ["unit", other.begin, 5, 9],
+        ["unit", own.begin + 1, 5, 9],
+        ["unit", own.begin, 9, 5],
+        ["unit", own.begin, -9, 5],
+        ["unit", own.begin, 0, 9 << 20],
+        ["unit", 1 << 63, 0, 9],
+        ["unit", -1, 0, 9],
+        ["unit", own.begin, 0, 1 << 64],
+        ["unit", own.begin],
+        {"unit": own.begin},
+        None,
     ):
-        assert _asked(job, token, request)[0] is Kind.ERROR
+        with pytest.raises(RefusedError, match="not kept"):
+            line.ask(words, most=9 << 20)
+    line.close()

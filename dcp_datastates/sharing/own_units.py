@@ -1,8 +1,9 @@
-"""The units that this rank owns: each is read from storage once, and kept until all of its readers have it."""
+"""The units that this rank owns: each is read from storage once, and kept until its readers have it, within bounds."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from typing_extensions import Buffer
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.sharing.assignment import Unit
 
-__all__ = ["KeptUnits"]
+__all__ = ["OwnUnits"]
 
 
 class _Kept:
@@ -23,92 +24,86 @@ class _Kept:
         self.nbytes: Final = nbytes
         self.data: Final[Future[memoryview | None]] = Future()
         self.taken = 0
-        self.lent = 0  # how many use the bytes now
+        self.in_use = 0  # by so many readers now
 
 
-class KeptUnits:
-    """Reads units by ``read``, and keeps at most ``most_bytes`` of them. Any thread.
+class OwnUnits:
+    """``count`` units, which are read by ``read``; at most ``most_bytes`` of them are kept. Any thread.
 
-    A unit that has gone (all have it, it had to make room, or it could not be read) does not come back: who still needs
-    it reads storage.
+    A unit goes when all of its readers have taken it, when a reader needs the room, or if it could not be read. It does
+    not come back: a reader that still needs it reads storage.
     """
 
-    def __init__(self, read: Callable[[Unit], Buffer], most_bytes: int) -> None:
+    def __init__(self, read: Callable[[Unit], Buffer], count: int, most_bytes: int) -> None:
+        self.are_gone: Final = threading.Event()
+        """Whether all have been read, and are kept no more."""
         self._read = read
+        self._count = count
         self._lock = threading.RLock()  # guards what follows
-        self._most = most_bytes
-        self._nbytes = 0
+        self._room: float = most_bytes
         self._kept: dict[int, _Kept] = {}  # by their first blocks, the oldest first
         self._gone: set[int] = set()
-
-    @property
-    def gone(self) -> int:
-        """How many units have been read, and are kept no more."""
-        return len(self._gone)
 
     def read_ahead(self, unit: Unit) -> bool:
         """Read the unit, unless that was done before. False: there is no room now."""
         with self._lock:
             if unit.begin in self._kept or unit.begin in self._gone:
                 return True
-            new = self._begin(unit)
+            new = self._new(unit)
         if new is not None:
             self._fill(unit, new)
         return new is not None
 
     @contextlib.contextmanager
-    def lent(self, unit: Unit) -> Iterator[memoryview | None]:
-        """The unit's bytes, for use within the block: kept, or read now, if need be in the place of the oldest that
-        nobody uses. None: they have gone, or all of the room is in use. Waits for a read that has begun.
+    def taken(self, unit: Unit, begin: int, end: int) -> Iterator[memoryview | None]:
+        """The bytes [begin, end) of the unit, which count as taken by one reader after the block: kept, or read now, if
+        need be in the place of the oldest that nobody uses. None: it has gone, all of the room is in use, or there are
+        no such bytes. Waits for a read that has begun.
         """
-        new = None
         with self._lock:
-            kept = self._kept.get(unit.begin)
+            kept, new = self._kept.get(unit.begin), None
             if kept is None and unit.begin not in self._gone:
                 self._make_room(unit)
-                kept = new = self._begin(unit)
+                kept = new = self._new(unit)
             if kept is not None:
-                kept.lent += 1
+                kept.in_use += 1
+        data = whole = None
         try:
             if new is not None:
                 self._fill(unit, new)
-            yield None if kept is None else kept.data.result()
+            whole = None if kept is None else kept.data.result()
+            if whole is not None and 0 <= begin < end <= whole.nbytes:
+                data = whole[begin:end]
+            yield data
         finally:
             if kept is not None:
                 with self._lock:
-                    kept.lent -= 1
+                    kept.in_use -= 1
+                    if data is not None and whole is not None:
+                        kept.taken += data.nbytes
+                        if kept.taken >= unit.readers * whole.nbytes:
+                            self._drop(unit.begin)
 
-    def take(self, unit: Unit, nbytes: int) -> None:
-        """A reader has so many bytes of the unit. When all have all, it goes."""
-        with self._lock:
-            kept = self._kept.get(unit.begin)
-            if kept is not None:
-                kept.taken += nbytes
-                data = kept.data.result() if kept.data.done() else None
-                if data is not None and kept.taken >= unit.readers * data.nbytes:
-                    self._drop(unit.begin)
-
-    def clear(self) -> None:
+    def close(self) -> None:
         """Keep nothing any more."""
         with self._lock:
-            self._most = 0
+            self._room = -math.inf
             for begin in list(self._kept):
                 self._drop(begin)
 
-    def _begin(self, unit: Unit) -> _Kept | None:
+    def _new(self, unit: Unit) -> _Kept | None:
         nbytes = (unit.end - unit.begin) * BLOCK_BYTES
-        if self._nbytes + nbytes > self._most:
+        if nbytes > self._room:
             return None
         new = self._kept[unit.begin] = _Kept(nbytes)
-        self._nbytes += nbytes
+        self._room -= nbytes
         return new
 
     def _make_room(self, unit: Unit) -> None:
-        nbytes = (unit.end - unit.begin) * BLOCK_BYTES
         for begin, each in list(self._kept.items()):
-            if self._nbytes + nbytes <= self._most:
+            if (unit.end - unit.begin) * BLOCK_BYTES <= self._room:
                 return
-            if each.data.done() and not each.lent:
+            if each.data.done() and not each.in_use:
                 self._drop(begin)
 
     def _fill(self, unit: Unit, new: _Kept) -> None:
@@ -124,5 +119,7 @@ class KeptUnits:
     def _drop(self, begin: int) -> None:
         kept = self._kept.pop(begin, None)
         if kept is not None:
-            self._nbytes -= kept.nbytes
+            self._room += kept.nbytes
         self._gone.add(begin)
+        if len(self._gone) >= self._count:
+            self.are_gone.set()

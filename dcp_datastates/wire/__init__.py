@@ -1,0 +1,1 @@
+"""Requests between the processes of a job, over TCP: for those only that know the job's secret."""

@@ -1,0 +1,267 @@
+"""A connection between two processes of a job, and the messages on it.
+
+A message is a header, words (JSON) and data (plain bytes). The header has the lengths of both, their CRC32C, and a
+CRC32C of its own. Nothing is unpickled, and each length is compared with a limit before memory is taken.
+
+Before the first message, each end proves that it knows the key of the server's :class:`Address`:
+
+1. The server sends a random challenge.
+2. The client sends a challenge of its own, and an HMAC of both by the key.
+3. The server sends another HMAC of both; zeros, if the client's was wrong.
+
+The client then sends requests, and receives an answer to each, in order: ``["ok", result]``, with data, or ``["error",
+errno, text]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from typing_extensions import Buffer
+
+from dcp_datastates._native import crc32c
+from dcp_datastates.process.forks import closed_in_children
+from dcp_datastates.wire.secret import Address
+
+__all__ = [
+    "CHALLENGE_BYTES",
+    "PROOF_BYTES",
+    "DamagedError",
+    "Line",
+    "RefusedError",
+    "connect",
+    "proof",
+]
+
+PROGRESS_SECONDS: Final = 30.0
+"""How long a connection may carry no byte while one is due."""
+
+CONNECT_SECONDS: Final = 10.0
+
+CHALLENGE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+
+_TRIES: Final = 3
+"""To connect, if the server ends the connection: it may have too many that prove nothing."""
+
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A host that is gone is noticed in about 30 seconds by connections that carry nothing, too."""
+
+_HEADER: Final = struct.Struct("!IQII")
+"""The length of the words, that of the data, the checksum of both, and that of these three."""
+
+_MOST_WORDS: Final = 16 << 20
+"""Bytes: the names of all files of a checkpoint of 16,384 ranks take 4 MiB."""
+
+
+class DamagedError(OSError):
+    """A message came with other bytes than were sent. The next one can be received."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, "a message came damaged: its checksum differs")
+
+
+class RefusedError(OSError):
+    """The server has answered a request with an error. The next one can be sent."""
+
+
+class Line:
+    """One end of a connection. One thread at a time; waits without the GIL. Methods raise OSError: ConnectionError if
+    the connection has ended, TimeoutError, :class:`DamagedError`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(PROGRESS_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket = closed_in_children(connection)
+        self._seconds = PROGRESS_SECONDS
+        self._ends_at = math.inf
+
+    def end_within(self, seconds: float) -> None:
+        """Let all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
+        self._seconds = min(seconds, PROGRESS_SECONDS)
+        self._ends_at = time.monotonic() + seconds
+        self._socket.settimeout(self._seconds)
+
+    # ---- requests and answers ------------------------------------------------------------------------
+
+    def ask(self, words: object, *, most: int = 0) -> tuple[Any, memoryview]:
+        """Send a request without data; returns the result, with data of at most ``most`` bytes."""
+        self.send(words)
+        return self.result(most)
+
+    def result(self, most: int = 0) -> tuple[Any, memoryview]:
+        """Receive the answer to a request that was sent. Raises :class:`RefusedError` if it is an error."""
+        words, data = self.receive(most)
+        match words:
+            case ["ok", result]:
+                return result, data
+            case ["error", int(number), str(text)]:
+                raise RefusedError(number, text)
+        raise DamagedError
+
+    def requests(self, most: int = 0) -> Iterator[tuple[Any, memoryview]]:
+        """The requests that come, with data of at most ``most`` bytes each, until the connection ends. Each is to be
+        answered before the next.
+        """
+        while True:
+            try:
+                request = self.receive(most, is_idle=True)
+            except DamagedError as error:
+                self.refuse(error)
+            else:
+                yield request
+
+    def answer(self, result: object, *data: Buffer) -> None:
+        """Answer a request."""
+        self.send(["ok", result], *data)
+
+    def refuse(self, error: OSError) -> None:
+        """Answer a request with an error."""
+        text = error.strerror or str(error) or type(error).__name__
+        self.send(["error", error.errno or errno.EIO, text])
+
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def send(self, words: object, *data: Buffer) -> None:
+        """Send a message; its data are those of all ``data``, one after the other."""
+        said = json.dumps(words).encode()
+        views = [memoryview(said), *(memoryview(part).cast("B") for part in data)]
+        checksum = 0
+        for view in views:
+            checksum = crc32c(view, checksum)
+        nbytes = sum(view.nbytes for view in views) - len(said)
+        header = _HEADER.pack(len(said), nbytes, checksum, _own(len(said), nbytes, checksum))
+        self.send_plain(header, *views)
+
+    def receive(self, most: int = 0, *, is_idle: bool = False) -> tuple[Any, memoryview]:
+        """The next message, with data of at most ``most`` bytes. If the connection ``is_idle``, waits without a limit
+        until it begins.
+        """
+        header = self.receive_plain(_HEADER.size, is_idle=is_idle)
+        length, nbytes, checksum, own = _HEADER.unpack(header)
+        if own != _own(length, nbytes, checksum) or length > _MOST_WORDS or nbytes > most:
+            raise ConnectionAbortedError(
+                errno.ECONNABORTED, "a header came damaged, or is no header"
+            )
+        said, data = self.receive_plain(length), self.receive_plain(nbytes)
+        if crc32c(data, crc32c(said)) != checksum:
+            raise DamagedError
+        try:
+            return json.loads(bytes(said)), data
+        except (ValueError, RecursionError):
+            raise DamagedError from None
+
+    def send_plain(self, *parts: Buffer) -> None:
+        """Send bytes."""
+        views = [memoryview(part) for part in parts]
+        with self._explained():
+            while views:
+                self._limit_time()
+                sent = self._socket.sendmsg(views)
+                while views and sent >= views[0].nbytes:
+                    sent -= views.pop(0).nbytes
+                if sent:
+                    views[0] = views[0][sent:]
+
+    def receive_plain(self, nbytes: int, *, is_idle: bool = False) -> memoryview:
+        """Receive ``nbytes`` bytes."""
+        view = rest = memoryview(bytearray(nbytes))
+        if is_idle:
+            self._socket.settimeout(None)
+        with self._explained():
+            while rest.nbytes:
+                self._limit_time()
+                count = self._socket.recv_into(rest)
+                if not count:
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
+                rest = rest[count:]
+                if is_idle:
+                    self._socket.settimeout(PROGRESS_SECONDS)
+        return view
+
+    def close(self) -> None:
+        """Idempotent; any thread. Wakes a thread that waits for the other end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _limit_time(self) -> None:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if left < PROGRESS_SECONDS:
+            self._socket.settimeout(left)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"it does not answer: nothing has passed for {self._seconds:g} s",
+            ) from error
+
+
+def _own(length: int, nbytes: int, checksum: int) -> int:
+    return crc32c(_HEADER.pack(length, nbytes, checksum, 0))
+
+
+def proof(key: bytes, role: bytes, challenges: bytes) -> bytes:
+    """What the end in ``role`` sends to prove that it knows ``key``, after both challenges, the server's first."""
+    return hmac.digest(key, role + challenges, "sha256")
+
+
+def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
+    """A connection to the server at ``address``, made within ``seconds``. Raises OSError: PermissionError if one end
+    does not know the other's key.
+    """
+    ends_at = time.monotonic() + seconds
+    for left in reversed(range(_TRIES)):
+        try:
+            return _connected(address, max(0.001, ends_at - time.monotonic()))
+        except ConnectionRefusedError:
+            raise
+        except ConnectionError:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def _connected(address: Address, seconds: float) -> Line:
+    key, ends_at = address.key(), time.monotonic() + seconds
+    try:
+        line = Line(socket.create_connection(address[:2], seconds))
+    except TimeoutError as error:
+        text = f"it does not answer: nothing has passed for {seconds:.3g} s"
+        raise TimeoutError(errno.ETIMEDOUT, text) from error
+    try:
+        line.end_within(max(0.001, ends_at - time.monotonic()))
+        mine = os.urandom(CHALLENGE_BYTES)
+        both = bytes(line.receive_plain(CHALLENGE_BYTES)) + mine
+        line.send_plain(mine + proof(key, b"client", both))
+        if not hmac.compare_digest(line.receive_plain(PROOF_BYTES), proof(key, b"server", both)):
+            raise PermissionError(
+                errno.EACCES,
+                "it does not know the job's secret, or has another one: DCP_DATASTATES_SECRET, or "
+                "DCP_DATASTATES_SECRET_FILE, must be the same on all ranks",
+            )
+        line.end_within(math.inf)
+    except BaseException:
+        line.close()
+        raise
+    return line

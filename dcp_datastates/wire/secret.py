@@ -1,0 +1,70 @@
+"""The secret of a job: what its processes know, and others on the network do not.
+
+Each server has a random token, which the job's processes learn with its address. The key that a connection has to prove
+is made of the token and of the secret. Without a secret, whoever learns the token can connect.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from typing import Final, NamedTuple
+
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["Address", "new_token"]
+
+_VARIABLE: Final = "DCP_DATASTATES_SECRET"
+_FILE_VARIABLE: Final = "DCP_DATASTATES_SECRET_FILE"
+_LEAST_BYTES: Final = 16
+_MOST_BYTES: Final = 4096
+_TOKEN_BYTES: Final = 16
+
+
+class Address(NamedTuple):
+    """Of a server: host, port, and its token."""
+
+    host: str
+    port: int
+    token: bytes
+
+    def key(self) -> bytes:
+        """What both ends of a connection prove that they know. Raises :class:`ConfigurationError`."""
+        return hmac.digest(_secret(), self.token, "sha256")
+
+
+def new_token() -> bytes:
+    """A token for a new server."""
+    return os.urandom(_TOKEN_BYTES)
+
+
+def _secret() -> bytes:
+    """The job's secret, from the environment or a file; empty if there is none. Raises :class:`ConfigurationError` if
+    it is too short, or if others may read the file.
+    """
+    path = os.environ.get(_FILE_VARIABLE, "")
+    name = f"{_FILE_VARIABLE}={path!r}" if path else _VARIABLE
+    secret = _read(path) if path else os.environb.get(_VARIABLE.encode(), b"")
+    if (path or secret) and not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
+        raise ConfigurationError(
+            f"{name}: the secret has {len(secret)} bytes, and needs {_LEAST_BYTES} to {_MOST_BYTES}: make one by "
+            f"`openssl rand -hex 32`, the same for all ranks"
+        )
+    return secret
+
+
+def _read(path: str) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+                raise ConfigurationError(
+                    f"{_FILE_VARIABLE}={path!r} must be a file that its owner alone may read: chmod 600 {path}"
+                )
+            return file.read(_MOST_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{_FILE_VARIABLE}={path!r} cannot be read: {error.strerror}; every rank needs the file"
+        ) from error
