@@ -34,6 +34,8 @@ WEAK = {
     "manager/optimizers.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
+    "process/forks.py": "sockets and files",
+    "loading/session.py": "commit groups",
     "tiers/ram_protocol.py": "sockets",
 }
 """The files with weak references, and what they refer to. Never to tensors: torch does not swap tensors that have weak
