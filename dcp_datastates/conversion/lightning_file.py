@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
+
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, unpickled, value_of
+from dcp_datastates.conversion.source import Box, Source, shape_of, unpickled, value_of
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
@@ -89,7 +91,7 @@ class LightningFile(Selected):
         self._own, self._structure = taken_apart(meta, META)
         self.tensors = {
             **self.tensors,
-            **{n: TensorInfo(each.dtype, tuple(each.shape)) for n, each in self._own.items()},
+            **{name: shape_of(each.dtype, each.shape) for name, each in self._own.items()},
         }
         self.paths = {name: _path_in_model(name, path) for name, path in self.paths.items()}
 
@@ -99,12 +101,12 @@ class LightningFile(Selected):
         meta = put_together(self._structure, lambda path, *_: values[path])
         return lightning_checkpoint(super().nested(stored), meta)
 
-    def fill(self, wants: Sequence[Want]) -> None:
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        for want in wants:
-            if (own := self._own.get(want.name)) is not None:
-                want.into.copy_(own.reshape(-1)[want.begin : want.end])
-        super().fill([want for want in wants if want.name not in self._own])
+        stored = iter(super().read([box for box in wanted if box.name not in self._own]))
+        return [
+            box.of(self._own[box.name]) if box.name in self._own else next(stored) for box in wanted
+        ]
 
 
 def _path_in_model(name: str, path: KeyPath) -> KeyPath:

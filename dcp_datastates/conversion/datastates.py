@@ -1,0 +1,224 @@
+"""Checkpoints of this package: read by its engine, verified; written with checksums, as ranks would have saved them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.commit.place import Place
+from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.conversion.dcp_source import DCPSource
+from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.source import Box, Source, metadata_of_source, shards
+from dcp_datastates.dcp.reader import explain_missing
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    DataStatesError,
+)
+from dcp_datastates.format.layout import LayoutItem, lay_out
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.restore import restore
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.planning.part_files import report_of
+from dcp_datastates.process.work import Progress, work
+from dcp_datastates.saving.document import document, write_results
+from dcp_datastates.storage import local, operations, readme
+from dcp_datastates.storage.attempt import next_attempt
+from dcp_datastates.storage.claims import Claim, Neighbours
+from dcp_datastates.storage.decisions import DECISION_NAME
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+
+__all__ = ["DataStatesSource", "datastates_output", "write_to_store"]
+
+
+class DataStatesSource(DCPSource):
+    """A committed checkpoint of this package. Every byte is verified before it is used."""
+
+    format = "dcp_datastates"
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        committed = open_committed(path)
+        self._note = committed.note
+        self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
+        self._describe(metadata_of(committed.table))
+
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        reads = list(map(self._reads, wanted))
+        self._restore([pair for _, pairs in reads for pair in pairs])
+        return [into for into, _ in reads]
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        index, nothing = MetadataIndex(name), torch.Size([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        return self._restore([(item, torch.empty(0))])
+
+    def _restore(self, reads: Sequence[tuple[ReadItem, torch.Tensor]]) -> bytes:
+        planner = _Planner(reads)
+        source = StoredCheckpoint(self._metadata, self._note, [self.path])
+        plan = LoadPlan([item for item, _ in reads])
+        try:
+            restore(plan, planner, source, self._engine, cast=False)  # type: ignore[arg-type]
+        except CheckpointNotFoundError as error:
+            raise explain_missing(self.path, self._note, error) from error
+        return planner.data
+
+
+class _Planner:
+    """The part of a load planner that :func:`restore` asks."""
+
+    def __init__(self, reads: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+        self._targets = {id(item): target for item, target in reads}
+        self.data = b""
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self._targets[id(item)]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """There is nothing left to do."""
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> Any:
+        self.data = value.getvalue()
+
+
+def datastates_output(
+    source: Source, folder: Path, beside: Path, shard_bytes: int, piece_bytes: int
+) -> Output:
+    """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
+
+    Raises :class:`ConfigurationError` for names that the format cannot store.
+    """
+    neighbours = Neighbours()
+    neighbours.look(stored(beside))
+    claim = Claim(next_attempt(neighbours.newest), neighbours.newest, alone=True)
+    attempt = folder / claim.attempt.name
+    with local.explained("creating directory", folder):
+        operations.make_directory(attempt, "convert")
+    files, metadata = _files(source, folder, claim, shard_bytes)
+
+    def finish() -> None:
+        write_small_file(attempt / DECISION_NAME, metadata)
+        write_small_file(folder / local.METADATA_NAME, metadata)
+        readme.write(folder)
+
+    return Output([partial(file.write, source, piece_bytes) for file in files], finish)
+
+
+def write_to_store(
+    source: Source,
+    target: ObjectPath,
+    shard_bytes: int,
+    piece_bytes: int,
+    threads: int,
+    overwrite: bool,
+    progress: Progress | None,
+) -> int:
+    """Write ``source`` as the checkpoint at ``target``; returns the number of its files. It appears by its commit, in
+    place of the checkpoint that was there.
+
+    If this fails, what was there is still there. Raises :class:`ConfigurationError` for names that the format cannot
+    store, :class:`CheckpointExistsError`, :class:`CommitOutcomeUnknown` and :class:`StorageError`.
+    """
+    place = Place(target)
+    claim = place.claim(Neighbours(), overwrite)
+    files, metadata = _files(source, target, claim, shard_bytes)
+    save = Round(
+        *(0, claim.attempt, target, DurablePart()),
+        timeout=0.0,
+        path=target,
+        claim=claim,
+        overwrite=overwrite,
+    )
+    try:
+        units = [partial(file.write, source, piece_bytes) for file in files]
+        work(units, source.nbytes, threads, progress)
+    except BaseException:
+        place.tidy_after_failure(save, 0, 1)
+        raise
+    superseded = place.find_older(save)
+    try:
+        place.publish(save, lambda meta, claim: metadata)
+    except CommitOutcomeUnknown:
+        raise
+    except DataStatesError:
+        place.tidy_after_failure(save, 0, 1)
+        raise
+    place.tidy_after_commit(save, superseded, 0, 1)
+    return len(files)
+
+
+def _files(
+    source: Source, folder: Location, claim: Claim, shard_bytes: int
+) -> tuple[list[OutputFile], bytes]:
+    """The data files of a checkpoint at ``folder``, each as of one rank, and the bytes of its ``.metadata``. Objects
+    are copied, not unpickled.
+    """
+    outputs: list[OutputFile] = []
+    results: list[list[WriteResult]] = []
+    chunks = {
+        name: Box(name, (0,) * each.ndim, tuple(each.shape)).chunk
+        for name, each in source.tensors.items()
+    }
+    for rank, names in enumerate(shards(source, shard_bytes)):
+        items = [
+            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+            for name in ([] if rank else source.objects)
+        ]
+        items += [
+            WriteItem(
+                MetadataIndex(name, chunks[name].offsets, 0),
+                WriteItemType.TENSOR,
+                tensor_data=TensorWriteData(
+                    chunks[name],
+                    TensorProperties(dtype=source.tensors[name].dtype),
+                    chunks[name].sizes,
+                ),
+            )
+            for name in names
+        ]
+        try:
+            layouts = lay_out(list(map(LayoutItem.of, items)), rank)
+        except ValueError as error:
+            raise ConfigurationError(f"this cannot be stored: {error}") from error
+        sealed = []
+        for layout in layouts:
+            objects = [source.object_bytes(items[each.item].index.fqn) for each in layout.objects]
+            sealed.append(layout.seal(list(map(len, objects))))
+            ordered = [items[entry.item].index.fqn for entry in layout.tensors]
+            path = folder / claim.attempt.name / layout.name
+            outputs.append(
+                OutputFile(
+                    path,
+                    sealed[-1].nbytes,
+                    sealed[-1].header,
+                    ordered,
+                    objects,
+                    sealed[-1].table_offset,
+                )
+            )
+        report = report_of(layouts, sealed, len(items))
+        results.append(write_results(items, report, claim.attempt))
+    metadata = metadata_of_source(source, {name: [chunk] for name, chunk in chunks.items()})
+    meta = StorageMeta(save_id=claim.attempt.name)
+    return outputs, document(meta, claim, metadata, results, {})
