@@ -16,8 +16,9 @@ import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.selection import Selection, select
-from dcp_datastates.conversion.source import Box, Source, batches, value_of
+from dcp_datastates.conversion.source import Box, Source, batches
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
 from dcp_datastates.process.forks import enter

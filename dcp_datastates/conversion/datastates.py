@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import DurablePart, Round
 from dcp_datastates.conversion.dcp_source import DCPSource
 from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Box, Source, metadata_of_source, shards
+from dcp_datastates.conversion.source import Box, Source, shards
 from dcp_datastates.dcp.reader import explain_missing
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
@@ -32,15 +26,17 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
 from dcp_datastates.format.layout import LayoutItem, lay_out
+from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
 from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.process.work import Progress, work
-from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
@@ -175,50 +171,62 @@ def _files(
     are copied, not unpickled.
     """
     outputs: list[OutputFile] = []
-    results: list[list[WriteResult]] = []
-    chunks = {
-        name: Box(name, (0,) * each.ndim, tuple(each.shape)).chunk
-        for name, each in source.tensors.items()
-    }
+    records: dict[str, FileRecord] = {}
+    tensors, others = [], []  # the places of both: see Placement
     for rank, names in enumerate(shards(source, shard_bytes)):
+        objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
+        shapes = [(source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in names]
         items = [
-            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-            for name in ([] if rank else source.objects)
+            LayoutItem(name, dtype, shape, (0,) * len(shape))
+            for name, (dtype, shape) in zip(names, shapes, strict=True)
         ]
-        items += [
-            WriteItem(
-                MetadataIndex(name, chunks[name].offsets, 0),
-                WriteItemType.TENSOR,
-                tensor_data=TensorWriteData(
-                    chunks[name],
-                    TensorProperties(dtype=source.tensors[name].dtype),
-                    chunks[name].sizes,
-                ),
-            )
-            for name in names
-        ]
+        items += [LayoutItem(name, None) for name in objects]
         try:
-            layouts = lay_out(list(map(LayoutItem.of, items)), rank)
+            layouts = lay_out(items, rank)
         except ValueError as error:
             raise ConfigurationError(f"this cannot be stored: {error}") from error
-        sealed = []
-        for layout in layouts:
-            objects = [source.object_bytes(items[each.item].index.fqn) for each in layout.objects]
-            sealed.append(layout.seal(list(map(len, objects))))
-            ordered = [items[entry.item].index.fqn for entry in layout.tensors]
-            path = folder / claim.attempt.name / layout.name
+        sealed = [layout.seal(list(map(len, objects.values()))) for layout in layouts]
+        report = report_of(layouts, sealed, len(items))
+        places = np.stack([report.numbers + len(records), report.offsets, report.lengths])
+        tensors.append(places[:, : len(names)])
+        others.append(places[:, len(names) :])
+        for layout, file in zip(layouts, sealed, strict=True):
+            path = f"{claim.attempt.name}/{layout.name}"
+            records[path] = FileRecord(path, file.nbytes, file.table_offset)
             outputs.append(
                 OutputFile(
-                    path,
-                    sealed[-1].nbytes,
-                    sealed[-1].header,
-                    ordered,
-                    objects,
-                    sealed[-1].table_offset,
+                    folder / path,
+                    file.nbytes,
+                    file.header,
+                    [items[entry.item].fqn for entry in layout.tensors],
+                    list(objects.values()),
+                    file.table_offset,
                 )
             )
-        report = report_of(layouts, sealed, len(items))
-        results.append(write_results(items, report, claim.attempt))
-    metadata = metadata_of_source(source, {name: [chunk] for name, chunk in chunks.items()})
+    placement = Placement(tuple(records), *np.concatenate([*tensors, *others], axis=1))
+    note = Note(claim.attempt, records, claim.after, {}, time.time(), None)
     meta = StorageMeta(save_id=claim.attempt.name)
-    return outputs, document(meta, claim, metadata, results, {})
+    return outputs, encode(MetadataTable(_catalog(source), placement, note, meta))
+
+
+def _catalog(source: Source) -> Catalog:
+    """The values of ``source``, each tensor as one chunk."""
+    shaped, objects = list(source.tensors.values()), [0] * len(source.objects)
+    dtypes = dict.fromkeys(each.dtype for each in shaped)
+    numbers = {dtype: number for number, dtype in enumerate(dtypes)}
+
+    def column(values: list[int]) -> Ints:
+        return np.array(values, np.int64)
+
+    shapes = column([length for each in shaped for length in each.shape])
+    return Catalog(
+        names=tuple(source.names()),
+        table=tuple(TensorProperties(dtype=dtype) for dtype in dtypes),
+        properties=column([numbers[each.dtype] for each in shaped] + [-1 for _ in objects]),
+        ndims=column([each.ndim for each in shaped] + objects),
+        shapes=shapes,
+        counts=column([1 for _ in shaped] + objects),
+        offsets=np.zeros_like(shapes),
+        sizes=shapes,
+        mappings=source.all_paths(),
+    )

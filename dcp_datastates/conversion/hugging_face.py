@@ -13,8 +13,9 @@ from typing import Any, Final
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.safetensors_files import shards_output
-from dcp_datastates.conversion.source import Source, value_of
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage.object_path import Location

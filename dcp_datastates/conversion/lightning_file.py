@@ -7,13 +7,15 @@ In a checkpoint of this package lie the model under ``state_dict``, optimizers b
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from dcp_datastates.conversion.pickles import loaded, value_of
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Box, Source, shape_of, unpickled, value_of
+from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
@@ -85,9 +87,8 @@ class LightningFile(Selected):
         given = [*source.names(), *source.empty_dicts()]
         ranks = frozenset({"files"})
         super().__init__(source, {name: name for name in given if not is_under(name, ranks)})
-        meta = unpickled(
-            value_of(source, _FILE, allow_objects), f"{source.path}: {META}", allow_objects
-        )
+        data = io.BytesIO(value_of(source, _FILE, allow_objects))
+        meta = loaded(data, f"{source.path}: {META}", allow_objects)
         self._own, self._structure = taken_apart(meta, META)
         self.tensors = {
             **self.tensors,

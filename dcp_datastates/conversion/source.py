@@ -7,27 +7,16 @@ sizes of tensors.
 from __future__ import annotations
 
 import abc
-import io
 import itertools
 import math
-import pickle
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dcp_datastates.errors import CheckpointCorruptError, DataStatesError, UnsafeObjectError
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import KeyPath, empties
-from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.object_path import Location
 
@@ -37,12 +26,8 @@ __all__ = [
     "as_bytes",
     "batches",
     "boxes",
-    "metadata_of_source",
     "shape_of",
     "shards",
-    "unpickled",
-    "unsafe",
-    "value_of",
 ]
 
 
@@ -87,6 +72,11 @@ class Source(abc.ABC):
         """The names of empty dicts, which have no value."""
         values = {*self.tensors, *self.objects}
         return [name for name in empties(self.paths) if name not in values]
+
+    def all_paths(self) -> dict[str, KeyPath]:
+        """The path of each value and of each empty dict."""
+        names = [*self.names(), *self.empty_dicts()]
+        return {name: self.paths.get(name, (name,)) for name in names}
 
     @property
     def nbytes(self) -> int:
@@ -176,52 +166,3 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
-
-
-def metadata_of_source(
-    source: Source, chunks: Mapping[str, list[ChunkStorageMetadata]]
-) -> Metadata:
-    """DCP's metadata of a checkpoint with the values of ``source``, whose tensors have these ``chunks``."""
-    entries: dict[str, STORAGE_TYPES] = {
-        name: TensorStorageMetadata(TensorProperties(dtype=each.dtype), each.shape, chunks[name])
-        for name, each in source.tensors.items()
-    }
-    entries.update((name, BytesStorageMetadata()) for name in source.objects)
-    names = [*entries, *source.empty_dicts()]
-    paths = {name: source.paths.get(name, (name,)) for name in names}
-    return Metadata(entries, paths, {}, version=DCP_VERSION)
-
-
-# --- objects --------------------------------------------------------------------------------------
-
-
-def value_of(source: Source, name: str, allow_objects: bool) -> Any:
-    """The object ``name`` as a Python value.
-
-    Raises :class:`UnsafeObjectError` for one that needs more than torch's safe types, unless ``allow_objects``.
-    """
-    return unpickled(source.object_bytes(name), f"{source.path}: object {name!r}", allow_objects)
-
-
-def unpickled(data: bytes, what: str, allow_objects: bool) -> Any:
-    """What ``torch.save`` has written; ``what`` is for people. Raises as :func:`value_of`."""
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_objects)
-    except pickle.UnpicklingError as error:
-        if allow_objects:
-            raise CheckpointCorruptError(f"{what} cannot be unpickled: {error}") from error
-        raise unsafe(what, error) from error
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"{what} cannot be unpickled: {type(error).__name__}: {error}"
-        ) from error
-
-
-def unsafe(said: str, error: BaseException, way_out: str = "exclude it") -> UnsafeObjectError:
-    """The error for a pickle that needs more than torch's safe types; ``error`` is torch's."""
-    found = re.search(r"Unsupported \w+: (.*?)(?: was not| whose|$)", str(error), re.MULTILINE)
-    why = f" ({found[1][:200]})" if found else ""
-    return UnsafeObjectError(
-        f"{said} is pickled Python that may run code{why}; {way_out}, or trust the checkpoint with "
-        f"allow_objects=True (--allow-objects)"
-    )

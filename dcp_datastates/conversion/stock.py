@@ -20,22 +20,26 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_datastates.conversion.dcp_source import DCPSource
 from dcp_datastates.conversion.files import opened, stream_of
 from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.source import (
-    Box,
-    Source,
-    batches,
-    metadata_of_source,
-    shards,
-    unsafe,
-)
-from dcp_datastates.conversion.torch_file import loaded, own, save_to
+from dcp_datastates.conversion.pickles import loaded, unsafe
+from dcp_datastates.conversion.source import Box, Source, batches, shards
+from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
+from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_columns import catalog_of
 from dcp_datastates.format.validate import validate
 from dcp_datastates.process.work import Done
@@ -110,7 +114,7 @@ class StockSource(DCPSource):
         with opened(path) as file:
             said = f"{path} at byte {info.offset}"
             stream = stream_of(file, info.offset, info.length)
-            found = loaded(stream, said, allow_objects=False, way_out="exclude it")
+            found = loaded(stream, said, allow_objects=False)
         shaped = self.tensors[index.fqn]
         assert index.index is not None
         sizes = tuple(self._entries[index.fqn].chunks[index.index].sizes)  # type: ignore[union-attr]
@@ -240,9 +244,15 @@ def stock_output(source: Source, folder: Path, shard_bytes: int, piece_bytes: in
             os.fsync(stream.fileno())
 
     def finish() -> None:
-        metadata = metadata_of_source(source, chunks)
-        metadata.storage_data = places
-        metadata.planner_data = dict(as_dcp_has_them(metadata.planner_data))
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype), each.shape, chunks[name]
+            )
+            for name, each in source.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in source.objects)
+        paths = dict(as_dcp_has_them(source.all_paths()))
+        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 
     parts = enumerate(shards(source, shard_bytes))

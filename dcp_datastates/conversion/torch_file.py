@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,12 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_datastates.conversion.files import local_file, opened, stream_of
-from dcp_datastates.conversion.source import Box, Source, shape_of, unsafe, value_of
+from dcp_datastates.conversion.pickles import loaded, value_of
+from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
     IncompatibleStateError,
-    StorageError,
     UnsupportedStateError,
     UnsupportedTensorError,
 )
@@ -28,7 +27,7 @@ from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["TorchSource", "is_torch_file", "loaded", "own", "save_to", "write_torch"]
+__all__ = ["TorchSource", "is_torch_file", "own", "save_to", "write_torch"]
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
@@ -120,28 +119,6 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
         raise IncompatibleStateError(
             f"{path} is compressed: another program has packed the archive; load it with torch.load, and save it again"
         )
-
-
-def loaded(
-    file: str | IO[bytes], said: str, allow_objects: bool, way_out: str, mapped: bool = False
-) -> Any:
-    """The value that ``torch.save`` has written to ``file``; with ``mapped``, its tensors are.
-
-    Raises :class:`UnsafeObjectError`, :class:`CheckpointCorruptError` or :class:`StorageError`; ``said`` is the file
-    in their words.
-    """
-    try:
-        return torch.load(file, "cpu", weights_only=not allow_objects, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        if allow_objects:
-            raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
-        raise unsafe(said, error, way_out) from error
-    except OSError as error:
-        raise StorageError(error.errno, f"reading {said} failed: {error.strerror}", said) from error
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
 
 
 def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
