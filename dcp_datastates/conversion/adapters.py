@@ -11,8 +11,9 @@ import json
 from typing import Final
 
 from dcp_datastates.conversion.files import read_whole
+from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source, value_of
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.storage.object_path import Location

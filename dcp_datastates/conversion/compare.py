@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,21 +15,23 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.files import scratch_tensor
 from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.selection import Selection, select
-from dcp_datastates.conversion.source import Source, Want, value_of
+from dcp_datastates.conversion.source import Box, Source, batches
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
 from dcp_datastates.process.forks import enter
-from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
+from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
 __all__ = ["Comparison", "Difference", "diff"]
 
+_PIECE_BYTES: Final = 2 << 20
+"""What a thread reads at a time, of each of the two."""
 _PIECE_ELEMENTS: Final = 256 << 10
-"""Elements that a thread compares at a time: with copies in float64, some 20 MiB."""
+"""Elements that it compares at a time: with copies in float64, some 20 MiB."""
 
 _SHOWN: Final = 20
 
@@ -160,7 +162,12 @@ def diff(
     counts = {name: _Counts() for name in alike if name in one.tensors}
     objects = [name for name in alike if name not in one.tensors]
     total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
-    work(_units(one, other, counts), total, threads, progress)
+    lock = threading.Lock()
+    units = (
+        partial(_compare_boxes, one, other, counts, lock, wanted)
+        for wanted in batches(one, counts, _PIECE_BYTES)
+    )
+    work(units, total, threads, progress)
     found += [
         each
         for name, counted in counts.items()
@@ -214,9 +221,9 @@ class _Counts:
 
 def _said(source: Source, name: str) -> str | None:
     """What is under the name, in words; None: nothing."""
-    info = source.tensors.get(name)
-    if info is not None:
-        return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+    shaped = source.tensors.get(name)
+    if shaped is not None:
+        return f"{str(shaped.dtype).removeprefix('torch.')} {list(shaped.shape)}"
     return "object" if name in source.objects else None
 
 
@@ -233,7 +240,7 @@ def _by_kind(one: Source, other: Source, name: str) -> Difference | None:
 
 def _by_values(one: Source, other: Source, name: str, counts: _Counts) -> Difference | None:
     """The difference that reading the values has shown."""
-    info, same_dtype = one.tensors[name], one.tensors[name].dtype == other.tensors[name].dtype
+    shaped, same_dtype = one.tensors[name], one.tensors[name].dtype == other.tensors[name].dtype
     if same_dtype and not counts.differing:
         return None
     return Difference(
@@ -241,7 +248,7 @@ def _by_values(one: Source, other: Source, name: str, counts: _Counts) -> Differ
         "values" if same_dtype else "dtype",
         _said(one, name),
         _said(other, name),
-        info.numel,
+        shaped.numel(),
         counts.differing,
         counts.largest,
         None if counts.largest is None else counts.relative,
@@ -249,40 +256,21 @@ def _by_values(one: Source, other: Source, name: str, counts: _Counts) -> Differ
     )
 
 
-def _units(one: Source, other: Source, counts: dict[str, _Counts]) -> Iterator[Unit]:
-    """Ranges of tensors, several small ones together."""
-    lock = threading.Lock()  # guards counts
-
-    def compare(ranges: list[tuple[str, int, int]], done: Done) -> None:
-        read = []
-        for source in (one, other):
-            wants = [
-                Want(name, begin, end, scratch_tensor(end - begin, source.tensors[name].dtype))
-                for name, begin, end in ranges
-            ]
-            source.fill(wants)
-            read.append([want.into for want in wants])
-        for (name, _, _), x, y in zip(ranges, *read, strict=True):
-            found = _compare(x, y)
+def _compare_boxes(
+    one: Source,
+    other: Source,
+    counts: dict[str, _Counts],
+    lock: threading.Lock,
+    wanted: list[Box],
+    done: Done,
+) -> None:
+    """Compare a batch of boxes. ``lock`` guards ``counts``."""
+    for box, x, y in zip(wanted, one.read(wanted), other.read(wanted), strict=True):
+        pieces = (torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (x, y))
+        for found in map(_compare, *pieces):
             with lock:
-                counts[name].add(found)
-            done(x.nbytes + y.nbytes)
-
-    batch: list[tuple[str, int, int]] = []
-    room = _PIECE_ELEMENTS
-    for name in counts:
-        numel = one.tensors[name].numel
-        begin = 0
-        while begin < numel:
-            end = min(numel, begin + room)
-            batch.append((name, begin, end))
-            room -= end - begin
-            begin = end
-            if not room:
-                yield partial(compare, batch)
-                batch, room = [], _PIECE_ELEMENTS
-    if batch:
-        yield partial(compare, batch)
+                counts[box.name].add(found)
+        done(x.nbytes + y.nbytes)
 
 
 def _compare(a: torch.Tensor, b: torch.Tensor) -> _Counts:

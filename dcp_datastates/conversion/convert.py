@@ -7,34 +7,33 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
 
 import torch
 from typing_extensions import Unpack
 
-from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
+from dcp_datastates.conversion.datastates import datastates_output, write_to_store
 from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.hugging_face import TRAINER_STATE, small_files
-from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
-from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
-from dcp_datastates.conversion.selection import Selection, optimizers_in, select
-from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
-from dcp_datastates.conversion.write_datastates import datastates_output
-from dcp_datastates.conversion.write_safetensors import (
+from dcp_datastates.conversion.hugging_face import (
+    TRAINER_STATE,
     companions_in,
     hf_output,
-    peft_output,
-    safetensors_output,
+    small_files,
 )
-from dcp_datastates.conversion.write_stock import stock_output
-from dcp_datastates.conversion.write_store import write_to_store
-from dcp_datastates.conversion.write_torch import torch_output
+from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
+from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.safetensors_files import safetensors_unit
+from dcp_datastates.conversion.selection import Selection, optimizers_in, select
+from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.stock import stock_output
+from dcp_datastates.conversion.torch_file import write_torch
+from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
@@ -44,7 +43,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.process.forks import enter
-from dcp_datastates.process.work import Progress, thread_count
+from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
@@ -64,7 +63,9 @@ _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
 _DEFAULT_MEMORY: Final = "256MiB"
 _MOST_PIECE_BYTES: Final = 16 << 20
 """A piece of this size reaches full speed on any storage."""
-
+_COPIES: Final = 4
+"""Of a piece: as it is read, as it is cast (to twice its size, perhaps), and what is made of it."""
+_LEAST_BYTES_OF_A_THREAD: Final = 4 << 20
 
 _CHOICES: Final = ("only", "exclude", "part", "rename", "dtype")
 _FLAGS: Final = ("overwrite", "strict", "allow_objects")
@@ -124,7 +125,9 @@ class _Options:
     strict: bool
     allow_objects: bool
     threads: int
-    memory: int
+    """How many files are written at a time."""
+    piece_bytes: int
+    """What is read at a time for each of them."""
 
 
 _FLAT: Final = ("hf", "peft", "safetensors")
@@ -161,10 +164,10 @@ def convert(
     """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
 
     The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
-    safetensors file, or a file of ``torch.save``. Tensors are streamed. The call is not collective and needs no process
-    group. Of a checkpoint of this package, every byte is verified before it is used; the other formats have no
-    checksums. ``target`` appears at once: if the call fails or the process is killed, there is nothing at it, or what
-    was there before.
+    safetensors file, or a file of ``torch.save``. Tensors are streamed; for "torch", all are in memory, or mapped. The
+    call is not collective and needs no process group. Of a checkpoint of this package, every byte is verified before it
+    is used; the other formats have no checksums. ``target`` appears at once: if the call fails or the process is
+    killed, there is nothing at it, or what was there before.
 
     Args:
         source: A file or directory, or its URL.
@@ -194,7 +197,7 @@ def convert(
             - ``overwrite``: whether a checkpoint or file at ``target`` is replaced; default: False.
             - ``strict``: whether an object that the format cannot hold is an error, rather than a warning.
             - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
-            - ``threads``: how many read and write; default: one per core, at most 8.
+            - ``threads``: how many read and write, each a file; default: one per core, at most 8.
             - ``host_cache_size``: memory for tensors that are being converted, bytes or a string; default: "256MiB".
               Reading this package's format takes 64 MiB more.
 
@@ -245,19 +248,20 @@ def convert(
         _check_nesting(selected)
     if chosen_format == "torch" and is_of_lightning(selected):
         selected = LightningFile(selected, checked.allow_objects)
-    limits = _limits(opened, selected, checked)
+    nbytes = selected.nbytes
     if isinstance(there, ObjectPath):
-        files = write_to_store(selected, there, limits, checked.overwrite, progress)
+        limits = checked.shard_bytes, checked.piece_bytes, checked.threads
+        files = write_to_store(selected, there, *limits, checked.overwrite, progress)
     else:
         with atomic_output(there, checked.overwrite) as path:
             if chosen_format not in _FILES:
                 with local.explained("creating directory", path):
                     operations.make_directory(path, "convert")
             kind = _TRAINER if is_training else chosen_format
-            output = _output(selected, path, there, kind, limits, checked, small)
-            write_outputs(output.files, selected, limits, progress)
+            output = _output(selected, path, there, kind, checked, small)
+            work(output.units, nbytes, checked.threads, progress)
             output.finish()
-        files = len(output.files)
+        files = len(output.units)
     return Conversion(
         path=there,
         source_format=opened.format,
@@ -265,7 +269,7 @@ def convert(
         files=files,
         tensors=len(selected.tensors),
         objects=len(selected.objects),
-        nbytes=sum(info.nbytes for info in selected.tensors.values()),
+        nbytes=nbytes,
         skipped=skipped,
         seconds=time.monotonic() - began,
     )
@@ -276,30 +280,31 @@ def _output(
     path: Path,
     target: Path,
     to: Target | Literal["trainer"],
-    limits: Limits,
     options: _Options,
     small: Mapping[str, bytes],
 ) -> Output:
     """``path`` is where ``target`` is written before it appears; a directory is there. ``small``: the files of the
     checkpoint that go with a model or an adapter.
     """
+    sizes = options.shard_bytes, options.piece_bytes
     if to == "peft":
-        return peft_output(source, path, small[ADAPTER_CONFIG])
+        weights = path / "adapter_model.safetensors"
+        finish = partial(write_small_file, path / ADAPTER_CONFIG, small[ADAPTER_CONFIG])
+        return Output([safetensors_unit(source, source.tensors, weights, sizes[1])], finish)
     if to == _TRAINER:
-        return trainer_output(source, path, limits.shard_bytes, small, options.allow_objects)
+        return trainer_output(source, path, *sizes, small, options.allow_objects)
     if to == "hf":
         folder = options.config_from or (source.path if source.format == "Hugging Face" else None)
         if folder is None:
-            return hf_output(source, path, limits.shard_bytes, small)
-        files = companions_in(folder)
-        return hf_output(source, path, limits.shard_bytes, files, repr(str(folder)))
+            return hf_output(source, path, *sizes, small)
+        return hf_output(source, path, *sizes, companions_in(folder), repr(str(folder)))
     if to == "safetensors":
-        return safetensors_output(source, path)
+        return Output([safetensors_unit(source, source.tensors, path, sizes[1])])
     if to == "torch":
-        return torch_output(source, path, options.allow_objects)
+        return Output([partial(write_torch, source, path, options.allow_objects)])
     if to == "dcp":
-        return stock_output(source, path, limits)
-    return datastates_output(source, path, target.parent, limits.shard_bytes)
+        return stock_output(source, path, *sizes)
+    return datastates_output(source, path, target.parent, *sizes)
 
 
 def _checked(options: ConvertOptions) -> _Options:
@@ -315,13 +320,15 @@ def _checked(options: ConvertOptions) -> _Options:
         config_from = locate(config_from)
         if not is_directory(config_from):
             raise ConfigurationError(f"config_from={str(config_from)!r} is no directory")
+    memory = parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY))
+    threads = min(thread_count(given.get("threads")), memory // _LEAST_BYTES_OF_A_THREAD)
     return _Options(
         selection,
         shard_bytes,
         config_from,
         **flags,
-        threads=thread_count(given.get("threads")),
-        memory=parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY)),
+        threads=threads,
+        piece_bytes=min(_MOST_PIECE_BYTES, memory // (_COPIES * threads)),
     )
 
 
@@ -351,15 +358,3 @@ def _without_objects(source: Source, to: Target, strict: bool) -> tuple[str, ...
     logger.warning("%s. Converted without them", said)
     source.objects = ()
     return skipped
-
-
-def _limits(opened: Source, source: Source, options: _Options) -> Limits:
-    """A unit holds what it writes, once more what it is made of, and what it is cast from."""
-    factor = 2
-    if options.selection.dtype is not None:
-        widest = max((info.dtype.itemsize for info in opened.tensors.values()), default=1)
-        factor += -(-widest // options.selection.dtype.itemsize)
-    blocks = options.memory // (factor * BLOCK_BYTES)
-    threads = max(1, min(options.threads, blocks))
-    piece = min(_MOST_PIECE_BYTES // BLOCK_BYTES, max(1, blocks // threads)) * BLOCK_BYTES
-    return Limits(threads, piece, options.shard_bytes)

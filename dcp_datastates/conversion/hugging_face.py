@@ -1,4 +1,4 @@
-"""A Hugging Face folder beyond its weights: the small files that a Trainer has saved, and whether it can be opened."""
+"""A Hugging Face folder: the weights, the small files beside them, and whether transformers can open it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,34 @@ import importlib.util
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dcp_datastates.conversion.source import Source, value_of
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.conversion.files import read_whole
+from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.pickles import value_of
+from dcp_datastates.conversion.safetensors_files import shards_output
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.storage.object_path import Location
 
-__all__ = ["CONFIG", "TRAINER_STATE", "check_opens", "small_files"]
+__all__ = ["TRAINER_STATE", "companions_in", "hf_output", "small_files"]
 
 logger = logging.getLogger(__name__)
 
-CONFIG: Final = "config.json"
+_CONFIG: Final = "config.json"
 
 TRAINER_STATE: Final = "trainer_state.json"
 """The Trainer's own file about its progress."""
 
 _FILE: Final = re.compile(r"files\.rank-(\d+)\.(.+)")
 """The name of a file that the Trainer has saved on a rank (``huggingface/files.py``)."""
+
+_COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
+"""The endings of files that are copied: configuration, tokenizer, code, model card."""
 
 
 def small_files(source: Source) -> dict[str, bytes]:
@@ -40,7 +50,50 @@ def small_files(source: Source) -> dict[str, bytes]:
     return found
 
 
-def check_opens(folder: Path, given: str) -> None:
+def companions_in(folder: Location) -> dict[str, bytes]:
+    """The configuration and tokenizer files in a folder of a model."""
+    names = filter(_is_companion, sorted(names_at(folder)))
+    return {name: read_whole(folder / name) for name in names if not is_directory(folder / name)}
+
+
+def _is_companion(name: str) -> bool:
+    """Whether a file of this name belongs to a model's folder."""
+    is_index = name.endswith(".index.json")
+    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name != TRAINER_STATE
+
+
+def hf_output(
+    source: Source,
+    folder: Path,
+    shard_bytes: int,
+    piece_bytes: int,
+    companions: Mapping[str, bytes],
+    given: str = "the checkpoint",
+) -> Output:
+    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
+
+    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``given`` says where they
+    come from. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
+    """
+    weights = shards_output(source, folder, shard_bytes, piece_bytes)
+
+    def finish() -> None:
+        weights.finish()
+        for name in filter(_is_companion, companions):
+            write_small_file(folder / name, companions[name])
+        if _CONFIG in names_at(folder):
+            _check_opens(folder, given)
+        else:
+            logger.warning(
+                "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
+                "config_from=FOLDER (--config-from)",
+                _CONFIG,
+            )
+
+    return Output(weights.units, finish)
+
+
+def _check_opens(folder: Path, given: str) -> None:
     """Open the model in ``folder`` with transformers, without memory for its weights (on the meta device).
 
     Logs a warning if it cannot be tried: without transformers, or for a class that transformers does not have.
@@ -52,7 +105,7 @@ def check_opens(folder: Path, given: str) -> None:
         ConfigurationError: names or shapes of the weights are not those of the configuration.
     """
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = json.loads((folder / _CONFIG).read_bytes())
         names = config.get("architectures") or []
     except (FileNotFoundError, ValueError, AttributeError):
         names = []

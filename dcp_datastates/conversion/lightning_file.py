@@ -7,11 +7,15 @@ In a checkpoint of this package lie the model under ``state_dict``, optimizers b
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
+
+from dcp_datastates.conversion.pickles import loaded, value_of
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, unpickled, value_of
+from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
@@ -83,13 +87,12 @@ class LightningFile(Selected):
         given = [*source.names(), *source.empty_dicts()]
         ranks = frozenset({"files"})
         super().__init__(source, {name: name for name in given if not is_under(name, ranks)})
-        meta = unpickled(
-            value_of(source, _FILE, allow_objects), f"{source.path}: {META}", allow_objects
-        )
+        data = io.BytesIO(value_of(source, _FILE, allow_objects))
+        meta = loaded(data, f"{source.path}: {META}", allow_objects)
         self._own, self._structure = taken_apart(meta, META)
         self.tensors = {
             **self.tensors,
-            **{n: TensorInfo(each.dtype, tuple(each.shape)) for n, each in self._own.items()},
+            **{name: shape_of(each.dtype, each.shape) for name, each in self._own.items()},
         }
         self.paths = {name: _path_in_model(name, path) for name, path in self.paths.items()}
 
@@ -99,12 +102,12 @@ class LightningFile(Selected):
         meta = put_together(self._structure, lambda path, *_: values[path])
         return lightning_checkpoint(super().nested(stored), meta)
 
-    def fill(self, wants: Sequence[Want]) -> None:
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        for want in wants:
-            if (own := self._own.get(want.name)) is not None:
-                want.into.copy_(own.reshape(-1)[want.begin : want.end])
-        super().fill([want for want in wants if want.name not in self._own])
+        stored = iter(super().read([box for box in wanted if box.name not in self._own]))
+        return [
+            box.of(self._own[box.name]) if box.name in self._own else next(stored) for box in wanted
+        ]
 
 
 def _path_in_model(name: str, path: KeyPath) -> KeyPath:

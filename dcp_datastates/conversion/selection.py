@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import scratch_tensor
-from dcp_datastates.conversion.source import Source, TensorInfo, Want
+from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.name_patterns import (
     NO_NAMES,
@@ -127,36 +125,28 @@ class Selected(Source):
             for name, old in old_of.items()
         }
         casts = {
-            (source.tensors[old_of[name]].dtype, info.dtype) for name, info in self.tensors.items()
+            (source.tensors[old_of[name]].dtype, each.dtype) for name, each in self.tensors.items()
         }
         for before, after in casts:
             if before != after:
                 _check_cast(before, after)
 
-    def fill(self, wants: Sequence[Want]) -> None:
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        inner, casts = [], []
-        for want in wants:
-            old = self._old_of[want.name]
-            stored = self._source.tensors[old].dtype
-            into = want.into
-            if stored != into.dtype:
-                into = scratch_tensor(want.end - want.begin, stored)
-                casts.append((want.into, into))
-            inner.append(dataclasses.replace(want, name=old, into=into))
-        self._source.fill(inner)
-        for target, read in casts:
-            target.copy_(read)
+        found = self._source.read([box._replace(name=self._old_of[box.name]) for box in wanted])
+        return [
+            each.to(self.tensors[box.name].dtype) for box, each in zip(wanted, found, strict=True)
+        ]
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
         return self._source.object_bytes(self._old_of[name])
 
 
-def _cast(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
-    if dtype is None or not info.dtype.is_floating_point:
-        return info
-    return TensorInfo(dtype, info.shape)
+def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None or not shaped.dtype.is_floating_point:
+        return shaped
+    return shape_of(dtype, shaped.shape)
 
 
 def _check_cast(old: torch.dtype, new: torch.dtype) -> None:

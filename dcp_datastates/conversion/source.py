@@ -1,102 +1,62 @@
-"""What is converted or compared: named tensors that are read piece by piece, and named objects.
+"""What is converted or compared: a flat state of tensors and objects, which are read when they are asked for.
 
-A range of a tensor is given by its first and last element in row-major order. Such a range may begin and end anywhere,
-so that a file can be written in pieces of equal size, whatever tensors are in it.
+A tensor is read by boxes, each of which is one run of its elements in row-major order. So memory does not depend on the
+sizes of tensors.
 """
 
 from __future__ import annotations
 
 import abc
-import io
+import itertools
 import math
-import pickle
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dcp_datastates.errors import CheckpointCorruptError, DataStatesError, UnsafeObjectError
-from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
-from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.format.key_paths import KeyPath, empties
 from dcp_datastates.format.nesting import nested
-from dcp_datastates.format.validate import check_covered
 from dcp_datastates.storage.object_path import Location
 
 __all__ = [
-    "DCPSource",
-    "Part",
+    "Box",
     "Source",
-    "TensorInfo",
-    "Want",
+    "as_bytes",
+    "batches",
     "boxes",
-    "metadata_of_source",
-    "parts",
+    "shape_of",
     "shards",
-    "unpickled",
-    "unsafe",
-    "value_of",
 ]
 
-Offsets = tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a source."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The dense size in bytes."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def whole(self) -> ChunkStorageMetadata:
-        """All of it, as one chunk."""
-        return ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.shape))
-
-
-@dataclass(frozen=True)
-class Want:
-    """Elements ``[begin, end)`` of a tensor, and where to put them: a tensor of ``end - begin`` elements, (N,), on the
-    host, contiguous, of the source's dtype.
-    """
+class Box(NamedTuple):
+    """Elements of a tensor, adjacent in row-major order."""
 
     name: str
-    begin: int
-    end: int
-    into: torch.Tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The box, as DCP says it."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of the whole tensor."""
+        ends = map(sum, zip(self.offsets, self.sizes, strict=True))
+        return tensor[tuple(map(slice, self.offsets, ends))]
 
 
 class Source(abc.ABC):
-    """A checkpoint of any format, whose names, shapes and dtypes are known. Any thread may call its methods."""
+    """A checkpoint of any format. Any thread may call its methods."""
 
     path: Location
     format: str
     """The format, for people."""
-    tensors: Mapping[str, TensorInfo]
-    """The tensors by name, in the order of the source."""
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors without data, on the device "meta", in the order of the source."""
     objects: Collection[str] = ()
     """The names of objects, in the order of the source."""
     refusals: Mapping[str, DataStatesError] = {}
@@ -110,188 +70,99 @@ class Source(abc.ABC):
 
     def empty_dicts(self) -> list[str]:
         """The names of empty dicts, which have no value."""
-        return [
-            name
-            for name in empties(self.paths)
-            if name not in self.tensors and name not in self.objects
-        ]
+        values = {*self.tensors, *self.objects}
+        return [name for name in empties(self.paths) if name not in values]
 
-    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
-        """The chunks in which a tensor is stored."""
-        return [self.tensors[name].whole]
+    def all_paths(self) -> dict[str, KeyPath]:
+        """The path of each value and of each empty dict."""
+        names = [*self.names(), *self.empty_dicts()]
+        return {name: self.paths.get(name, (name,)) for name in names}
 
-    def parts(self, want: Want) -> Iterator[Part]:
-        """The parts of :meth:`chunks` that make up what is wanted: see :func:`parts`."""
-        return parts(self.tensors[want.name].shape, self.chunks(want.name), want)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.tensors.values())
 
     @abc.abstractmethod
-    def fill(self, wants: Sequence[Want]) -> None:
-        """Read the elements. Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this
-        package.
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """The boxes, on the host. They may lie in a mapped file: the caller changes nothing in them.
+
+        Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor, in memory of its own or mapped."""
+        shape = tuple(self.tensors[name].shape)
+        return self.read([Box(name, (0,) * len(shape), shape)])[0]
+
+    @abc.abstractmethod
     def object_bytes(self, name: str) -> bytes:
         """An object, as ``torch.save`` has written it."""
-        raise KeyError(name)
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
 
 
-class DCPSource(Source):
-    """A checkpoint that DCP's metadata describe."""
+def shape_of(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
+    """A tensor without data."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
-    def _describe(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        entries = dict(metadata.state_dict_metadata)
-        self.tensors = {
-            name: TensorInfo(entry.properties.dtype, tuple(entry.size))
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.objects = dict.fromkeys(name for name in entries if name not in self.tensors)
-        known = with_types(metadata.planner_data)
-        self.paths = {
-            name: path
-            for name, path in (known.items() if isinstance(known, dict) else ())
-            if type(path) is tuple and path and (name in entries or path[-1] == EMPTY)
-            if set(map(type, path)) <= {str, int, tuple}
-        }
 
-    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
-        """See :class:`Source`."""
-        entry = self._metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.chunks
+def boxes(name: str, shape: Sequence[int], most: int) -> Iterator[Box]:
+    """A tensor, in order: as many rows at a time as have at most ``most`` elements, or one element."""
+    cut, inner = (
+        len(shape),
+        1,
+    )  # the first dimension of which a box has all, and the elements of a row
+    while cut and inner * shape[cut - 1] <= most:
+        cut -= 1
+        inner *= shape[cut]
+    if not cut:
+        yield Box(name, (0,) * len(shape), tuple(shape))
+        return
+    *outer, length = shape[:cut]
+    rows, rest = max(1, most // inner), tuple(shape[cut:])
+    for place in itertools.product(*map(range, outer)):
+        for first in range(0, length, rows):
+            offsets = (*place, first, *[0] * len(rest))
+            yield Box(name, offsets, (*[1] * len(outer), min(rows, length - first), *rest))
+
+
+def batches(source: Source, names: Iterable[str], most: int) -> Iterator[list[Box]]:
+    """The tensors of these names, in order: boxes that have at most ``most`` bytes together."""
+    batch: list[Box] = []
+    room = most
+    for name in names:
+        shaped = source.tensors[name]
+        itemsize = shaped.dtype.itemsize
+        for box in boxes(name, shaped.shape, max(1, most // itemsize)):
+            nbytes = math.prod(box.sizes) * itemsize
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], most
+            batch.append(box)
+            room -= nbytes
+    if batch:
+        yield batch
 
 
 def shards(source: Source, limit: int) -> list[list[str]]:
     """The names of each file's tensors: as many as fit into ``limit`` bytes, in the order of the source."""
     found: list[list[str]] = [[]]
     size = 0
-    for name, info in source.tensors.items():
-        if size and size + info.nbytes > limit:
+    for name, shaped in source.tensors.items():
+        if size and size + shaped.nbytes > limit:
             found.append([])
             size = 0
         found[-1].append(name)
-        size += info.nbytes
+        size += shaped.nbytes
     return found
 
 
-def value_of(source: Source, name: str, allow_objects: bool) -> Any:
-    """The object ``name`` as a Python value.
-
-    Raises :class:`UnsafeObjectError` for one that needs more than torch's safe types, unless ``allow_objects``.
-    """
-    return unpickled(source.object_bytes(name), f"{source.path}: object {name!r}", allow_objects)
-
-
-def unpickled(data: bytes, what: str, allow_objects: bool) -> Any:
-    """What ``torch.save`` has written; ``what`` is for people. Raises as :func:`value_of`."""
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_objects)
-    except pickle.UnpicklingError as error:
-        if allow_objects:
-            raise CheckpointCorruptError(f"{what} cannot be unpickled: {error}") from error
-        raise unsafe(what, error) from error
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"{what} cannot be unpickled: {type(error).__name__}: {error}"
-        ) from error
-
-
-def unsafe(said: str, error: BaseException, way_out: str = "exclude it") -> UnsafeObjectError:
-    """The error for a pickle that needs more than torch's safe types; ``error`` is torch's."""
-    found = re.search(r"Unsupported \w+: (.*?)(?: was not| whose|$)", str(error), re.MULTILINE)
-    why = f" ({found[1][:200]})" if found else ""
-    return UnsafeObjectError(
-        f"{said} is pickled Python that may run code{why}; {way_out}, or trust the checkpoint with "
-        f"allow_objects=True (--allow-objects)"
-    )
-
-
-def metadata_of_source(
-    source: Source,
-    chunks: Mapping[str, list[ChunkStorageMetadata]],
-    places: dict[MetadataIndex, _StorageInfo],
-    save_id: str | None = None,
-) -> Metadata:
-    """DCP's metadata of a checkpoint with the values of ``source``, whose tensors have these ``chunks``."""
-    entries: dict[str, STORAGE_TYPES] = {
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=info.dtype), torch.Size(info.shape), chunks[name]
-        )
-        for name, info in source.tensors.items()
-    }
-    entries.update((name, BytesStorageMetadata()) for name in source.objects)
-    names = [*entries, *source.empty_dicts()]
-    paths = {name: source.paths.get(name, (name,)) for name in names}
-    return Metadata(entries, paths, places, StorageMeta(save_id=save_id), DCP_VERSION)
-
-
-# --- ranges and boxes ---------------------------------------------------------------------------
-
-
-def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """Elements ``[begin, end)`` of a tensor, as boxes in order: offsets and sizes, each contiguous in row-major order.
-
-    There are at most two boxes for each dimension.
-    """
-    if begin < end and not shape:
-        yield (), ()
-        return
-    while begin < end:
-        dimension, inner = len(shape) - 1, 1  # inner: the elements of a row of the box
-        while dimension and not begin % (row := inner * shape[dimension]) and row <= end - begin:
-            dimension, inner = dimension - 1, row
-        offsets = tuple(map(int, np.unravel_index(begin, shape)))
-        rows = min((end - begin) // inner, shape[dimension] - offsets[dimension])
-        yield offsets, (*[1] * dimension, rows, *shape[dimension + 1 :])
-        begin += rows * inner
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a range has in common with one stored chunk."""
-
-    chunk: int
-    """The number of the chunk."""
-    offsets: Offsets
-    """Where the part begins in the chunk."""
-    sizes: Offsets
-    into: torch.Tensor
-    """The part's place in the destination, of shape ``sizes``; it may be strided."""
-
-
-def parts(
-    shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata], want: Want
-) -> Iterator[Part]:
-    """The parts of ``chunks`` that make up the range. In a chunk, each part is contiguous.
-
-    Raises :class:`IncompatibleStateError` unless the chunks cover the tensor.
-    """
-    way_out = f"leave it out with exclude={want.name!r}"
-    check_covered(want.name, shape, (chunk.sizes for chunk in chunks), way_out)
-    done = 0
-    for offsets, sizes in boxes(shape, want.begin, want.end):
-        count = math.prod(sizes)
-        view = want.into[done : done + count].view(sizes)
-        done += count
-        for number, chunk in enumerate(chunks):
-            lows = tuple(map(max, offsets, chunk.offsets))
-            highs = tuple(
-                min(a + m, b + n)
-                for a, m, b, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            )
-            if any(low >= high for low, high in zip(lows, highs, strict=True)):
-                continue
-            into = view
-            for dimension, (low, high, start) in enumerate(zip(lows, highs, offsets, strict=True)):
-                into = into.narrow(dimension, low - start, high - low)
-            yield Part(
-                number,
-                tuple(low - start for low, start in zip(lows, chunk.offsets, strict=True)),
-                tuple(into.shape),
-                into,
-            )
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor on the host, in row-major order: its own memory, if they lie so."""
+    if not tensor.numel():
+        return memoryview(b"")
+    data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)

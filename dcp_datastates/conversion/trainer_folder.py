@@ -8,15 +8,16 @@ and each rank's small files under ``files``. In the Trainer's folder, the model 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates.checkpoints.inventory import names_at
+from dcp_datastates.conversion.hugging_face import hf_output
 from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.write_safetensors import hf_output
-from dcp_datastates.conversion.write_torch import torch_output
+from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
 from dcp_datastates.storage import local
@@ -41,6 +42,7 @@ def trainer_output(
     source: Source,
     folder: Path,
     shard_bytes: int,
+    piece_bytes: int,
     files: Mapping[str, bytes],
     allow_objects: bool,
 ) -> Output:
@@ -51,10 +53,10 @@ def trainer_output(
         files: The small files of all ranks.
     """
     names = [name for name in source.tensors if not is_under(name, frozenset({OPTIMIZER}))]
-    model = hf_output(
-        Selected(source, dict(zip(names, names, strict=True))), folder, shard_bytes, files
-    )
-    optimizer = torch_output(_Optimizer(source), folder / "optimizer.pt", allow_objects)
+    weights = Selected(source, dict(zip(names, names, strict=True)))
+    model = hf_output(weights, folder, shard_bytes, piece_bytes, files)
+    path = folder / "optimizer.pt"
+    optimizer = partial(write_torch, _Optimizer(source), path, allow_objects)
 
     def finish() -> None:
         model.finish()
@@ -63,7 +65,7 @@ def trainer_output(
             local.make_directories(path.parent, "convert")
             write_small_file(path, files[name])
 
-    return Output([*model.files, *optimizer.files], finish)
+    return Output([*model.units, optimizer], finish)
 
 
 class _Optimizer(Selected):

@@ -1,53 +1,47 @@
-"""Ranges of elements: as boxes of a tensor, and as parts of its stored chunks."""
+"""Boxes of tensors, in which all tensors are read."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.state.chunks import boxes as grid
 
-from dcp_datastates.conversion.source import Want, boxes, parts
+from dcp_datastates.conversion.selection import Selected
+from dcp_datastates.conversion.source import as_bytes, batches, boxes
+from dcp_datastates.conversion.torch_file import TorchSource
 
-shapes = st.lists(st.integers(1, 5), max_size=4)
-
-
-@st.composite
-def ranges(draw):
-    shape = draw(shapes)
-    begin = draw(st.integers(0, math.prod(shape)))
-    return shape, begin, draw(st.integers(begin, math.prod(shape)))
+shapes = st.lists(st.integers(0, 5), max_size=4)  # also of scalars, and without elements
 
 
 @settings(max_examples=200)
-@given(ranges())
-def test_boxes_are_the_elements_of_a_range_in_order(asked):
-    shape, begin, end = asked
+@given(shapes, st.integers(1, 200))
+def test_boxes_are_a_tensor_in_order(shape, most):
     whole = torch.arange(math.prod(shape)).view(shape)
-    found = []
-    for offsets, sizes in boxes(shape, begin, end):
-        for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            whole_part = whole if dimension == 0 else whole_part  # noqa: F821
-            whole_part = whole_part.narrow(dimension, offset, size)
-        found += (whole_part if offsets else whole).reshape(-1).tolist()
-    assert found == list(range(begin, end))
-    assert sum(1 for _ in boxes(shape, begin, end)) <= max(1, 2 * len(shape))
+    parts = [box.of(whole) for box in boxes("x", shape, most)]
+    assert [n for part in parts for n in part.reshape(-1).tolist()] == list(range(whole.numel()))
+    assert all(part.is_contiguous() for part in parts), "a reader reads one run"
+    assert max((part.numel() for part in parts), default=0) <= most
+    assert [tuple(part.shape) for part in parts] == [box.sizes for box in boxes("x", shape, most)]
 
 
-@settings(max_examples=200)
-@given(ranges(), st.data())
-def test_parts_of_chunks_make_up_the_range(asked, data):
-    shape, begin, end = asked
-    whole = torch.arange(math.prod(shape)).view(shape)
-    cuts = [data.draw(st.lists(st.integers(1, size), max_size=2)) for size in shape]
-    chunks = grid(shape, cuts)
-    into = torch.full((end - begin,), -1)
-    for part in parts(shape, chunks, Want("x", begin, end, into)):
-        stored = chunks[part.chunk].of(whole).contiguous()
-        for dimension, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-            stored = stored.narrow(dimension, offset, size)
-        assert stored.is_contiguous(), "a reader reads one run"
-        part.into.copy_(stored)
-    assert into.tolist() == list(range(begin, end))
+@settings(max_examples=50, deadline=None)
+@given(st.lists(shapes, max_size=6), st.integers(8, 2000))
+def test_batches_are_all_tensors_in_order_and_bounded(tmp_path_factory, all_shapes, most):
+    state = {
+        f"t{number}": torch.arange(math.prod(shape)).view(shape)
+        for number, shape in enumerate(all_shapes)
+    }
+    path = tmp_path_factory.mktemp("batches") / "in"
+    torch.save(state, path)
+    source = Selected(TorchSource(path, False), {name: name for name in state})
+    found = [
+        list(zip(batch, source.read(batch), strict=True)) for batch in batches(source, state, most)
+    ]
+    assert all(sum(tensor.nbytes for _, tensor in batch) <= most for batch in found)
+    flat = itertools.chain.from_iterable(found)
+    for name, pairs in itertools.groupby(flat, lambda pair: pair[0].name):
+        data = b"".join(as_bytes(tensor) for _, tensor in pairs)
+        assert data == as_bytes(state[name]).tobytes()

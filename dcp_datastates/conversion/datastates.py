@@ -1,0 +1,217 @@
+"""Checkpoints of this package: read by its engine, verified; written with checksums, as ranks would have saved them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_datastates.commit.place import Place
+from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.conversion.dcp_source import DCPSource
+from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.source import Box, Source, shards
+from dcp_datastates.dcp.read_requests import request_of
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    DataStatesError,
+)
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.layout import LayoutItem, lay_out
+from dcp_datastates.format.metadata import encode
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.io.committed import explain_missing, open_committed
+from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.requests import Request, aim
+from dcp_datastates.io.restore import restore
+from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.planning.part_files import report_of
+from dcp_datastates.process.work import Progress, work
+from dcp_datastates.storage import local, operations, readme
+from dcp_datastates.storage.attempt import next_attempt
+from dcp_datastates.storage.claims import Claim, Neighbours
+from dcp_datastates.storage.decisions import DECISION_NAME
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+
+__all__ = ["DataStatesSource", "datastates_output", "write_to_store"]
+
+
+class DataStatesSource(DCPSource):
+    """A committed checkpoint of this package. Every byte is verified before it is used."""
+
+    format = "dcp_datastates"
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        committed = open_committed(path)
+        self._table = committed.table
+        self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
+        self._describe(metadata_of(committed.table))
+
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        reads = list(map(self._reads, wanted))
+        requests = []
+        for item, into in (pair for _, pairs in reads for pair in pairs):
+            requests.append(request_of(item, self._metadata))
+            aim(requests[-1], into, cast=False)
+        self._restore(requests)
+        return [into for into, _ in reads]
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        index, nothing = MetadataIndex(name), torch.Size([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        return self._restore([request_of(item, self._metadata)])
+
+    def _restore(self, requests: list[Request]) -> bytes:
+        data = bytearray()
+        source = StoredCheckpoint(self._table, [self.path])
+        try:
+            restore(requests, source, self._engine, lambda request: data.extend(request.data))
+        except CheckpointNotFoundError as error:
+            raise explain_missing(self.path, source.note, error) from error
+        return bytes(data)
+
+
+def datastates_output(
+    source: Source, folder: Path, beside: Path, shard_bytes: int, piece_bytes: int
+) -> Output:
+    """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
+
+    Raises :class:`ConfigurationError` for names that the format cannot store.
+    """
+    neighbours = Neighbours()
+    neighbours.look(stored(beside))
+    claim = Claim(next_attempt(neighbours.newest), neighbours.newest, alone=True)
+    attempt = folder / claim.attempt.name
+    with local.explained("creating directory", folder):
+        operations.make_directory(attempt, "convert")
+    files, metadata = _files(source, folder, claim, shard_bytes)
+
+    def finish() -> None:
+        write_small_file(attempt / DECISION_NAME, metadata)
+        write_small_file(folder / local.METADATA_NAME, metadata)
+        readme.write(folder)
+
+    return Output([partial(file.write, source, piece_bytes) for file in files], finish)
+
+
+def write_to_store(
+    source: Source,
+    target: ObjectPath,
+    shard_bytes: int,
+    piece_bytes: int,
+    threads: int,
+    overwrite: bool,
+    progress: Progress | None,
+) -> int:
+    """Write ``source`` as the checkpoint at ``target``; returns the number of its files. It appears by its commit, in
+    place of the checkpoint that was there.
+
+    If this fails, what was there is still there. Raises :class:`ConfigurationError` for names that the format cannot
+    store, :class:`CheckpointExistsError`, :class:`CommitOutcomeUnknown` and :class:`StorageError`.
+    """
+    place = Place(target)
+    claim = place.claim(Neighbours(), overwrite)
+    files, metadata = _files(source, target, claim, shard_bytes)
+    save = Round(
+        *(0, claim.attempt, target, DurablePart()),
+        timeout=0.0,
+        path=target,
+        claim=claim,
+        overwrite=overwrite,
+    )
+    try:
+        units = [partial(file.write, source, piece_bytes) for file in files]
+        work(units, source.nbytes, threads, progress)
+    except BaseException:
+        place.tidy_after_failure(save, 0, 1)
+        raise
+    superseded = place.find_older(save)
+    try:
+        place.publish(save, lambda meta, claim: metadata)
+    except CommitOutcomeUnknown:
+        raise
+    except DataStatesError:
+        place.tidy_after_failure(save, 0, 1)
+        raise
+    place.tidy_after_commit(save, superseded, 0, 1)
+    return len(files)
+
+
+def _files(
+    source: Source, folder: Location, claim: Claim, shard_bytes: int
+) -> tuple[list[OutputFile], bytes]:
+    """The data files of a checkpoint at ``folder``, each as of one rank, and the bytes of its ``.metadata``. Objects
+    are copied, not unpickled.
+    """
+    outputs: list[OutputFile] = []
+    records: dict[str, FileRecord] = {}
+    tensors, others = [], []  # the places of both: see Placement
+    for rank, names in enumerate(shards(source, shard_bytes)):
+        objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
+        shapes = [(source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in names]
+        items = [
+            LayoutItem(name, dtype, shape, (0,) * len(shape))
+            for name, (dtype, shape) in zip(names, shapes, strict=True)
+        ]
+        items += [LayoutItem(name, None) for name in objects]
+        try:
+            layouts = lay_out(items, rank)
+        except ValueError as error:
+            raise ConfigurationError(f"this cannot be stored: {error}") from error
+        sealed = [layout.seal(list(map(len, objects.values()))) for layout in layouts]
+        report = report_of(layouts, sealed, len(items))
+        places = np.stack([report.numbers + len(records), report.offsets, report.lengths])
+        tensors.append(places[:, : len(names)])
+        others.append(places[:, len(names) :])
+        for layout, file in zip(layouts, sealed, strict=True):
+            path = f"{claim.attempt.name}/{layout.name}"
+            records[path] = FileRecord(path, file.nbytes, file.table_offset)
+            outputs.append(
+                OutputFile(
+                    folder / path,
+                    file.nbytes,
+                    file.header,
+                    [items[entry.item].fqn for entry in layout.tensors],
+                    list(objects.values()),
+                    file.table_offset,
+                )
+            )
+    placement = Placement(tuple(records), *np.concatenate([*tensors, *others], axis=1))
+    note = Note(claim.attempt, records, claim.after, {}, time.time(), None)
+    meta = StorageMeta(save_id=claim.attempt.name)
+    return outputs, encode(MetadataTable(_catalog(source), placement, note, meta))
+
+
+def _catalog(source: Source) -> Catalog:
+    """The values of ``source``, each tensor as one chunk."""
+    shaped, objects = list(source.tensors.values()), [0] * len(source.objects)
+    dtypes = dict.fromkeys(each.dtype for each in shaped)
+    numbers = {dtype: number for number, dtype in enumerate(dtypes)}
+
+    def column(values: list[int]) -> Ints:
+        return np.array(values, np.int64)
+
+    shapes = column([length for each in shaped for length in each.shape])
+    return Catalog(
+        names=tuple(source.names()),
+        table=tuple(TensorProperties(dtype=dtype) for dtype in dtypes),
+        properties=column([numbers[each.dtype] for each in shaped] + [-1 for _ in objects]),
+        ndims=column([each.ndim for each in shaped] + objects),
+        shapes=shapes,
+        counts=column([1 for _ in shaped] + objects),
+        offsets=np.zeros_like(shapes),
+        sizes=shapes,
+        mappings=source.all_paths(),
+    )

@@ -1,0 +1,245 @@
+"""Safetensors files: one alone, or those of a Hugging Face folder.
+
+They are read and written by ranges, without a library: a file may lie in a store, and memory does not depend on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
+from dcp_datastates.checkpoints.inventory import names_at
+from dcp_datastates.conversion.files import opened, read_whole, stream_of
+from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.source import Box, Source, as_bytes, shape_of, shards
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    IncompatibleStateError,
+)
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
+from dcp_datastates.format.safetensors_header import Header, read_header
+from dcp_datastates.process.work import Unit
+from dcp_datastates.storage.object_path import Location
+
+__all__ = ["SafetensorsSource", "is_safetensors", "safetensors_unit", "shards_output", "weights_in"]
+
+_NAME_OF: Final[Mapping[torch.dtype, str]] = {
+    **SAFETENSORS_NAME,
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+"""The names of safetensors 0.8, also of those dtypes that the data files of this package store as bytes."""
+
+_DTYPE_OF: Final = {name: dtype for dtype, name in _NAME_OF.items()}
+
+_INDEX: Final = ".safetensors.index.json"
+_INDEX_BYTES: Final = 1 << 30
+_ALIGNMENT: Final = 64
+"""Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
+
+
+class SafetensorsSource(Source):
+    """Tensors in safetensors files."""
+
+    def __init__(
+        self, path: Location, files: Iterable[Location], only: Mapping[str, Location] | None
+    ) -> None:
+        """``only``: the names that count, and the file of each; None: all names."""
+        self.path = path
+        files = list(files)
+        self.format = "safetensors" if files == [path] else "Hugging Face"
+        self._places: dict[str, tuple[Location, int]] = {}
+        shapes: dict[str, torch.Tensor] = {}
+        for file in files:
+            header = _header(file)
+            for entry in header.entries:
+                if only is not None and only.get(entry.name) != file:
+                    continue
+                if entry.name in shapes:
+                    raise CheckpointCorruptError(f"{entry.name!r} is in several files of {path}")
+                if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
+                    raise IncompatibleStateError(
+                        f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
+                    )
+                self._places[entry.name] = file, header.data_start + entry.data_offsets[0]
+                shapes[entry.name] = shape_of(dtype, entry.shape)
+        names = shapes if only is None else only
+        if missing := [name for name in names if name not in shapes]:
+            raise CheckpointCorruptError(
+                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+            )
+        self.tensors = {name: shapes[name] for name in names}
+
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        found = []
+        for file, group in itertools.groupby(wanted, lambda box: self._places[box.name][0]):
+            with opened(file) as there:
+                for box in group:
+                    shaped = self.tensors[box.name]
+                    into = torch.empty(box.sizes, dtype=shaped.dtype, device="cpu")
+                    first = sum(map(operator.mul, box.offsets, shaped.stride()))
+                    begin = self._places[box.name][1] + first * shaped.dtype.itemsize
+                    if there.read_at(begin, as_bytes(into)) < into.nbytes:
+                        raise CheckpointCorruptError(
+                            f"{file} is cut short: it ends before byte {begin + into.nbytes}"
+                        )
+                    found.append(into)
+        return found
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        raise KeyError(name)
+
+
+def is_safetensors(first: bytes) -> bool:
+    """Whether a file with these ``first`` 9 bytes begins like one of safetensors."""
+    return first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_HEADER_BYTES
+
+
+def weights_in(folder: Location) -> SafetensorsSource | None:
+    """The weights in a Hugging Face folder: by its index, or in its only safetensors file. None: there are none.
+
+    Raises :class:`CheckpointCorruptError`, :class:`CheckpointNotFoundError` or :class:`ConfigurationError`.
+    """
+    names = sorted(names_at(folder))
+    indexes = [folder / name for name in names if name.endswith(_INDEX)]
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    preferred = folder / HUGGING_FACE_INDEX
+    if (folder / "model.safetensors") in files:  # as transformers does
+        files, indexes = [folder / "model.safetensors"], []
+    elif preferred in indexes or len(indexes) == 1:
+        only = _read_index(preferred if preferred in indexes else indexes[0], names)
+        return SafetensorsSource(folder, sorted(set(only.values())), only)
+    if len(indexes) + len(files) > 1:
+        raise ConfigurationError(
+            f"{folder} has several files that may be meant, such as {(indexes or files)[0].name!r}, and no "
+            f"{HUGGING_FACE_INDEX!r}; pass the path of one file"
+        )
+    return SafetensorsSource(folder, files, None) if files else None
+
+
+def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
+    """The file of each name. ``beside``: the names of the files beside the index."""
+    try:
+        content: Any = json.loads(read_whole(path, _INDEX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is no JSON: {str(error)[:200]}") from None
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
+        raise CheckpointCorruptError(f"{path} has no weight_map from names to files")
+    for file in set(weights.values()):
+        if file != Path(file).name or file in ("", ".", ".."):
+            raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
+        if file not in beside:
+            raise CheckpointNotFoundError(
+                f"{path.parent}: {file!r}, which the index names, is missing"
+            )
+    return {name: path.parent / file for name, file in weights.items()}
+
+
+def _header(file: Location) -> Header:
+    """The header of a file; raises if the file holds shards of tensors, of which the header alone has the shapes."""
+    with opened(file) as there:
+        stream = stream_of(there)
+        first = stream.read(8)
+        data = first + stream.read(min(int.from_bytes(first, "little"), MAX_HEADER_BYTES))
+    try:
+        header = read_header(data, there.nbytes)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{file}: {error}") from None
+    if "dcp_datastates" in header.metadata:
+        raise ConfigurationError(
+            f"{file} is a data file of a checkpoint of dcp_datastates; pass the checkpoint's directory"
+        )
+    try:
+        shards = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+        # The first rank's shards begin at zero, too: only the name of the file tells them from whole tensors.
+        of_one_rank = file.name.startswith("shard-")
+        cut = [name for name, each in shards.items() if any(each["saved_offsets"]) or of_one_rank]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointCorruptError(f"{file}: its DCP_SHARDING_INFO are malformed") from None
+    if cut:
+        raise ConfigurationError(
+            f"{file} has shards of {some_of(cut)}; consolidate the files first, with "
+            f"torch.distributed.checkpoint.HuggingFaceStorageWriter"
+        )
+    return header
+
+
+def safetensors_unit(source: Source, names: Iterable[str], path: Path, piece_bytes: int) -> Unit:
+    """What writes one file with the tensors of these names.
+
+    Raises :class:`ConfigurationError` for a tensor that the format cannot hold.
+    """
+    ordered = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        shaped = source.tensors[name]
+        _check_name(name)
+        if shaped.dtype not in _NAME_OF:
+            raise ConfigurationError(
+                f"{name!r} is {shaped.dtype}, which safetensors does not have; exclude it, or choose another dtype"
+            )
+        begin, end = end, end + shaped.nbytes
+        header[name] = {
+            "dtype": _NAME_OF[shaped.dtype],
+            "shape": list(shaped.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigurationError(
+            f"{len(ordered)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}: choose "
+            f"a smaller shard_size"
+        )
+    first = len(text).to_bytes(8, "little") + text
+    return partial(OutputFile(path, len(first) + end, first, ordered).write, source, piece_bytes)
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the name {name!r} is no Unicode; rename it") from None
+    if name == "__metadata__":
+        raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
+
+
+def shards_output(source: Source, folder: Path, shard_bytes: int, piece_bytes: int) -> Output:
+    """``model.safetensors`` in a folder, or shards with an index, as ``save_pretrained`` writes them."""
+    parts = shards(source, shard_bytes)
+    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        files = ["model.safetensors"]
+    units = [
+        safetensors_unit(source, names, folder / file, piece_bytes)
+        for file, names in zip(files, parts, strict=True)
+    ]
+    index = {
+        "metadata": {
+            "total_size": source.nbytes,
+            "total_parameters": sum(each.numel() for each in source.tensors.values()),
+        },
+        "weight_map": dict(
+            sorted((n, file) for file, part in zip(files, parts, strict=True) for n in part)
+        ),
+    }
+    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    if len(parts) == 1:
+        return Output(units)
+    return Output(units, partial(write_small_file, folder / HUGGING_FACE_INDEX, text.encode()))

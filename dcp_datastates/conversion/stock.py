@@ -1,0 +1,258 @@
+"""Checkpoints of stock DCP (``FileSystemWriter``): chunks that ``torch.save`` has written, one after another in files,
+and metadata that are a pickle.
+
+The metadata are unpickled with the few classes that stock DCP writes; a pickle that needs others is refused, unless the
+user trusts it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_datastates.conversion.dcp_source import DCPSource
+from dcp_datastates.conversion.files import opened, stream_of
+from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.pickles import loaded, unsafe
+from dcp_datastates.conversion.source import Box, Source, batches, shards
+from dcp_datastates.conversion.torch_file import own, save_to
+from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
+from dcp_datastates.format.key_paths import as_dcp_has_them
+from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.format.metadata_columns import catalog_of
+from dcp_datastates.format.validate import validate
+from dcp_datastates.process.work import Done
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location
+
+__all__ = ["StockSource", "stock_output"]
+
+_OTHERS: Final = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What stock metadata name beside DCP's own classes and torch's dtypes."""
+
+_DEEPEST: Final = 8
+"""Tuples in tuples, in metadata. C code hashes them by recursion, and a deep one would end the process."""
+
+
+class StockSource(DCPSource):
+    """A checkpoint of stock DCP. A thread reads a stored chunk as a whole, and keeps it until it reads later rows."""
+
+    format = "stock DCP"
+
+    def __init__(self, path: Location, allow_objects: bool) -> None:
+        self.path = path
+        metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
+        try:
+            self._describe(metadata)
+            wrong = validate(catalog_of(metadata), filled=False)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
+        if wrong:
+            raise CheckpointCorruptError(f"{path}: {wrong[0]}")
+        self._of_thread = threading.local()  # kept: its latest chunks, of one tensor
+
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        return list(map(self._read, wanted))
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        info, path = self._place(MetadataIndex(name))
+        with opened(path) as file:
+            return stream_of(file, info.offset, info.length).read()
+
+    def _read(self, box: Box) -> torch.Tensor:
+        into, items = self._reads(box)
+        kept: dict[MetadataIndex, torch.Tensor] = {
+            index: chunk
+            for index, chunk in vars(self._of_thread).get("kept", {}).items()
+            if index.fqn == box.name and index.offset[0] + chunk.shape[0] > box.offsets[0]
+        }
+        self._of_thread.kept = kept
+        for item, part in items:
+            index = item.storage_index
+            if (chunk := kept.get(index)) is None:
+                chunk = self._chunk(index)
+                if box.sizes:
+                    kept[index] = chunk
+            part.copy_(Box(box.name, item.storage_offsets, item.lengths).of(chunk))
+        return into
+
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """A stored chunk, as torch reads it."""
+        info, path = self._place(index)
+        with opened(path) as file:
+            said = f"{path} at byte {info.offset}"
+            stream = stream_of(file, info.offset, info.length)
+            found = loaded(stream, said, allow_objects=False)
+        shaped = self.tensors[index.fqn]
+        assert index.index is not None
+        sizes = tuple(self._entries[index.fqn].chunks[index.index].sizes)  # type: ignore[union-attr]
+        if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (
+            shaped.dtype,
+            sizes,
+        ):
+            kind = type(found).__name__
+            if isinstance(found, torch.Tensor):
+                kind = f"{found.dtype} {tuple(found.shape)}"
+            raise CheckpointCorruptError(
+                f"{path}: a chunk of {index.fqn!r} is {kind}, and the metadata say {shaped.dtype} {sizes}"
+            )
+        return found
+
+    def _place(self, index: MetadataIndex) -> tuple[_StorageInfo, Location]:
+        """Where something is stored, which lies within a file of the checkpoint."""
+        info = (self._metadata.storage_data or {}).get(index)
+        if not isinstance(info, _StorageInfo):
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata do not say where {index.fqn!r} is stored"
+            )
+        extensions = getattr(info, "transform_descriptors", None)
+        if extensions:
+            raise IncompatibleStateError(
+                f"{self.path}: {index.fqn!r} was written with the extensions {list(extensions)}; load it with DCP, and "
+                f"save it without them"
+            )
+        relative = Path(str(info.relative_path))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
+            )
+        path, begin, length = self.path / relative, info.offset, info.length
+        with opened(path) as file:
+            are_numbers = type(begin) is type(length) is int and begin >= 0 and length >= 0
+            if not are_numbers or begin + length > file.nbytes:
+                raise CheckpointCorruptError(
+                    f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in {relative}, "
+                    f"which is cut short, or the metadata are damaged"
+                )
+        return info, path
+
+
+class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
+    """Unpickles what stock DCP writes, and nothing else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], (type, types.FunctionType)):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("Unsupported operation: it changes a class")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def _load_tuple(self, load: Any) -> None:
+        load(self)
+        made = self.stack[-1]  # type: ignore[attr-defined]
+        depths = vars(self).setdefault("depths", {})  # with the tuple, so that its id stays its own
+        depth = 1 + max((depths.get(id(each), (0,))[0] for each in made), default=0)
+        if depth > _DEEPEST:
+            raise pickle.UnpicklingError("Unsupported operation: it nests tuples too deeply")
+        depths[id(made)] = depth, made
+
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = partial(lambda load, self: self._load_tuple(load), dispatch[_code[0]])
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and "." not in name:
+            found = getattr(dcp_metadata, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        elif (module, name) in _OTHERS:
+            return OrderedDict if name == "OrderedDict" else super().find_class(module, name)
+        elif module == "torch" and isinstance(
+            getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)
+        ):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"Unsupported global: {module}.{name}")
+
+
+def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
+    kind = pickle.Unpickler if allow_objects else _Unpickler
+    try:
+        with opened(path) as file:
+            metadata = kind(stream_of(file)).load()
+    except StorageError:
+        raise
+    except pickle.UnpicklingError as error:
+        if "Unsupported global" in str(error):
+            raise unsafe(str(path), error) from error
+        raise CheckpointCorruptError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{path}: not the metadata of DCP: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointCorruptError(f"{path}: not the metadata of DCP")
+    return metadata
+
+
+def stock_output(source: Source, folder: Path, shard_bytes: int, piece_bytes: int) -> Output:
+    """A checkpoint of stock DCP. Large tensors are cut into chunks: a reader holds a chunk in memory."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in source.tensors}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def write(number: int, names: Iterable[str], done: Done) -> None:
+        path = folder / f"__{number}_0.distcp"
+        with local.explained("writing", path, source.nbytes), path.open("xb") as stream:
+
+            def place(index: MetadataIndex, begin: int) -> None:
+                places[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
+
+            for name in () if number else source.objects:
+                begin = stream.tell()
+                stream.write(source.object_bytes(name))
+                place(MetadataIndex(name), begin)
+            for batch in batches(source, names, piece_bytes):
+                for box, tensor in zip(batch, source.read(batch), strict=True):
+                    begin = stream.tell()
+                    save_to(own(tensor), stream)
+                    place(MetadataIndex(box.name, box.offsets), begin)
+                    chunks[box.name].append(box.chunk)
+                    done(tensor.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def finish() -> None:
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype), each.shape, chunks[name]
+            )
+            for name, each in source.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in source.objects)
+        paths = dict(as_dcp_has_them(source.all_paths()))
+        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
+        write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
+
+    parts = enumerate(shards(source, shard_bytes))
+    return Output([partial(write, number, names) for number, names in parts], finish)

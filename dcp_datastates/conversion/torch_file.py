@@ -1,0 +1,198 @@
+"""Files of ``torch.save``, which torch itself reads and writes. Their tensors are mapped."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from dcp_datastates.conversion.files import local_file, opened, stream_of
+from dcp_datastates.conversion.pickles import loaded, value_of
+from dcp_datastates.conversion.source import Box, Source, shape_of
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ForeignCheckpointError,
+    IncompatibleStateError,
+    UnsupportedStateError,
+    UnsupportedTensorError,
+)
+from dcp_datastates.format.key_paths import typed_paths
+from dcp_datastates.process.work import Done
+from dcp_datastates.storage.local import explained
+from dcp_datastates.storage.object_path import Location
+
+__all__ = ["TorchSource", "is_torch_file", "own", "save_to", "write_torch"]
+
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80\x02"
+
+
+class TorchSource(Source):
+    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth."""
+
+    format = "torch.save"
+
+    def __init__(self, path: Location, allow_objects: bool) -> None:
+        self.path = path
+        state = _load(path, allow_objects)
+        if not isinstance(state, Mapping):
+            kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+            raise IncompatibleStateError(
+                f"{path} holds a {kind}; only a dict with strings as keys can be converted"
+            )
+        opened_up = _opened_up(state)
+        try:
+            values, paths = flatten_state_dict(opened_up)
+            self.paths = typed_paths(opened_up, paths)
+        except ValueError as error:
+            name = str(error).rpartition(" ")[2]
+            raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
+        if "" in values or "" in self.paths:
+            raise IncompatibleStateError(
+                f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
+            )
+        self._values = values
+        self.tensors = {
+            name: shape_of(each.dtype, each.shape)
+            for name, each in values.items()
+            if isinstance(each, torch.Tensor)
+        }
+        self.objects = [name for name in values if name not in self.tensors]
+        self.refusals = {
+            name: UnsupportedTensorError(f"{path}: {name!r} is {kind}")
+            for name in self.tensors
+            if (kind := _no_plain_kind(values[name], name))
+        }
+
+    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        return [box.of(self._values[box.name]) for box in wanted]
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        buffer = io.BytesIO()
+        try:
+            torch.save(self._values[name], buffer)
+        except Exception as error:
+            raise UnsupportedStateError(
+                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        return buffer.getvalue()
+
+
+def is_torch_file(first: bytes) -> bool:
+    """Whether a file with these ``first`` bytes may be one of ``torch.save``: an archive or, from torch before 1.6, a
+    pickle.
+    """
+    return first.startswith((_ZIP, _PICKLE))
+
+
+def _load(path: Location, allow_objects: bool) -> Any:
+    with local_file(path) as file:
+        with opened(file) as there:
+            stream = stream_of(there)
+            is_archive = stream.read(4) == _ZIP
+            if is_archive:
+                _check_archive(stream, path)
+        way_out = "load it with torch.load, make its values plain, save it again"
+        return loaded(str(file), str(path), allow_objects, way_out, is_archive)
+
+
+def _check_archive(stream: IO[bytes], path: Location) -> None:
+    """Refuse an archive that is a program, or whose tensors are packed: torch would map the packed bytes."""
+    try:
+        entries = zipfile.ZipFile(stream).infolist()
+    except zipfile.BadZipFile as error:
+        raise CheckpointCorruptError(f"{path}: torch cannot read it: {error}") from error
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        raise ForeignCheckpointError(
+            f"{path} is a TorchScript archive, which is a program; convert a file of its weights: "
+            f"torch.save(torch.jit.load(PATH).state_dict(), FILE)"
+        )
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise IncompatibleStateError(
+            f"{path} is compressed: another program has packed the archive; load it with torch.load, and save it again"
+        )
+
+
+def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
+    """What a tensor is that has not all its values in dense bytes of its own, and the way out; empty for others."""
+    way_out = f"exclude={name!r} (--exclude) leaves it out, and"
+    if tensor.is_quantized:
+        return f"quantized: its bytes alone do not say its values; {way_out} dequantize() before torch.save stores it"
+    if type(tensor.detach()) is not torch.Tensor or tensor.layout is not torch.strided:
+        kind = f"a {type(tensor).__name__} of layout {tensor.layout}"
+        return f"{kind}; only plain dense tensors can be converted: {way_out} to_dense() before torch.save stores it"
+    if tensor.is_conj() or tensor.is_neg():
+        return (
+            f"a view with conjugate or negative values; {way_out} tensor.resolve_conj().resolve_neg() before "
+            f"torch.save stores it"
+        )
+    return ""
+
+
+def _opened_up(value: Any) -> Any:
+    """A nested state whose tuples with tensors in them are lists, as DCP takes lists apart, and no tuples."""
+    if isinstance(value, Mapping):
+        return {key: _opened_up(each) for key, each in value.items()}
+    if isinstance(value, list) or (isinstance(value, tuple) and _has_tensors(value)):
+        return [_opened_up(each) for each in value]
+    return value
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, (Mapping, list, tuple)) and any(map(_has_tensors, inner))
+
+
+def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -> None:
+    """Write one file with all tensors and objects, nested as the state was. The state is in memory, but for mapped
+    tensors.
+
+    Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
+    ``allow_objects``.
+    """
+    values: dict[str, Any] = {name: own(source.whole(name)) for name in source.tensors}
+    values |= {name: value_of(source, name, allow_objects) for name in source.objects}
+    state = source.nested(values)
+    with explained("writing", target, source.nbytes), target.open("xb") as file:
+        save_to(state, _Counted(file, source.nbytes, done))
+        os.fsync(file.fileno())
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; a copy, if it is a part of more memory: ``torch.save`` writes all of it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def save_to(value: Any, stream: Any) -> None:
+    """``torch.save``. Raises OSError if a write fails."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:  # torch's own words for a full disk do not name it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+class _Counted:
+    """A file that tells how many bytes were written to it, up to ``total``."""
+
+    def __init__(self, file: IO[bytes], total: int, done: Callable[[int], None]) -> None:
+        self._file, self._left, self._done = file, total, done
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        written = self._file.write(data)
+        counted = min(written, self._left)
+        self._left -= counted
+        self._done(counted)
+        return written
