@@ -9,29 +9,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import io
 import os
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from typing_extensions import Buffer
 
-__all__ = ["Entry", "Publish", "RamFiles", "Unpublished", "default_directory", "half_of"]
+from dcp_datastates.process.forks import closed_in_children
+
+__all__ = ["Entry", "RamFiles", "Unpublished", "default_directory"]
 
 _UNFINISHED: Final = ".unfinished"
 _LOCK: Final = ".lock"
+
+LOCK_SECONDS: Final = 60.0
+"""How long a change waits for the changes of other processes, which take milliseconds."""
+
+_LOCK_PAUSE: Final = 0.001
 
 _GRANT_BYTES: Final = 64 << 20
 """The most bytes that a process writes before it looks again how full the directory is."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One object, or a folder, whose key ends in a slash."""
 
     key: str
@@ -42,22 +49,9 @@ class Entry:
     """
 
 
-class Publish(Enum):
-    """When an object may appear under its key."""
-
-    ALWAYS = 0
-    IF_ABSENT = 1
-
-
 def default_directory() -> Path:
     """Of this user, on this node."""
     return Path("/dev/shm") / f"dcp_datastates-{os.getuid()}"
-
-
-def half_of(directory: Path) -> int:
-    """Half of the bytes of the file system that ``directory`` lies in."""
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize // 2
 
 
 class RamFiles:
@@ -76,7 +70,8 @@ class RamFiles:
             raise PermissionError(
                 errno.EACCES, "the directory is another user's", os.fspath(directory)
             )
-        self._most = half_of(directory) if most_bytes is None else most_bytes
+        system = os.statvfs(directory)
+        self._most = system.f_blocks * system.f_frsize // 2 if most_bytes is None else most_bytes
         self._lock = threading.RLock()  # guards _granted
         self._granted = 0
         self._remove_unfinished()
@@ -98,7 +93,7 @@ class RamFiles:
     def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
         """The object, and its bytes ``[begin, end)``; fewer if it ends before. None if there is none."""
         try:
-            file = open(self._path(key), "rb")  # noqa: SIM115
+            file = closed_in_children(open(self._path(key), "rb"))  # noqa: SIM115
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
         with file:
@@ -165,12 +160,9 @@ class RamFiles:
     def locked(self) -> Iterator[None]:
         """Hold the lock of the directory: no other thread or process changes what is published."""
         self._make()
-        descriptor = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with _opened(self._directory / _LOCK, os.O_RDWR | os.O_CREAT) as file:
+            _await_lock(file)
             yield
-        finally:
-            os.close(descriptor)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -194,13 +186,9 @@ class RamFiles:
     def _remove_unfinished(self) -> None:
         """Remove what processes that were killed have left."""
         for each in _scan(self._directory / _UNFINISHED):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(each.path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(each.path)
-                finally:
-                    os.close(descriptor)
+            with contextlib.suppress(OSError), _opened(each.path, os.O_RDWR) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(each.path)
 
 
 class Unpublished:
@@ -215,14 +203,16 @@ class Unpublished:
         view = memoryview(piece).cast("B")
         self._files.take(view.nbytes)
         while view.nbytes:
-            view = view[os.write(self._file, view) :]
+            view = view[self._file.write(view) :]
 
-    def publish(self, how: Publish, modified_ns: int) -> bool:
-        """Let the object appear under its key, with this time; returns whether it has."""
-        os.utime(self._file, ns=(modified_ns, modified_ns))
+    def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
+        """Let the object appear under its key, with this time; ``if_absent``: unless one is there. Returns whether it
+        has.
+        """
+        os.utime(self._file.fileno(), ns=(modified_ns, modified_ns))
         with self._files.locked():
             os.makedirs(os.path.dirname(self._target), mode=0o700, exist_ok=True)
-            if how is Publish.IF_ABSENT:
+            if if_absent:
                 try:
                     os.link(self._path, self._target)
                 except FileExistsError:
@@ -234,23 +224,45 @@ class Unpublished:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._file >= 0:
+        if not self._file.closed:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-            os.close(self._file)
-            self._file = -1
+            self._file.close()
 
-    def _create(self) -> int:
+    def _create(self) -> io.FileIO:
         """The file, locked: a file without a lock is one that a killed process has left."""
         os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
         while True:
-            descriptor = os.open(
-                self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-            )
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-            os.close(descriptor)  # another process has removed it before it was locked
+            file = _opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()  # another process has removed it before it was locked
+
+
+def _opened(path: str | Path, flags: int) -> io.FileIO:
+    """A file that children close: they would hold its lock, and its bytes when it is deleted."""
+    mode = "wb" if flags & os.O_WRONLY else "r+b"
+    opener = functools.partial(os.open, mode=0o600)
+    file = io.FileIO(path, mode, opener=lambda name, _: opener(name, flags | os.O_CLOEXEC))
+    return closed_in_children(file)
+
+
+def _await_lock(file: io.FileIO) -> None:
+    """Lock ``file``. Raises TimeoutError if another process, or thread, does not give the lock back in time."""
+    ends_at = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > ends_at:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another process of this node has held the lock {file.name} for {LOCK_SECONDS:g} s: is it "
+                    f"stopped? `fuser {file.name}` names it",
+                ) from None
+            time.sleep(_LOCK_PAUSE)
 
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:

@@ -1,8 +1,8 @@
 """Which nodes a job has, and where on them an object of a ``ram://`` store lies.
 
-Each process that names such a store starts a server, and publishes in the job's c10d store how to reach it: node,
-address, port and a token, which is the server's own, so no process must know another's before it can serve. Rank 0
-collects what all ranks have published, and publishes the list.
+Each process that names such a store starts a server, and publishes in the job's c10d store how to reach it: its node,
+and the server's address (:class:`~dcp_datastates.wire.secret.Address`). Rank 0 collects what all ranks have published,
+and publishes the list.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
-from dcp_datastates.tiers.ram_client import Node, OtherNode, OwnNode, Pace, ServerAddress
 from dcp_datastates.tiers.ram_files import RamFiles, default_directory
-from dcp_datastates.tiers.ram_server import RamServer
+from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
+from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.server import Server
 
 __all__ = ["RamNodes", "configure_ram", "join", "nodes"]
 
@@ -97,7 +98,7 @@ class _Job:
         directory = config.directory or default_directory()
         self.config: Final = config
         self._rank_set = rank_set
-        self._server: RamServer | None = None
+        self._server: Server | None = None
         self._nodes: RamNodes | None = None
         self._problem = ""
         self._known = threading.Event()  # _nodes or _problem is set for good
@@ -109,16 +110,15 @@ class _Job:
             if rank_set.world == 1:
                 self._nodes = RamNodes(self._own, [self._own], config.peers)
                 return
-            host = own_address(rank_set.host)
-            self._server = RamServer(files, host)
+            self._server = serve(files, own_address(rank_set.host))
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,
                 f"this process cannot take part in ram:// stores: {error.strerror or error}",
                 error.filename or str(directory),
             ) from error
-        token = self._server.token.hex()
-        self._process = _Process(name, files.identity, host, self._server.port, token)
+        host, port, token = self._server.address
+        self._process = _Process(name, files.identity, host, port, token.hex())
         threading.Thread(target=self._meet, name="dcp_datastates-ram", daemon=True).start()
 
     def is_of(self, rank_set: RankSet) -> bool:
@@ -207,11 +207,11 @@ class _Job:
 
     def _other(self, name: str, processes: Sequence[_Process], pace: Pace) -> OtherNode:
         first = self._rank_set.rank % len(processes)  # so that their servers share the work
-        servers = [
-            ServerAddress(each.host, each.port, bytes.fromhex(each.token))
+        addresses = [
+            Address(each.host, each.port, bytes.fromhex(each.token))
             for each in [*processes[first:], *processes[:first]]
         ]
-        return OtherNode(name, servers, pace)
+        return OtherNode(name, addresses, pace)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class _Job:
     def _let_go(self, nodes: RamNodes) -> None:
         for node in nodes.others:
             if isinstance(node, OtherNode):
-                node.close()
+                node.client.close()
 
 
 _lock = threading.RLock()  # guards what follows

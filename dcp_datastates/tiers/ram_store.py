@@ -30,8 +30,8 @@ from dcp_datastates.storage.object_store import (
     url_of,
 )
 from dcp_datastates.tiers import ram_nodes
-from dcp_datastates.tiers.ram_client import Answer, Node
-from dcp_datastates.tiers.ram_files import Entry, Publish
+from dcp_datastates.tiers.ram_files import Entry
+from dcp_datastates.tiers.ram_node import Answer, Node
 from dcp_datastates.tiers.ram_nodes import RamNodes
 
 __all__ = ["RamStore", "open_ram"]
@@ -76,7 +76,7 @@ class RamStore:
         with self._explained("creating", key):
             if self._spread(key) is not None:
                 return False
-        return self._put(key, [data], self._nodes().ring, Publish.IF_ABSENT)
+        return self._put(key, [data], self._nodes().ring, if_absent=True)
 
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -119,9 +119,10 @@ class RamStore:
         key: str,
         pieces: Iterable[Buffer],
         places: Sequence[Node],
-        how: Publish = Publish.ALWAYS,
+        *,
+        if_absent: bool = False,
     ) -> bool:
-        """Store an object on ``places``; with a condition, if it holds on the first of them."""
+        """Store an object on ``places``; ``if_absent``: unless the first of them has one."""
         modified_ns = time.time_ns()
         with contextlib.ExitStack() as stack:
             with self._explained("storing", key):
@@ -137,14 +138,14 @@ class RamStore:
                         copy.write(piece)
                 del piece  # while waiting for the next
             with self._explained("storing", key):
-                _all(copy.complete() for copy in copies)
+                for copy in copies:
+                    copy.complete()
                 hit("ram.publish.before")
-                if how is not Publish.ALWAYS:
-                    first = copies.pop(0)
-                    if not first.publish(how, modified_ns)():
+                if if_absent:
+                    if not copies.pop(0).publish(modified_ns, if_absent=True)():
                         return False
                     hit("ram.publish.between")
-                _all(copy.publish(how, modified_ns) for copy in copies)
+                _all(copy.publish(modified_ns, if_absent=if_absent) for copy in copies)
                 hit("ram.publish.after")
         return True
 
@@ -164,8 +165,8 @@ class RamStore:
             if there is None:
                 with contextlib.closing(node.writing(self._name(key))()) as copy:
                     copy.write(data)
-                    copy.complete()()
-                    copy.publish(Publish.IF_ABSENT, entry.modified_ns)()
+                    copy.complete()
+                    copy.publish(entry.modified_ns, if_absent=True)()
         return entry
 
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], Answer[T | None]]) -> T:

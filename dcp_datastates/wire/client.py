@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dcp_datastates.wire.line import CONNECT_SECONDS, Line, RefusedError, connect
@@ -42,21 +41,29 @@ class Client:
         """The result of a request, with data of at most ``most`` bytes. Raises OSError; :class:`RefusedError` if the
         server has answered with an error.
         """
-        line, result, data = self.begin(words, most=most)
+        line, result, data = self.begin(words, most=most)()
         self.give_back(line)
         return result, data
 
-    def begin(self, words: object, *, most: int = 0) -> tuple[Line, Any, memoryview]:
-        """Like :meth:`ask`, with the connection, for more requests: the caller gives it back, or closes it.
+    def begin(self, words: object, *, most: int = 0) -> Callable[[], tuple[Line, Any, memoryview]]:
+        """Send a request. The function that is returned receives its result, once, and raises what :meth:`ask` raises;
+        the connection, which is for more requests, is to be given back or closed.
 
         If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
         """
         with self._lock:
             idle = self._idle.pop() if self._idle else None
-        if idle is not None:
-            with contextlib.suppress(ConnectionError):
-                return self._asked(idle, words, most)
-        return self._asked(self._connected(), words, most)
+        sent = self._sent(idle, words)
+
+        def answer() -> tuple[Line, Any, memoryview]:
+            try:
+                return self._answered(sent, most)
+            except ConnectionError:
+                if idle is None:
+                    raise
+            return self._answered(self._sent(None, words), most)
+
+        return answer
 
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose requests were answered, for others."""
@@ -74,15 +81,27 @@ class Client:
         for line in lines:
             line.close()
 
-    def _asked(self, line: Line, words: object, most: int) -> tuple[Line, Any, memoryview]:
+    def _sent(self, line: Line | None, words: object) -> Line | OSError:
         try:
+            line = line or self._connected()
             line.end_within(self._answer_seconds)
-            return line, *line.ask(words, most=most)
+            line.send(words)
+        except OSError as error:
+            if line is not None:
+                line.close()
+            return error
+        return line
+
+    def _answered(self, sent: Line | OSError, most: int) -> tuple[Line, Any, memoryview]:
+        if isinstance(sent, OSError):
+            raise sent
+        try:
+            return sent, *sent.result(most)
         except RefusedError:
-            self.give_back(line)
+            self.give_back(sent)
             raise
         except BaseException:
-            line.close()
+            sent.close()
             raise
 
     def _connected(self) -> Line:

@@ -78,30 +78,29 @@ class RefusedError(OSError):
 class Line:
     """One end of a connection. One thread at a time; waits without the GIL. Methods raise OSError: ConnectionError if
     the connection has ended, TimeoutError, :class:`DamagedError`.
+
+    ``patience``: waits so many times :data:`PROGRESS_SECONDS` while nothing passes. A server waits longer than its
+    client, which then says that nothing passes, and not that the connection has ended.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(PROGRESS_SECONDS)
+    def __init__(self, connection: socket.socket, patience: float = 1.0) -> None:
+        self._most_seconds = patience * PROGRESS_SECONDS
+        connection.settimeout(self._most_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket = closed_in_children(connection)
-        self._seconds = PROGRESS_SECONDS
+        self._seconds = self._most_seconds
         self._ends_at = math.inf
 
     def end_within(self, seconds: float) -> None:
         """Let all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
-        self._seconds = min(seconds, PROGRESS_SECONDS)
+        self._seconds = min(seconds, self._most_seconds)
         self._ends_at = time.monotonic() + seconds
         self._socket.settimeout(self._seconds)
 
     # ---- requests and answers ------------------------------------------------------------------------
-
-    def ask(self, words: object, *, most: int = 0) -> tuple[Any, memoryview]:
-        """Send a request without data; returns the result, with data of at most ``most`` bytes."""
-        self.send(words)
-        return self.result(most)
 
     def result(self, most: int = 0) -> tuple[Any, memoryview]:
         """Receive the answer to a request that was sent. Raises :class:`RefusedError` if it is an error."""
@@ -190,7 +189,7 @@ class Line:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 rest = rest[count:]
                 if is_idle:
-                    self._socket.settimeout(PROGRESS_SECONDS)
+                    self._socket.settimeout(self._most_seconds)
         return view
 
     def close(self) -> None:
@@ -203,7 +202,7 @@ class Line:
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        if left < PROGRESS_SECONDS:
+        if left < self._most_seconds:
             self._socket.settimeout(left)
 
     @contextlib.contextmanager

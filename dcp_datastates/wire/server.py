@@ -161,7 +161,7 @@ class Server:
     def _admit(self, connection: socket.socket, proved: bool) -> None:
         """Give the connection a thread, if it has ``proved`` that it knows the key; else close it."""
         try:
-            line = Line(connection)
+            line = Line(connection, patience=2.0)
             with self._lock:
                 if proved and not self._is_closed and len(self._lines) < MOST_LINES:
                     self._lines.add(line)

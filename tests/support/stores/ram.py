@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from dcp_datastates.tiers.ram_client import Node, OtherNode, OwnNode, Pace, ServerAddress
 from dcp_datastates.tiers.ram_files import RamFiles
+from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
 from dcp_datastates.tiers.ram_nodes import RamNodes
-from dcp_datastates.tiers.ram_server import RamServer
 from dcp_datastates.tiers.ram_store import RamStore
+from dcp_datastates.wire.secret import Address
 
 __all__ = ["RamCluster", "temporary_store"]
 
@@ -25,12 +25,11 @@ class RamCluster:
         self.names = [chr(97 + number) for number in range(count)]
         self.folders = {name: root / name for name in self.names}
         self.files = {name: RamFiles(self.folders[name], most_bytes) for name in self.names}
-        self.servers = {name: RamServer(self.files[name], "127.0.0.1") for name in self.names}
+        self.servers = {name: serve(self.files[name], "127.0.0.1") for name in self.names}
         self.peers = peers
 
-    def address(self, name: str) -> ServerAddress:
-        server = self.servers[name]
-        return ServerAddress("127.0.0.1", server.port, server.token)
+    def address(self, name: str) -> Address:
+        return self.servers[name].address
 
     def other(self, name: str) -> OtherNode:
         return OtherNode(name, [self.address(name)], Pace(0))
@@ -39,7 +38,7 @@ class RamCluster:
         self,
         own: str,
         bucket: str = "run",
-        addresses: Mapping[str, Sequence[ServerAddress]] = MappingProxyType({}),
+        addresses: Mapping[str, Sequence[Address]] = MappingProxyType({}),
     ) -> RamStore:
         """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
         ring: list[Node] = [

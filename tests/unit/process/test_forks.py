@@ -18,7 +18,6 @@ AT_FORKS_AND_ENDS = {
     "process/garbage.py": "the child's own program runs with the garbage collector",
     "ranks/gloo_group.py": "destructors of gloo wait for threads, which a child does not have",
     "staging/step_gate.py": "an optimizer's step in a child must not wait for the parent's reads",
-    "tiers/ram_protocol.py": "a connection that a child holds open, too, does not end with the parent",
 }
 """The files that register with ``atexit`` or ``os.register_at_fork``, and why."""
 

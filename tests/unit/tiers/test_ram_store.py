@@ -15,8 +15,7 @@ from support.waiting import await_that
 
 from dcp_datastates import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError
-from dcp_datastates.tiers import ram_protocol
-from dcp_datastates.tiers.ram_client import ServerAddress
+from dcp_datastates.wire import line
 
 DATA = "step-1/x/r00000-0.safetensors"
 OTHER = "step-1/x/decision"
@@ -33,8 +32,8 @@ def cluster(tmp_path):
 @pytest.fixture
 def proxied(cluster):
     """A store on node ``a``, and the proxy through which it reaches ``b``."""
-    proxy = HarmProxy(cluster.servers["b"].port)
-    address = ServerAddress("127.0.0.1", proxy.port, cluster.servers["b"].token)
+    proxy = HarmProxy(cluster.address("b").port)
+    address = cluster.address("b")._replace(port=proxy.port)
     yield cluster.store("a", addresses={"b": [address]}), proxy
     proxy.close()
 
@@ -138,7 +137,7 @@ def test_a_node_that_is_gone_is_never_a_missing_object(cluster):
 
 def test_a_node_that_is_silent_is_named(cluster, proxied, monkeypatch):
     store, proxy = proxied
-    monkeypatch.setattr(ram_protocol, "PROGRESS_SECONDS", 0.3)
+    monkeypatch.setattr(line, "PROGRESS_SECONDS", 0.3)
     for way, nbytes in (("up", 0), ("up", 1 << 20), ("down", 0), ("down", 13)):
         setattr(proxy, way, held_after(nbytes))
         with pytest.raises(
@@ -159,15 +158,15 @@ def test_a_connection_that_ended_while_it_was_idle_is_made_again(cluster, proxie
 
 
 def test_another_process_of_the_node_answers_for_one_that_has_ended(cluster):
-    ended = ServerAddress("127.0.0.1", 1, bytes(ram_protocol.TOKEN_BYTES))
+    ended = cluster.address("b")._replace(port=1)
     store = cluster.store("a", addresses={"b": [ended, cluster.address("b")]})
     put(store)
     assert cluster.has(DATA) == ["a", "b"]
 
 
-@pytest.mark.parametrize("token", [bytes(ram_protocol.TOKEN_BYTES), b"", b"x" * 1000])
+@pytest.mark.parametrize("token", [bytes(16), b"", b"x" * 1000])
 def test_a_wrong_token_is_refused(cluster, token):
-    address = ServerAddress("127.0.0.1", cluster.servers["b"].port, token)
+    address = cluster.address("b")._replace(token=token)
     store = cluster.store("a", addresses={"b": [address]})
     with pytest.raises(StorageError, match="node b"):
         put(store)

@@ -25,6 +25,12 @@ def echo(line):
         line.answer(words, data)
 
 
+def asked(line, words):
+    """The answer to a request."""
+    line.send(words)
+    return line.result()
+
+
 @pytest.fixture
 def server():
     made = Server(*listen("127.0.0.1"), NAME, echo)
@@ -56,18 +62,18 @@ def descriptors() -> int:
 
 def test_silent_strangers_take_no_thread_and_few_descriptors_and_disturb_nobody(server):
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("before") == ("before", b"")
+        assert asked(own, "before") == ("before", b"")
         before, crowd = descriptors(), []
         with contextlib.ExitStack() as stack:
             for number in range(5 * servers.MOST_STRANGERS):
                 crowd.append(stack.enter_context(stranger(server)))
                 if not number % 50:
                     with contextlib.closing(connect(server.address)) as new:
-                        assert new.ask(number) == (number, b"")
+                        assert asked(new, number) == (number, b"")
             assert all(map(has_ended, crowd[: 4 * servers.MOST_STRANGERS - 20]))
             await_that(lambda: descriptors() - len(crowd) - before <= servers.MOST_STRANGERS + 2)
             assert len(threads()) <= 3
-            assert own.ask("amid") == ("amid", b"")
+            assert asked(own, "amid") == ("amid", b"")
 
 
 @pytest.mark.parametrize("says", [b"", b"x", bytes(CHALLENGE_BYTES)])
@@ -101,7 +107,7 @@ def test_garbage_is_answered_with_nothing_but_the_end(server, says):
         connection.sendall(says)
         assert has_ended(connection)
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("after") == ("after", b"")
+        assert asked(own, "after") == ("after", b"")
 
 
 def test_resets_do_not_hold_the_server_up(server):
@@ -110,7 +116,7 @@ def test_resets_do_not_hold_the_server_up(server):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     began = time.monotonic()
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("after") == ("after", b"")
+        assert asked(own, "after") == ("after", b"")
     assert time.monotonic() - began < 5
 
 
@@ -121,6 +127,11 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
         from dcp_datastates.wire.line import connect
         from dcp_datastates.wire.server import Server, listen
         server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
+
+        def asked(line, words):
+            line.send(words)
+            return line.result()
+
         limit = len(os.listdir("/proc/self/fd")) + 100
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         code = f'''
@@ -138,7 +149,7 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
         assert crowd.stdout.readline() == b"there\\n"
         for _ in range(20):
             open("/dev/null").close()
-            assert connect(server.address).ask("own")[0] == "own"
+            assert asked(connect(server.address), "own")[0] == "own"
         assert threading.active_count() < 30, threading.active_count()
         crowd.communicate(b"\\n")
         """,
@@ -163,7 +174,7 @@ def test_a_process_that_has_read_all_of_the_store_does_not_know_the_secret(monke
     monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
     with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
         with contextlib.closing(connect(server.address)) as own:
-            assert own.ask("own") == ("own", b"")
+            assert asked(own, "own") == ("own", b"")
         monkeypatch.delenv("DCP_DATASTATES_SECRET")
         with pytest.raises(PermissionError):
             connect(server.address)
@@ -227,12 +238,12 @@ def test_what_crosses_the_wire_is_neither_the_token_nor_good_for_another_connect
 def test_beyond_the_limit_a_connection_is_refused(server, monkeypatch):
     monkeypatch.setattr(servers, "MOST_LINES", 1)
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("first") == ("first", b"")
+        assert asked(own, "first") == ("first", b"")
         with contextlib.closing(connect(server.address)) as more, pytest.raises(ConnectionError):
-            more.ask("second")
+            asked(more, "second")
     await_that(lambda: not server._lines)
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("third") == ("third", b"")
+        assert asked(own, "third") == ("third", b"")
 
 
 def test_without_a_thread_for_it_a_connection_is_refused(server, monkeypatch):
@@ -242,9 +253,9 @@ def test_without_a_thread_for_it_a_connection_is_refused(server, monkeypatch):
     with monkeypatch.context() as no_threads:
         no_threads.setattr(threading.Thread, "start", refuse)
         with contextlib.closing(connect(server.address)) as own, pytest.raises(ConnectionError):
-            own.ask("refused")
+            asked(own, "refused")
     with contextlib.closing(connect(server.address)) as own:
-        assert own.ask("served") == ("served", b"")
+        assert asked(own, "served") == ("served", b"")
 
 
 # ---- the end -----------------------------------------------------------------------------------------
@@ -252,11 +263,11 @@ def test_without_a_thread_for_it_a_connection_is_refused(server, monkeypatch):
 
 def test_the_end_closes_all(server):
     own, silent = connect(server.address), stranger(server)
-    assert own.ask("there") == ("there", b"")
+    assert asked(own, "there") == ("there", b"")
     assert not server.await_unused(0.1)
     server.close()
     with pytest.raises(ConnectionError):
-        own.ask("gone")
+        asked(own, "gone")
     assert has_ended(silent)
     silent.close()
     with pytest.raises(ConnectionRefusedError):
@@ -272,9 +283,14 @@ def test_a_forked_child_holds_no_socket(tmp_path):
         from dcp_datastates.wire.line import connect
         from dcp_datastates.wire.server import Server, listen
         server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
+
+        def asked(line, words):
+            line.send(words)
+            return line.result()
+
         own = connect(server.address)
         silent = socket.create_connection(server.address[:2])
-        assert own.ask("there")[0] == "there"
+        assert asked(own, "there")[0] == "there"
         def sockets():
             held = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
             return sorted(os.readlink(each) for each in held if os.path.islink(each) and "socket:" in os.readlink(each))
@@ -289,7 +305,7 @@ def test_a_forked_child_holds_no_socket(tmp_path):
             os._exit(0 if sockets() == [mine] else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert sockets() == before
-        assert own.ask("still there")[0] == "still there"
+        assert asked(own, "still there")[0] == "still there"
         """,
         tmp_path,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_datastates.tiers import ram_client
-from dcp_datastates.tiers.ram_client import Pace
+from dcp_datastates.tiers import ram_node
+from dcp_datastates.tiers.ram_node import Pace
 
 
 class _Clock:
@@ -22,7 +22,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = _Clock()
-    monkeypatch.setattr(ram_client, "time", made)
+    monkeypatch.setattr(ram_node, "time", made)
     return made
 
 
