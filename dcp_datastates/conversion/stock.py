@@ -64,7 +64,7 @@ _DEEPEST: Final = 8
 
 
 class StockSource(DCPSource):
-    """A checkpoint of stock DCP. A stored chunk is read as a whole, and kept until later rows are read."""
+    """A checkpoint of stock DCP. A thread reads a stored chunk as a whole, and keeps it until it reads later rows."""
 
     format = "stock DCP"
 
@@ -78,8 +78,7 @@ class StockSource(DCPSource):
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
-        self._lock = threading.Lock()  # guards _kept
-        self._kept: dict[MetadataIndex, torch.Tensor] = {}
+        self._of_thread = threading.local()  # kept: its latest chunks, of one tensor
 
     def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
@@ -93,19 +92,19 @@ class StockSource(DCPSource):
 
     def _read(self, box: Box) -> torch.Tensor:
         into, items = self._reads(box)
-        with self._lock:
-            self._kept = {
-                index: chunk
-                for index, chunk in self._kept.items()
-                if index.fqn == box.name and box.sizes
-                if index.offset[0] + chunk.shape[0] > box.offsets[0]  # type: ignore[index]
-            }
-            for item, part in items:
-                index = item.storage_index
-                if (chunk := self._kept.get(index)) is None:
-                    chunk = self._kept[index] = self._chunk(index)
-                offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-                part.copy_(Box(box.name, offsets, sizes).of(chunk))
+        kept: dict[MetadataIndex, torch.Tensor] = {
+            index: chunk
+            for index, chunk in vars(self._of_thread).get("kept", {}).items()
+            if index.fqn == box.name and index.offset[0] + chunk.shape[0] > box.offsets[0]
+        }
+        self._of_thread.kept = kept
+        for item, part in items:
+            index = item.storage_index
+            if (chunk := kept.get(index)) is None:
+                chunk = self._chunk(index)
+                if box.sizes:
+                    kept[index] = chunk
+            part.copy_(Box(box.name, item.storage_offsets, item.lengths).of(chunk))
         return into
 
     def _chunk(self, index: MetadataIndex) -> torch.Tensor:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Box, as_bytes, batches, boxes
+from dcp_datastates.conversion.source import as_bytes, batches, boxes
 from dcp_datastates.conversion.torch_file import TorchSource
 
-shapes = st.lists(st.integers(0, 5), max_size=4)
+shapes = st.lists(st.integers(0, 5), max_size=4)  # also of scalars, and without elements
 
 
 @settings(max_examples=200)
@@ -45,7 +45,3 @@ def test_batches_are_all_tensors_in_order_and_bounded(tmp_path_factory, all_shap
     for name, pairs in itertools.groupby(flat, lambda pair: pair[0].name):
         data = b"".join(as_bytes(tensor) for _, tensor in pairs)
         assert data == as_bytes(state[name]).tobytes()
-
-
-def test_a_box_of_a_scalar_is_the_scalar():
-    assert Box("x", (), ()).of(torch.tensor(3)).item() == 3

@@ -163,6 +163,26 @@ def test_stock_metadata_that_are_malformed(change, tmp_path):
     _refused(source, CheckpointCorruptError, "malformed", tmp_path)
 
 
+def test_stock_chunks_of_columns_are_read_once(tmp_path, monkeypatch):
+    """The tensor is converted in several pieces, each with rows of both chunks."""
+    whole = filled((3000, 1000), torch.float32)
+    save_stock({"a": whole[:, :300].clone(), "b": whole[:, 300:].clone()}, tmp_path / "in")
+    path = tmp_path / "in" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    places, entry = metadata.storage_data, metadata.state_dict_metadata["a"]
+    places[MetadataIndex("a", [0, 300])] = places[MetadataIndex("b", [0, 0])]
+    entry.size = whole.shape
+    entry.chunks.append(ChunkStorageMetadata(torch.Size([0, 300]), torch.Size([3000, 700])))
+    path.write_bytes(pickle.dumps(metadata))
+    loads, load = [], torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **options: loads.append(1) or load(*args, **options)
+    )
+    convert(tmp_path / "in", tmp_path / "out", "safetensors", only="a", **SMALL)
+    assert len(loads) == 2
+    assert_same(load_file(tmp_path / "out"), {"a": whole})
+
+
 def test_stock_metadata_that_name_another_file(tmp_path):
     def change(metadata):
         for info in metadata.storage_data.values():
@@ -263,8 +283,10 @@ def test_stock_metadata_run_no_code(tmp_path):
     _refused(source, UnsafeObjectError, "allow_objects", tmp_path)
 
 
-def test_a_torch_file_runs_no_code(tmp_path):
-    torch.save({"a": torch.ones(3), "trap": Trap()}, tmp_path / "in")
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_torch_file_runs_no_code(is_archive, tmp_path):
+    state = {"a": torch.ones(3), "trap": Trap()}
+    torch.save(state, tmp_path / "in", _use_new_zipfile_serialization=is_archive)
     error = _refused(tmp_path / "in", UnsafeObjectError, "--allow-objects", tmp_path, "torch")
     assert "_spring" in str(error)
 
@@ -445,11 +467,6 @@ def test_a_torch_file_of_before_torch_1_6_is_read(tmp_path):
     torch.save(state, tmp_path / "in", _use_new_zipfile_serialization=False)
     convert(tmp_path / "in", tmp_path / "out", **SMALL)
     assert_same(dcp_datastates.load(tmp_path / "out"), state)
-
-
-def test_an_old_torch_file_runs_no_code(tmp_path):
-    torch.save({"a": Trap()}, tmp_path / "in", _use_new_zipfile_serialization=False)
-    _refused(tmp_path / "in", UnsafeObjectError, "--allow-objects", tmp_path)
 
 
 def test_a_part_of_a_tensor_does_not_bring_all_of_it(tmp_path):

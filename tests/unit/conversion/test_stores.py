@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 
 import pytest
@@ -25,7 +24,6 @@ from dcp_datastates import (
     copy,
     diff,
     latest,
-    load,
     pin,
 )
 
@@ -250,11 +248,3 @@ def test_differences_between_a_store_and_a_directory_are_found(path, tmp_path):
     found = diff(tmp_path / "other", path)
     assert [each.problem for each in found.differences] == ["values"]
     assert str(found).startswith(f"{tmp_path / 'other'} and {path}: ")
-
-
-def test_a_torch_object_is_loadable_bytes(path, store):
-    buffer = io.BytesIO()
-    torch.save({"a": torch.ones(3)}, buffer)
-    store.put("run/step-1", buffer.getvalue())
-    convert(path, f"{path}-ours", **SMALL)
-    assert_same(load(f"{path}-ours"), {"a": torch.ones(3)})
