@@ -1,4 +1,4 @@
-"""The memory of a conversion is bounded by ``host_cache_size``, whatever the sizes of tensors; but of ``torch.save``."""
+"""The memory of a conversion is bounded by ``host_cache_size``, whatever the tensors; but for ``torch.save``."""
 
 from __future__ import annotations
 
