@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-__all__ = ["raw_read_rate", "raw_write_rate"]
-
 _BLOCK = 8 << 20
 _PAGE = 4 << 10
 _THREADS = 4

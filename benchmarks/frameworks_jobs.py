@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["FRAMEWORKS"]
-
 WIDTH = 1792
 LAYERS = 4
 BATCH = 256

@@ -22,8 +22,6 @@ from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.local_plan import Head, LocalPlan
 from planning_jobs import Job
 
-__all__ = ["Cost", "columns", "stock"]
-
 
 @dataclass
 class Cost:

@@ -12,34 +12,6 @@ from collections.abc import Iterable, Mapping
 
 from dcp_datastates.text import printable
 
-__all__ = [
-    "CheckpointCorruptError",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "CheckpointReplacedError",
-    "CheckpointSkipped",
-    "CheckpointSupersededError",
-    "CommitOutcomeUnknown",
-    "ConfigurationError",
-    "DataStatesError",
-    "DeviceError",
-    "ForeignCheckpointError",
-    "ForkedProcessError",
-    "IncompatibleStateError",
-    "NoAnswerError",
-    "RankLostError",
-    "ReplicasDifferError",
-    "SaveAbandonedError",
-    "SaveFailedError",
-    "SaveStalledError",
-    "SnapshotTornError",
-    "StorageError",
-    "UnreadableMetadataError",
-    "UnsafeObjectError",
-    "UnsupportedStateError",
-    "UnsupportedTensorError",
-]
-
 
 class DataStatesError(Exception):
     """Base of all errors of this package. Its text has escapes for control characters in names."""

@@ -46,35 +46,36 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_526,
-    "checkpoints": 2_855,
+    "": 1_481,
+    "checkpoints": 2_794,
     "cli": 1_238,
-    "commit": 1_800,
-    "conversion": 3_438,
-    "dcp": 2_586,
-    "deepspeed": 767,
-    "format": 3_190,
-    "huggingface": 1_171,
-    "io": 2_261,
-    "lightning": 706,
-    "loading": 746,
-    "manager": 4_076,
-    "megatron": 300,
-    "monitoring": 210,
-    "planning": 2_662,
-    "process": 824,
-    "ranks": 2_289,
-    "saving": 2_657,
-    "sharing": 923,
-    "staging": 2_086,
-    "storage": 3_936,
-    "tiers": 2_580,
-    "torchtitan": 573,
+    "commit": 1_780,
+    "conversion": 2_936,
+    "dcp": 2_242,
+    "deepspeed": 757,
+    "format": 3_110,
+    "huggingface": 1_161,
+    "io": 2_189,
+    "lightning": 692,
+    "loading": 1_680,
+    "manager": 4_018,
+    "megatron": 296,
+    "monitoring": 206,
+    "planning": 2_548,
+    "process": 821,
+    "ranks": 2_285,
+    "saving": 2_616,
+    "sharing": 834,
+    "staging": 2_037,
+    "storage": 3_777,
+    "tiers": 2_030,
+    "torchtitan": 567,
+    "wire": 623,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 20_047, "tests": 52_054}
+BUDGETS_BESIDE = {"native": 20_047, "tests": 52_525}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

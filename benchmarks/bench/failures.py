@@ -14,8 +14,6 @@ from typing import Any
 from bench.samples import Column, Row, Table
 from bench.savers import SAVERS
 
-__all__ = ["expected", "reckon"]
-
 HOURS = (1, 3, 12)
 COLUMNS = tuple(
     column

@@ -14,8 +14,6 @@ from safetensors import safe_open
 import dcp_datastates as ds
 from bench.savers import torch_checkpointing_manager
 
-__all__ = ["LOADERS", "Load", "Loader"]
-
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Load: TypeAlias = Callable[[Path, Tensors], object]
 

@@ -15,8 +15,6 @@ from bench.states import CASES, State, make
 from bench.system import Peak, cpu_seconds, drop, sync_tree, warm
 from disk import raw_read_rate
 
-__all__ = ["measure"]
-
 COLUMNS = (
     Column("cold", "cold", "s", compared=True),
     Column("of_raw", "of the raw disk", "%"),

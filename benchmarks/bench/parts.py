@@ -21,8 +21,6 @@ from bench import loads, saves, training
 from bench.samples import Table, summary
 from bench.savers import start_process_group
 
-__all__ = ["FULL", "PARTS", "QUICK", "Sizes"]
-
 
 @dataclass(frozen=True)
 class Sizes:

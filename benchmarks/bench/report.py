@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "markdown"]
-
 _READ = (
     "Figures are medians, with (lowest to highest), of n rounds in which all took turns in one process, in "
     "another order each time. **×** compares with the best peer of the same run: 2× takes half as long. The raw "

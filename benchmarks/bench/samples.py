@@ -8,8 +8,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-__all__ = ["Column", "Row", "Table", "interleave", "spread", "summary"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -23,8 +23,6 @@ import dcp_datastates as ds
 from bench.states import State
 from bench.system import sync_tree
 
-__all__ = ["SAVERS", "Commit", "Save", "Saver", "Started", "start_process_group"]
-
 
 @dataclass
 class Started:

@@ -13,8 +13,6 @@ from bench.states import CASES, State, make
 from bench.system import cpu_seconds
 from disk import raw_write_rate
 
-__all__ = ["measure"]
-
 COLUMNS = (
     Column("stall", "stall", "ms", compared=True),
     Column("call", "of it the call", "ms"),

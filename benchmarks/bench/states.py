@@ -8,8 +8,6 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["CASES", "State", "make"]
-
 CASES = {
     "large": "large tensors",
     "llm": "an LLM with AdamW's moments",

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Peak", "cpu_seconds", "drop", "files_of", "sync_tree", "warm"]
-
 _TICK = os.sysconf("SC_CLK_TCK")
 
 

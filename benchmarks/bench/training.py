@@ -16,8 +16,6 @@ from bench.savers import SAVERS, Commit, Save, Started
 from bench.states import State, make
 from disk import raw_write_rate
 
-__all__ = ["WRITERS", "measure_intervals", "measure_shortest", "shortest", "start_seconds"]
-
 WRITERS = (
     "ours",
     "`FileSystemWriter`, 4 threads",

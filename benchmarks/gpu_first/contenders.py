@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dcp_datastates
 from dcp_datastates import DataStatesWriter
 
-__all__ = ["Contender", "Ours", "StockPinned"]
-
 
 class Contender:
     """Saves a job's state; ``before_step`` is where torchtitan waits for staging.

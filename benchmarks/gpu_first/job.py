@@ -11,8 +11,6 @@ from torch.nn import functional
 
 import dcp_datastates
 
-__all__ = ["SMOKE", "Job", "Shape"]
-
 _SEED = 1234
 
 

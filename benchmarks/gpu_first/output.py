@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["gpu", "replace_json", "table"]
-
 
 def gpu() -> dict[str, Any]:
     """What is to be said of the device. Makes the process use it."""

@@ -45,8 +45,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, locate, sto
 from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["CopyTarget", "checked_pieces", "committed_at", "copy", "is_whole", "same_size"]
-
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 _PARTS_IN_FLIGHT: Final = 4
 _PHASE: Final = "copy"

@@ -31,8 +31,6 @@ from dcp_datastates.storage.decisions import State, decision_path, mark_deleted,
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import NotStoredError
 
-__all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
-
 logger = logging.getLogger(__name__)
 
 

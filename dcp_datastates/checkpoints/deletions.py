@@ -15,8 +15,6 @@ from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.worker import Worker
 
-__all__ = ["Deletions"]
-
 logger = logging.getLogger(__name__)
 
 

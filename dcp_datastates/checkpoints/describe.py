@@ -43,8 +43,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
 from dcp_datastates.text import columns, count, date, numbers, size
 
-__all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
-
 _SHOWN: Final = 16
 """How many tensors and objects, files, or checkpoints a text lists."""
 

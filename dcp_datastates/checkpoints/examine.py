@@ -39,8 +39,6 @@ from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["Examination"]
-
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 """Bytes per read: enough for any storage to reach full speed."""
 

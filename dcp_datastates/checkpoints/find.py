@@ -23,16 +23,6 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import Location, locate_all
 
-__all__ = [
-    "Verification",
-    "check_verification",
-    "copies_newest_first",
-    "flaw",
-    "latest",
-    "latest_here",
-    "newest_whole",
-]
-
 logger = logging.getLogger(__name__)
 
 Verification = Literal["metadata", "structure", "full"]

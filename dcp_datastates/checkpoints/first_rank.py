@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.told_errors import described, error_of
+from dcp_datastates.commit.told_errors import described, error_of
 from dcp_datastates.errors import (
     ConfigurationError,
     NoAnswerError,
@@ -33,8 +33,6 @@ from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.incarnation import Incarnation
 from dcp_datastates.ranks.meetings import poll
 from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
-
-__all__ = ["DEFAULT_TIMEOUT", "from_first_of", "from_first_rank"]
 
 logger = logging.getLogger(__name__)
 

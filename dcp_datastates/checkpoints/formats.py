@@ -12,8 +12,6 @@ from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, Fore
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
-__all__ = ["HUGGING_FACE_INDEX", "Format", "format_of"]
-
 HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
 
 

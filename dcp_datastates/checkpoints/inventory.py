@@ -13,21 +13,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import StoredObject
 
-__all__ = [
-    "attempts_at",
-    "committed_among",
-    "folders_in",
-    "has_rest",
-    "is_committed",
-    "is_directory",
-    "is_link",
-    "may_be_committed",
-    "names_at",
-    "newest_attempt",
-    "newest_possible",
-    "remove_all",
-]
-
 _STAT_THREADS: Final = 8
 """Threads that stat files: a shared file system takes a millisecond per file."""
 

@@ -11,8 +11,6 @@ from dcp_datastates.checkpoints.listing import Found, step_of
 from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["Keep"]
-
 Direction = Literal["min", "max"]
 
 

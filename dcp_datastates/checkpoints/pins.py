@@ -15,8 +15,6 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 
-__all__ = ["DELETING", "pin", "pins", "unpin"]
-
 DELETING: Final = "deleting"
 """An object in the attempt's folder while it is being deleted."""
 

@@ -34,8 +34,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import date
 
-__all__ = ["Retained", "retain", "retain_here"]
-
 logger = logging.getLogger(__name__)
 
 _CLOCK_SECONDS: Final = 60.0

@@ -18,8 +18,6 @@ from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["ADAPTER_CONFIG", "adapter_config", "adapter_of"]
-
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
 _ROOT: Final = "base_model.model."

@@ -26,8 +26,6 @@ from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
-__all__ = ["Comparison", "Difference", "diff"]
-
 _PIECE_BYTES: Final = 2 << 20
 """What a thread reads at a time, of each of the two."""
 _PIECE_ELEMENTS: Final = 256 << 10

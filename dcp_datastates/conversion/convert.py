@@ -48,8 +48,6 @@ from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
-__all__ = ["Conversion", "convert"]
-
 logger = logging.getLogger(__name__)
 
 Target = Literal["datastates", "hf", "peft", "safetensors", "dcp", "torch"]

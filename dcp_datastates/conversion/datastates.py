@@ -42,8 +42,6 @@ from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import DECISION_NAME
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 
-__all__ = ["DataStatesSource", "datastates_output", "write_to_store"]
-
 
 class DataStatesSource(DCPSource):
     """A committed checkpoint of this package. Every byte is verified before it is used."""

@@ -12,8 +12,6 @@ from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.format.key_paths import EMPTY, with_types
 from dcp_datastates.format.validate import check_covered
 
-__all__ = ["DCPSource"]
-
 
 class DCPSource(Source):
     """A checkpoint that DCP's metadata describe."""

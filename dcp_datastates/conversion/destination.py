@@ -26,8 +26,6 @@ from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempts import attempts_in
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
 
-__all__ = ["atomic_output", "check_destination"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["local_file", "opened", "read_whole", "stream_of"]
-
 _BUFFER_BYTES: Final = 64 << 10
 """What a stream reads at a time: of an object, by one request."""
 

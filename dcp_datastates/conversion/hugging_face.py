@@ -20,8 +20,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["TRAINER_STATE", "companions_in", "hf_output", "small_files"]
-
 logger = logging.getLogger(__name__)
 
 _CONFIG: Final = "config.json"

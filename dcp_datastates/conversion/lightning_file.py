@@ -21,19 +21,6 @@ from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
 from dcp_datastates.manager.structure import put_together, taken_apart
 
-__all__ = [
-    "COUNT",
-    "FURTHER_TENSORS",
-    "META",
-    "MODEL",
-    "NAMES",
-    "OPTIMIZERS",
-    "LightningFile",
-    "is_of_lightning",
-    "lightning_checkpoint",
-    "optimizer_name",
-]
-
 MODEL: Final = "state_dict"
 OPTIMIZERS: Final = "optimizer_states"
 META: Final = "meta.pt"

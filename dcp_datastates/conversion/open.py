@@ -22,8 +22,6 @@ from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointErro
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["open_source"]
-
 
 def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
     """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors

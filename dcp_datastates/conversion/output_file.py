@@ -19,8 +19,6 @@ from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import put_pieces
 
-__all__ = ["Output", "OutputFile", "write_small_file"]
-
 _PARTS_IN_FLIGHT: Final = 2
 """Of each file that goes to a store: beside the piece that is read and the one that becomes a part."""
 

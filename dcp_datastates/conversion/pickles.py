@@ -12,8 +12,6 @@ import torch
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointCorruptError, StorageError, UnsafeObjectError
 
-__all__ = ["loaded", "unsafe", "value_of"]
-
 
 def value_of(source: Source, name: str, allow_objects: bool) -> Any:
     """The object ``name`` as a Python value. Raises as :func:`loaded`."""

@@ -32,8 +32,6 @@ from dcp_datastates.format.safetensors_header import Header, read_header
 from dcp_datastates.process.work import Unit
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["SafetensorsSource", "is_safetensors", "safetensors_unit", "shards_output", "weights_in"]
-
 _NAME_OF: Final[Mapping[torch.dtype, str]] = {
     **SAFETENSORS_NAME,
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",

@@ -20,8 +20,6 @@ from dcp_datastates.format.name_patterns import (
     renamed_path,
 )
 
-__all__ = ["Selected", "Selection", "optimizers_in", "select"]
-
 _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
 """A name within the state of an optimizer, and the optimizer's."""
 

@@ -20,16 +20,6 @@ from dcp_datastates.format.key_paths import KeyPath, empties
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.object_path import Location
 
-__all__ = [
-    "Box",
-    "Source",
-    "as_bytes",
-    "batches",
-    "boxes",
-    "shape_of",
-    "shards",
-]
-
 
 class Box(NamedTuple):
     """Elements of a tensor, adjacent in row-major order."""

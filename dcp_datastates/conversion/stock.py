@@ -46,8 +46,6 @@ from dcp_datastates.process.work import Done
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["StockSource", "stock_output"]
-
 _OTHERS: Final = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),

@@ -27,8 +27,6 @@ from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["TorchSource", "is_torch_file", "own", "save_to", "write_torch"]
-
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
 

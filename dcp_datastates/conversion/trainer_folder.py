@@ -22,8 +22,6 @@ from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.packed_optimizer import packed_optimizer
 from dcp_datastates.storage import local
 
-__all__ = ["MODEL", "OPTIMIZER", "trainer_output", "trainer_source"]
-
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 

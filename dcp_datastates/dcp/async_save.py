@@ -38,8 +38,6 @@ from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["async_save", "save"]
-
 
 def async_save(
     state_dict: Mapping[str, Any],

@@ -36,16 +36,6 @@ from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, locate
 
-__all__ = [
-    "FIELDS",
-    "DcpSave",
-    "StagedStateDict",
-    "ThisThread",
-    "begin_async",
-    "begin_synchronous",
-    "warn_if_shared",
-]
-
 logger = logging.getLogger(__name__)
 
 

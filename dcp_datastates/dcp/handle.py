@@ -12,8 +12,6 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["SaveHandle"]
-
 
 class SaveHandle(AsyncSaveResponse):
     """A save in progress. Any thread may use the handle at any time. The log has the outcome in any case.

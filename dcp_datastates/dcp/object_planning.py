@@ -27,8 +27,6 @@ from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["ObjectPlanning"]
-
 
 class ObjectPlanning(SavePlanning):
     """Planning of a save by ``planner``.

@@ -23,8 +23,6 @@ from dcp_datastates.saving.rank_context import RankContext, context_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 
-__all__ = ["prime"]
-
 _WHAT: Final = "prime()"
 
 _TIMEOUT_SECONDS: Final = 300.0

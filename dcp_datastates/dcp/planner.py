@@ -31,15 +31,6 @@ from dcp_datastates.planning.flat_state import chunk_of, declared
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 
-__all__ = [
-    "NO_PLAN",
-    "DataStatesSavePlanner",
-    "WriterMeta",
-    "options_in_columns",
-    "plan_in_columns",
-    "planned_state",
-]
-
 NO_PLAN: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
 """What a :class:`DataStatesSavePlanner` returns in place of a plan for this package's writer."""
 

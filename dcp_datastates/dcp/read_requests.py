@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
 from dcp_datastates.io.requests import Request, aim
 
-__all__ = ["aimed", "deliver", "request_of"]
-
 
 def request_of(item: ReadItem, metadata: Metadata) -> Request:
     """What the item reads, by the checkpoint's ``metadata``, which a planner may have changed.

@@ -55,8 +55,6 @@ from dcp_datastates.storage.object_path import (
 )
 from dcp_datastates.tiers.run_identity import loaded_from
 
-__all__ = ["DataStatesReader"]
-
 
 class DataStatesReader(StorageReader):
     """Loads checkpoints that :class:`~dcp_datastates.DataStatesWriter` saved.

@@ -10,8 +10,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.fields import new_fields
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["TESTED", "tell_if_untested", "tell_of_new_fields"]
-
 logger = logging.getLogger("dcp_datastates")
 
 # The Makefile reads these lines; `make newest-test` takes the last one.

@@ -27,8 +27,6 @@ from dcp_datastates.saving.agreement import GATE_SECONDS
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.rank_context import context_of
 
-__all__ = ["Turn", "await_turns", "bind", "end_here"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1

@@ -49,8 +49,6 @@ from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["DataStatesWriter"]
-
 
 class DataStatesWriter(StorageWriter, AsyncStager):
     """Saves through a native pipeline; ``dcp.async_save`` returns before deferred tensors are read.

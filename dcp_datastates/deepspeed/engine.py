@@ -34,8 +34,6 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["CheckpointEngine", "called_by_framework", "wait_option", "writer_options"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, Fo
 from dcp_datastates.loading.load import load
 from dcp_datastates.storage import local, presence
 
-__all__ = ["export", "load_file", "names_in"]
-
 LATEST = "latest"
 
 

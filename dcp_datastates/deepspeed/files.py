@@ -16,8 +16,6 @@ import torch
 
 from dcp_datastates.io.tensor_memory import is_unusual
 
-__all__ = ["MapLocation", "pack", "unpack"]
-
 MapLocation = str | torch.device | dict[str, str] | Callable[[Any, str], Any] | None
 """``map_location`` of ``torch.load``."""
 

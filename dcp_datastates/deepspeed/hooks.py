@@ -39,8 +39,6 @@ from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import local, presence
 
-__all__ = ["install", "newest_committed"]
-
 
 def install() -> None:
     """Wrap the methods; called once, at the import."""

@@ -15,8 +15,6 @@ from typing import Final, NoReturn
 from dcp_datastates.errors import ForeignCheckpointError
 from dcp_datastates.storage import operations
 
-__all__ = ["is_placeholder", "refuse", "replace_durably", "write_placeholders"]
-
 _CONTENT: Final = b"cdcp_datastates.deepspeed.placeholders\nrefuse\n(tR."
 """A pickle that calls :func:`refuse`."""
 

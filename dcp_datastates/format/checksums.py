@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 
-__all__ = ["ChecksumTable", "blocks", "file_bytes", "table_words"]
-
 
 def table_words(table_offset: int) -> int:
     """The number of words in the table of a file whose checksums begin at ``table_offset``."""

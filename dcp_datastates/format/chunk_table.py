@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-__all__ = ["STORED", "Catalog", "FileRecord", "Ints", "Placement", "narrowed", "once"]
-
 Ints = npt.NDArray[np.int64]
 
 STORED: Final[Mapping[int, np.dtype[Any]]] = {

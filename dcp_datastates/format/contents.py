@@ -11,8 +11,6 @@ import numpy as np
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.metadata import MetadataTable
 
-__all__ = ["Contents", "Damage", "some_of"]
-
 _SHOWN: Final = 3
 
 

@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 
-__all__ = ["HAS_STRIDES", "carried", "new_fields"]
-
 _FIELDS: Final[Mapping[Any, tuple[str, ...]]] = {
     TensorProperties: (
         *("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),

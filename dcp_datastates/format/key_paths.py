@@ -19,19 +19,6 @@ from typing import Any, Final
 from dcp_datastates.format import values
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = [
-    "EMPTY",
-    "KeyPath",
-    "Paths",
-    "as_dcp_has_them",
-    "empties",
-    "key_of",
-    "name_of",
-    "part_of",
-    "typed_paths",
-    "with_types",
-]
-
 logger = logging.getLogger(__name__)
 
 KeyPath = tuple[str | int | tuple[Any, ...], ...]

@@ -26,20 +26,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_datastates.format.checksums import file_bytes, table_words
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "SAFETENSORS_NAME",
-    "FileLayout",
-    "LayoutItem",
-    "SealedFile",
-    "TensorEntry",
-    "entry_key",
-    "is_bookkeeping",
-    "is_table",
-    "lay_out",
-    "stored_form",
-]
-
 ALIGNMENT: Final = 4096
 """Data begin at a multiple of this: the largest logical block size of common storage."""
 

@@ -20,8 +20,6 @@ from dcp_datastates.format.key_paths import EMPTY
 from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import Undecided, validate
 
-__all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
-
 MAX_BYTES: Final = (1 << 63) - 1
 """The greatest file offset (``off_t``), and the greatest size in torch."""
 

@@ -27,8 +27,6 @@ from dcp_datastates.format.metadata_document import fields_to_json
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.format.trailer import CATALOG
 
-__all__ = ["catalog_of", "table_of"]
-
 
 def table_of(metadata: Metadata, note: Note) -> MetadataTable:
     """The columns of any planner's ``metadata``.

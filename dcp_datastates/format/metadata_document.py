@@ -29,8 +29,6 @@ from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["fields_to_json", "properties_of", "read_document", "write_document"]
-
 
 def write_document(table: MetadataTable) -> bytes:
     """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored."""

@@ -33,8 +33,6 @@ from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["Columns", "catalog_metadata", "metadata_of", "names_with_data", "opened_from"]
-
 _TABLE: Final = "dcp_datastates"
 """The attribute with the :class:`MetadataTable` of a ``Metadata`` from a file of this package."""
 

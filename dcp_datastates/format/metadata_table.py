@@ -12,8 +12,6 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["Compose", "Document", "MetadataTable", "Note", "Trace"]
-
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
 

@@ -15,16 +15,6 @@ from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, name_of
 from dcp_datastates.format.stored_names import as_keys, near, prefixes_of
 
-__all__ = [
-    "NO_NAMES",
-    "NamePatterns",
-    "Rename",
-    "check_rename",
-    "new_name",
-    "renamed",
-    "renamed_path",
-]
-
 Rename = Mapping[str, str] | Callable[[str], str]
 """New prefixes by old ones, or new globs by old ones, of which the first that fits counts; or a function from a name to
 a name.

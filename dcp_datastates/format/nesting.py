@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, key_of, with_types
 
-__all__ = ["empty_in", "nested", "path_of", "put"]
-
 _MOST_SKIPPED: Final = 1 << 20
 """Elements of a list that a checkpoint may lack before one that it has."""
 

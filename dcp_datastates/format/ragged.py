@@ -9,17 +9,6 @@ import numpy.typing as npt
 
 from dcp_datastates.format.chunk_table import Ints
 
-__all__ = [
-    "Hashes",
-    "equal",
-    "fingerprints",
-    "leaders",
-    "positions",
-    "starts_of",
-    "sums",
-    "volumes",
-]
-
 Number = TypeVar("Number", np.int64, np.float64)
 
 Hashes = npt.NDArray[np.uint64]

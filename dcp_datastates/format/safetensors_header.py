@@ -16,8 +16,6 @@ from dcp_datastates.format import values
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.values import ValueRefused
 
-__all__ = ["Header", "HeaderEntry", "read_header"]
-
 _MAX_BYTES: Final = (1 << 63) - 1
 _MAX_DIMENSIONS: Final = 64
 

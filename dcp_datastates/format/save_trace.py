@@ -31,8 +31,6 @@ from typing import Any, Final
 from dcp_datastates.stats import PHASES, SaveRecord
 from dcp_datastates.text import step_of
 
-__all__ = ["ENTRY_BYTES", "join", "pack", "records"]
-
 _VERSION: Final = 2
 _ENTRY: Final = struct.Struct("<d14f3q")
 _PACKED: Final = tuple(PHASES)[:7]

@@ -13,17 +13,6 @@ from typing import Final
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = [
-    "WRAPPER",
-    "Box",
-    "as_keys",
-    "is_under",
-    "near",
-    "prefixes_of",
-    "shard_name",
-    "wrappers",
-]
-
 Box = tuple[tuple[int, int], ...]
 """The begin and end of a shard in each dimension."""
 

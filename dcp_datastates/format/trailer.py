@@ -42,8 +42,6 @@ from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataErro
 from dcp_datastates.format.chunk_table import STORED, Catalog, Ints, Placement, narrowed
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["CATALOG", "FORMAT", "PLACEMENT", "append", "parse"]
-
 FORMAT: Final = 2
 
 CATALOG: Final = ("properties", "ndims", "shapes", "counts", "offsets", "sizes")

@@ -20,8 +20,6 @@ from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 
-__all__ = ["Undecided", "check_covered", "elements", "validate"]
-
 _STEPS_PER_BOX: Final = 64
 _SPARE_STEPS: Final = 1 << 20
 

@@ -23,8 +23,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ValueRefused", "dump", "from_json", "load", "to_json"]
-
 _MAX_DEPTH: Final = 50
 _HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
 _NESTED: Final = frozenset({list, dict})

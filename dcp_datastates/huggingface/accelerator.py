@@ -46,8 +46,6 @@ from dcp_datastates.manager.naming import model_state
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["DataStatesAccelerator"]
-
 logger = logging.getLogger(__name__)
 
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)

@@ -17,8 +17,6 @@ from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local, presence, readme
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["MOST_BYTES", "alike", "read_files", "read_others", "write_files"]
-
 logger = logging.getLogger(__name__)
 
 MOST_BYTES: Final = 64 << 20

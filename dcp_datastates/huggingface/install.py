@@ -13,8 +13,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.background import pop_load_options, pop_writer_options
 from dcp_datastates.manager.continuing import parse_fresh
 
-__all__ = ["NAMES", "install"]
-
 NAMES = ("accelerate", "trainer")
 
 

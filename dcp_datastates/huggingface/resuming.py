@@ -18,8 +18,6 @@ from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, locate
 
-__all__ = ["PREFIX", "Resumption", "former_run", "is_lost", "is_stock"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "checkpoint-"

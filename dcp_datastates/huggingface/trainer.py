@@ -64,8 +64,6 @@ from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
-
 logger = logging.getLogger(__name__)
 
 tell_if_untested("transformers", transformers.__version__)

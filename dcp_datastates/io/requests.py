@@ -21,8 +21,6 @@ from dcp_datastates.io.tensor_memory import (
     without_bytes,
 )
 
-__all__ = ["Request", "add_to", "aim", "choose_devices", "storage_of"]
-
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
 

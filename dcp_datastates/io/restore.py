@@ -30,8 +30,6 @@ from dcp_datastates.process.ending import Phase, patience_is_over
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["restore"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1

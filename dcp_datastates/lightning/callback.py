@@ -15,8 +15,6 @@ from dcp_datastates.manager.library_state import is_ours_here
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import is_url
 
-__all__ = ["DataStatesModelCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from dcp_datastates.format.name_patterns import new_name
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.manager.structure import Structure, taken_apart
 
-__all__ = ["Loaded", "chosen", "fitted", "plain"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.loading.load import load
 from dcp_datastates.manager.library_state import files_from, is_ours_here
 
-__all__ = ["install", "meta_of"]
-
 
 def meta_of(path: str, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What Lightning has saved beside models and optimizers, and all files of this rank.

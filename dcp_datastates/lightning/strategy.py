@@ -68,14 +68,6 @@ from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = [
-    "DataStatesDDPStrategy",
-    "DataStatesFSDPStrategy",
-    "DataStatesModelParallelStrategy",
-    "DataStatesSingleDeviceStrategy",
-    "DataStatesStrategyMixin",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from dcp_datastates.format.name_patterns import (
     renamed,
 )
 
-__all__ = ["Answer", "Fit", "FitOptions", "LoadOptions"]
-
 Answer = Literal["error", "warn", "ignore"]
 
 

@@ -26,8 +26,6 @@ from dcp_datastates.loading.regions import PLAIN
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["Fitting", "LayOut"]
-
 logger = logging.getLogger(__name__)
 
 LayOut = Callable[[Mapping[str, str], Stored], object]

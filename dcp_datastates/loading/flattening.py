@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.key_paths import KeyPath, typed_paths
 
-__all__ = ["flattened"]
-
 _TENSORS: Final = (torch.Tensor, torch.nn.Parameter, DTensor)
 
 

@@ -50,8 +50,6 @@ from dcp_datastates.storage.object_path import (
 )
 from dcp_datastates.tiers.run_identity import loaded_from
 
-__all__ = ["DEFAULT_TIMEOUT", "Prepare", "load", "load_values", "load_with"]
-
 DEFAULT_TIMEOUT: Final = 300.0
 """How long a load waits for another rank that makes no progress, in seconds."""
 

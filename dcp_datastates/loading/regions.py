@@ -16,8 +16,6 @@ from dcp_datastates.format.stored_names import Box
 from dcp_datastates.io.tensor_memory import holds_shards
 from dcp_datastates.io.wrappers import box
 
-__all__ = ["PLAIN", "cut", "overlap", "shards_of", "volume"]
-
 PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_datastates.checkpoints.told_errors import Told, described, error_of
 from dcp_datastates.commit.group import CommitGroup, commit_group
+from dcp_datastates.commit.told_errors import Told, described, error_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.waiting import WaitLog
@@ -25,8 +25,6 @@ from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.object_path import Location
-
-__all__ = ["LoadSession", "Step", "load_session"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.tensor_memory import holds_shards
 from dcp_datastates.loading.regions import PLAIN, cut, shards_of, volume
 
-__all__ = ["Described", "Stored"]
-
 
 class Described(NamedTuple):
     """A stored tensor."""

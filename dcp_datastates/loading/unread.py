@@ -12,8 +12,6 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.loading.fit import Answer
 
-__all__ = ["say_unread", "unread"]
-
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")

@@ -21,8 +21,6 @@ from dcp_datastates.io.wrappers import box, kind, parts
 from dcp_datastates.loading.regions import cut, overlap, volume
 from dcp_datastates.loading.stored import Stored
 
-__all__ = ["Wrappers"]
-
 Read = Callable[[list[Request]], None]
 
 Shards = Mapping[str, Box | None]

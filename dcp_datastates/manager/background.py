@@ -22,8 +22,6 @@ from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.manager.save_tracker import SaveTracker, most_failures
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["BackgroundSaves", "SavesInBackground", "pop_load_options", "pop_writer_options"]
-
 logger = logging.getLogger(__name__)
 
 _MISSPELLED: Final = 0.75

@@ -38,8 +38,6 @@ from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import duration
 
-__all__ = ["Continuing", "Fresh", "parse_fresh", "set_aside"]
-
 logger = logging.getLogger(__name__)
 
 Fresh = Literal["refuse", "replace"]

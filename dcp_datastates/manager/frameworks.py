@@ -10,8 +10,6 @@ from typing import Final
 
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["TESTED_FRAMEWORKS", "needed", "tell_if_untested"]
-
 logger = logging.getLogger(__name__)
 
 TESTED_FRAMEWORKS: Final = {

@@ -15,8 +15,6 @@ from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.text import duration
 
-__all__ = ["AutoInterval", "Chosen", "Cost", "CostMeter", "choose", "parse_every"]
-
 _REMEMBERED_STEPS: Final = 64
 _REMEMBERED_SAVES: Final = 5
 

@@ -23,8 +23,6 @@ from dcp_datastates.tiers.archive import Archive, archive_of, archive_save
 from dcp_datastates.tiers.eviction import make_room
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
-__all__ = ["Keeping"]
-
 _SPARE: Final = 1.05
 """Room for a save, in sizes of the one before."""
 

@@ -21,16 +21,6 @@ from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
-__all__ = [
-    "files_from",
-    "holds",
-    "is_ours",
-    "is_ours_here",
-    "load_parts",
-    "state_of",
-    "with_files",
-]
-
 _FILES: Final = "files"
 
 

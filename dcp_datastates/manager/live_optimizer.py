@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.manager.naming import fingerprint, has_fsdp1, parameters_of
 
-__all__ = ["LiveOptimizer"]
-
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 
 

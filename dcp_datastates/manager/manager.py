@@ -40,8 +40,6 @@ from dcp_datastates.saving.paths import archive_root
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, locate_all
 
-__all__ = ["CheckpointManager"]
-
 logger = logging.getLogger(__name__)
 
 

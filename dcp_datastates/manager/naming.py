@@ -23,19 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = [
-    "Parameters",
-    "are_parts",
-    "device_of",
-    "fingerprint",
-    "has_fsdp1",
-    "load_model_state",
-    "model_state",
-    "named_parameters",
-    "names_below",
-    "parameters_of",
-]
-
 _WRAPPED: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What ``torch.compile``, activation checkpointing and FSDP1 put before the names of all that they wrap."""
 

@@ -12,8 +12,6 @@ from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.manager.optimizers import OptimizerPart
 
-__all__ = ["load_options"]
-
 _GROUP: Final = re.compile(r"(.+?)\.groups\..+\.[0-9a-f]{8}")
 """The name of a group, which begins with that of its optimizer."""
 

@@ -17,8 +17,6 @@ from dcp_datastates.manager.live_optimizer import LiveOptimizer
 from dcp_datastates.manager.naming import device_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 
-__all__ = ["Places", "placements_of"]
-
 
 def placements_of(
     tensor: torch.Tensor, *, like: torch.Tensor | None

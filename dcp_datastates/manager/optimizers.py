@@ -40,8 +40,6 @@ from dcp_datastates.manager.optimizer_places import Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["OptimizerPart", "layouts_of"]
-
 logger = logging.getLogger(__name__)
 
 _PLAIN: Final = frozenset({torch.Tensor})

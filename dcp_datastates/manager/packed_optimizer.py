@@ -8,8 +8,6 @@ from typing import Any
 
 from dcp_datastates.manager.structure import put_together
 
-__all__ = ["packed_optimizer"]
-
 
 def packed_optimizer(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What ``state_dict()`` of the optimizer gave, with numbers for parameters.

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.job_log import once_per_job
 
-__all__ = ["PerRank", "RngState", "differs", "packed", "unpacked", "warn_of_order"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["MaxFailures", "SaveTracker", "has_failed", "most_failures"]
-
 MaxFailures = int | Literal["auto"] | None
 
 _MOST_FAILURES: Final = 5

@@ -16,8 +16,6 @@ from dcp_datastates.process.futures import when_done
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.text import duration
 
-__all__ = ["Decision", "Schedule"]
-
 logger = logging.getLogger(__name__)
 
 _WARM_UP_STEPS: Final = 8

@@ -14,8 +14,6 @@ from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import in_child
 
-__all__ = ["Signals"]
-
 
 class Signals:
     """Notes whether one of ``numbers`` has come, until :meth:`close`. The main thread makes and closes it.

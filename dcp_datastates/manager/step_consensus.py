@@ -25,8 +25,6 @@ from dcp_datastates.ranks.failure_detector import LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["StepConsensus"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 1.0

@@ -21,8 +21,6 @@ from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["PREFIX", "StepDirectories", "by_step", "newest_numbered", "number_of"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "step-"

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Structure", "put_together", "taken_apart"]
-
 Structure = tuple[Any, ...]
 """How a value was nested."""
 

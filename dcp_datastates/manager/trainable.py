@@ -15,9 +15,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.naming import device_of, load_model_state, model_state
 from dcp_datastates.staging.ownership import by_storage
 
-__all__ = ["ModelPart", "Trainable"]
-
-
 _ONCE: Final = "_dcp_datastates_trained"
 """The attribute of the model that has them: another :class:`Trainable` of it knows them, too."""
 

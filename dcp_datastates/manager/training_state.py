@@ -41,8 +41,6 @@ from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["TrainingState"]
-
 logger = logging.getLogger(__name__)
 
 _RANK: Final = "rank-"

@@ -33,8 +33,6 @@ from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.library_state import is_ours_here
 from dcp_datastates.megatron.strategy import DataStatesSaveStrategy
 
-__all__ = ["install", "use_by_default"]
-
 
 def install() -> None:
     """Wrap the queue and the reader; called once, at the import."""

@@ -37,8 +37,6 @@ from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.manager.per_rank import packed
 from dcp_datastates.storage import local
 
-__all__ = ["DataStatesSaveStrategy"]
-
 
 class DataStatesSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     """Saves Megatron's sharded state dicts through this package.

@@ -14,8 +14,6 @@ from dcp_datastates.saving.outcome import listen
 from dcp_datastates.stats import PHASES, SaveRecord
 from dcp_datastates.tiers.archive import archive_lag
 
-__all__ = ["register_metrics"]
-
 _BUCKETS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Seconds."""
 

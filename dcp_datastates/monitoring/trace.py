@@ -12,8 +12,6 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
-__all__ = ["chrome_trace", "trace_of"]
-
 
 def trace_of(
     path: str | os.PathLike[str] | ObjectPath,

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from dcp_datastates.errors import RankLostError
 
-__all__ = ["Beat", "Loss", "Watched"]
-
 _LISTED: Final = 8
 """How many lost ranks the coordinator's beat lists."""
 

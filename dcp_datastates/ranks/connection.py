@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
-__all__ = ["ANSWER_SECONDS", "Client", "Connection", "end_requests"]
-
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 10.0

@@ -29,8 +29,6 @@ from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.processes import is_gone, is_near
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["SILENCE_SECONDS", "FailureDetector", "LossWatch", "seconds_between_beats"]
-
 logger = logging.getLogger(__name__)
 
 D = TypeVar("D")

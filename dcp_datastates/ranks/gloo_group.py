@@ -28,8 +28,6 @@ from dcp_datastates.process.ending import at_exit
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.meetings import poll
 
-__all__ = ["GlooGroup", "GroupBroken", "Rendezvous", "abandoned", "let_go", "said_as_broken"]
-
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=20)

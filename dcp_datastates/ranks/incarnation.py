@@ -36,8 +36,6 @@ from typing import Final
 from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
 from dcp_datastates.ranks.processes import identity
 
-__all__ = ["Incarnation"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 0.005

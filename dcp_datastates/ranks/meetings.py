@@ -35,8 +35,6 @@ from typing import Final, TypeVar
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["KNOWN_PAUSE", "GivenUp", "Meetings", "Met", "poll"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

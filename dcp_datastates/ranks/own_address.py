@@ -7,8 +7,6 @@ import ipaddress
 import socket
 from typing import Any, Final
 
-__all__ = ["addresses", "own_address"]
-
 _ELSEWHERE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that are no machine's (RFC 5737, RFC 3849)."""
 

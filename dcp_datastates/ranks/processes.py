@@ -7,8 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["identity", "is_gone", "is_near"]
-
 
 @functools.cache
 def _boot() -> str:

@@ -22,8 +22,6 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.connection import Client, Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 
-__all__ = ["ALONE", "RankSet", "check_group", "is_current", "of_store", "rank_set_of"]
-
 _CONNECT_SECONDS: Final = timedelta(seconds=5)
 """How long to try to reach the store's server before it counts as gone."""
 

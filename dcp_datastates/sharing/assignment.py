@@ -18,8 +18,6 @@ import numpy.typing as npt
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
 from dcp_datastates.wire.secret import Address
 
-__all__ = ["MOST_READERS", "UNIT_BLOCKS", "Offer", "Share", "Unit", "assign"]
-
 UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
 """What the engine reads at once."""
 

@@ -14,8 +14,6 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import dense_strides
 from dcp_datastates.sharing.assignment import Ints
 
-__all__ = ["Blocks", "FileBlocks", "needed_blocks"]
-
 
 class FileBlocks(NamedTuple):
     """Of one data file: its relative path, the number of its first block, and the end of its data, in bytes."""

@@ -21,8 +21,6 @@ from dcp_datastates.sharing.where_it_pays import pays
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.wire.secret import Address
 
-__all__ = ["JointReads", "assigned"]
-
 logger = logging.getLogger(__name__)
 
 

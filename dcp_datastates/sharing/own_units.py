@@ -14,8 +14,6 @@ from typing_extensions import Buffer
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.sharing.assignment import Unit
 
-__all__ = ["OwnUnits"]
-
 
 class _Kept:
     """One unit: its bytes, when they are read (None: they could not be), and how many of them are still to be taken."""

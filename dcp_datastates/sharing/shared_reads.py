@@ -40,8 +40,6 @@ from dcp_datastates.wire.line import DamagedError, Line, RefusedError
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server, listen
 
-__all__ = ["OwnOffer", "SharedReads", "offer"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT_BYTES: Final = 256 << 20

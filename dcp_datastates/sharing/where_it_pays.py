@@ -8,8 +8,6 @@ from typing import Final
 
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["pays"]
-
 _IN_MEMORY: Final = ("ram://", "memory://")
 
 _NETWORK: Final = frozenset(

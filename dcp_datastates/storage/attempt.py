@@ -13,8 +13,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["Attempt", "Ticket", "next_attempt"]
-
 _NAME = re.compile(r"([0-9a-e][0-9a-f]{15})-([0-9]{8,20})")
 """Of an attempt. No clock says a time that begins with ``f``, the year 2518: such a directory is no attempt, or it
 would be the newest for ever.

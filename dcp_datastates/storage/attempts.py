@@ -20,22 +20,6 @@ from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 
-__all__ = [
-    "Contents",
-    "attempts_in",
-    "committed_attempt",
-    "delete_objects",
-    "has_data",
-    "has_foreign_metadata",
-    "is_taken",
-    "newest_committed",
-    "present",
-    "rank_of",
-    "remove_data",
-    "remove_folders",
-    "survey",
-]
-
 T = TypeVar("T")
 
 _DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.safetensors")

@@ -19,16 +19,6 @@ from typing import Final, TypeVar
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.worker import Worker
 
-__all__ = [
-    "HungError",
-    "bounded",
-    "check_not_hung",
-    "finished_within",
-    "is_hung",
-    "step",
-    "troubled",
-]
-
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0

@@ -21,8 +21,6 @@ from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
 
-__all__ = ["Claim", "Neighbours", "check_absent", "claim"]
-
 _CLAIMS: Final = 100
 _ABSURD: Final = 0xE << 60
 """An incarnation in the year 2481. No save exceeds it: its own successors would be the newest for ever."""

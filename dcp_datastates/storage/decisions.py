@@ -29,20 +29,6 @@ from dcp_datastates.storage.object_store import (
     ObjectMissingError,
 )
 
-__all__ = [
-    "DECISION_NAME",
-    "LONGEST_MARK",
-    "State",
-    "StoredDecision",
-    "decide",
-    "decide_alone",
-    "decision_path",
-    "mark_deleted",
-    "read",
-    "state_of",
-    "withdraw",
-]
-
 DECISION_NAME: Final = "decision"
 
 logger = logging.getLogger(__name__)

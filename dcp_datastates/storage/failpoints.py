@@ -21,8 +21,6 @@ from typing import Final
 from dcp_datastates._native import Failpoints
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["VARIABLE", "current", "hit", "reload"]
-
 VARIABLE: Final = "DCP_DATASTATES_FAILPOINTS"
 LOG_VARIABLE: Final = "DCP_DATASTATES_FAILPOINTS_LOG"
 

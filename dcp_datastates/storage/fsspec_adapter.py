@@ -33,8 +33,6 @@ from dcp_datastates.storage.store_calls import (
     says_expired,
 )
 
-__all__ = ["FsspecStore"]
-
 T = TypeVar("T")
 
 _CONFLICT_SECONDS: Final = 60.0

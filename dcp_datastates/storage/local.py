@@ -20,23 +20,6 @@ from dcp_datastates.storage import operations, presence
 from dcp_datastates.storage.presence import NotAFileError
 from dcp_datastates.text import size as show_size
 
-__all__ = [
-    "CONVERTING",
-    "METADATA_NAME",
-    "about_space",
-    "check_writable",
-    "drop_cached",
-    "explained",
-    "is_directory",
-    "local_path",
-    "make_directories",
-    "moved_away",
-    "open_regular",
-    "read_at",
-    "sync_directories",
-    "working_directory",
-]
-
 METADATA_NAME: Final = ".metadata"
 
 _SCHEMES: Final = {

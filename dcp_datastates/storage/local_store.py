@@ -37,17 +37,6 @@ from dcp_datastates.storage.object_store import (
 )
 from dcp_datastates.storage.operations import current_phase
 
-__all__ = [
-    "LocalStore",
-    "discard_folder",
-    "has_unfinished",
-    "is_object",
-    "make_folder",
-    "put_copy",
-    "remove_folder",
-    "sweep",
-]
-
 _UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
 """The name of a temporary file, which a killed process may leave."""
 

@@ -13,19 +13,6 @@ from dcp_datastates.storage import local, stores
 from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
-__all__ = [
-    "AnyPath",
-    "Location",
-    "ObjectPath",
-    "check_opens",
-    "check_prefix",
-    "is_url",
-    "locate",
-    "locate_all",
-    "resolved",
-    "stored",
-]
-
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 

@@ -17,21 +17,6 @@ from typing_extensions import Buffer
 
 from dcp_datastates.errors import StorageError
 
-__all__ = [
-    "MOST_PARTS",
-    "PART_BYTES",
-    "Listing",
-    "NotDurableError",
-    "NotStoredError",
-    "ObjectMissingError",
-    "ObjectStore",
-    "StoredObject",
-    "part_bytes",
-    "put_pieces",
-    "url_of",
-    "without_secrets",
-]
-
 
 @dataclass(frozen=True)
 class StoredObject:

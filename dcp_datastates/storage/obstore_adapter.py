@@ -37,8 +37,6 @@ from dcp_datastates.storage.store_calls import (
     says_expired,
 )
 
-__all__ = ["ObstoreStore"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -25,22 +25,6 @@ from typing_extensions import Buffer
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = [
-    "NO_EXCHANGE",
-    "current_phase",
-    "during",
-    "exchange",
-    "link",
-    "make_directory",
-    "remove_directory",
-    "rename",
-    "sync_directory",
-    "tell",
-    "trace_path",
-    "unlink",
-    "write_new_file",
-]
-
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 
 NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -22,23 +22,6 @@ from typing import Final, TypeVar
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError, ObjectStore
 
-__all__ = [
-    "NotAFileError",
-    "asked",
-    "check_answers",
-    "entries_in",
-    "is_directory",
-    "is_file",
-    "is_link",
-    "is_missing",
-    "is_page",
-    "is_there",
-    "names_in",
-    "status_of",
-    "unjudged",
-    "web_page",
-]
-
 T = TypeVar("T")
 
 _PASSING: Final = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)

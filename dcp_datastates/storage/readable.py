@@ -9,8 +9,6 @@ from typing import Protocol
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["ReadableFile", "open_readable"]
-
 
 class ReadableFile(Protocol):
     """A file or an object. Any thread may read."""

@@ -13,8 +13,6 @@ from typing import Final
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.bounded import step
 
-__all__ = ["NAME", "remove", "write"]
-
 NAME: Final = "README"
 
 _FIRST_LINE: Final = (

@@ -36,16 +36,6 @@ from dcp_datastates.storage.presence import status_of
 from dcp_datastates.storage.store_calls import BusyError, ExpiredError
 from dcp_datastates.storage.store_index import INDEX_NAME
 
-__all__ = [
-    "Answer",
-    "Findings",
-    "Operation",
-    "examine",
-    "what_it_says",
-    "what_works",
-    "what_works_for",
-]
-
 logger = logging.getLogger(__name__)
 
 _ASKED_SECONDS: Final = 3.0

@@ -17,8 +17,6 @@ from typing import Final, TypeVar
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.bounded import step, troubled
 
-__all__ = ["BusyError", "ExpiredError", "patiently", "says_conflict", "says_expired"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

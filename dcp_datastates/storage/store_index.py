@@ -18,8 +18,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 
-__all__ = ["INDEX_NAME", "Entry", "entries", "forget", "register"]
-
 INDEX_NAME: Final = ".attempts"
 
 _LARGEST: Final = (1 << 64) - 1

@@ -9,8 +9,6 @@ from typing import Any, Final
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage.object_store import ObjectStore
 
-__all__ = ["name_root", "register", "store_of"]
-
 _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 _lock = threading.RLock()  # guards what follows

@@ -39,8 +39,6 @@ from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.carrying import Carrier
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
-__all__ = ["Archive", "archive_lag", "archive_of", "archive_save"]
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0

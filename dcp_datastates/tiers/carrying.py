@@ -42,8 +42,6 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["ArchiveVote", "Carrier"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 1.0

@@ -18,8 +18,6 @@ from dcp_datastates.text import size
 from dcp_datastates.tiers.archive import Archive
 from dcp_datastates.tiers.ram_store import RamStore
 
-__all__ = ["make_room"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.5

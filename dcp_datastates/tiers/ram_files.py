@@ -24,8 +24,6 @@ from typing_extensions import Buffer
 
 from dcp_datastates.process.forks import closed_in_children
 
-__all__ = ["Entry", "RamFiles", "Unpublished", "default_directory"]
-
 _UNFINISHED: Final = ".unfinished"
 _LOCK: Final = ".lock"
 

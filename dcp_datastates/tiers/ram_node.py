@@ -23,8 +23,6 @@ from dcp_datastates.wire.line import DamagedError, Line
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server, listen
 
-__all__ = ["Answer", "Node", "OtherNode", "OwnNode", "Pace", "Writing", "serve"]
-
 _MOST_IDLE: Final = 2
 """Connections to a node that are kept: with many nodes a process must not need many descriptors."""
 

@@ -34,8 +34,6 @@ from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server
 
-__all__ = ["RamNodes", "configure_ram", "join", "nodes"]
-
 logger = logging.getLogger(__name__)
 
 _MEETING_SECONDS: Final = 60.0

@@ -34,8 +34,6 @@ from dcp_datastates.tiers.ram_files import Entry
 from dcp_datastates.tiers.ram_node import Answer, Node
 from dcp_datastates.tiers.ram_nodes import RamNodes
 
-__all__ = ["RamStore", "open_ram"]
-
 _REMEMBERED: Final = 4096
 """Of how many objects that lie elsewhere a store knows on which node."""
 

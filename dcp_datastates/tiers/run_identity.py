@@ -21,8 +21,6 @@ from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError
 
-__all__ = ["IDENTITY_NAME", "another_run", "check_one_run", "loaded_from"]
-
 IDENTITY_NAME: Final = ".datastates-run"
 _PHASE: Final = "run"
 _LONGEST: Final = 256

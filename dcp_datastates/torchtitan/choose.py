@@ -13,8 +13,6 @@ from dcp_datastates.config import check_names
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
 
-__all__ = ["derived", "with_datastates"]
-
 
 def with_datastates(trainer_config: Any, **options: object) -> Any:
     """Replace torchtitan's checkpoint manager in ``trainer_config`` by this package's, in place; returns

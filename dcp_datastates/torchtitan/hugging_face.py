@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import presence
 
-__all__ = ["hugging_face_assets", "load_hugging_face", "save_hugging_face"]
-
 _THREADS: Final = 5
 """With which a rank puts shards together, as in torchtitan."""
 

@@ -57,8 +57,6 @@ from dcp_datastates.torchtitan.hugging_face import (
     save_hugging_face,
 )
 
-__all__ = ["DataStatesCheckpointManager", "newest_step"]
-
 logger = logging.getLogger(__name__)
 
 

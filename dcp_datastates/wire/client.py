@@ -10,8 +10,6 @@ from typing import Any, Final
 from dcp_datastates.wire.line import CONNECT_SECONDS, Line, RefusedError, connect
 from dcp_datastates.wire.secret import Address
 
-__all__ = ["Client"]
-
 
 class Client:
     """The servers at ``addresses``, which have the same to say: the first that takes a connection is asked. Any thread;

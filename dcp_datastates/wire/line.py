@@ -33,16 +33,6 @@ from dcp_datastates._native import crc32c
 from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.wire.secret import Address
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "PROOF_BYTES",
-    "DamagedError",
-    "Line",
-    "RefusedError",
-    "connect",
-    "proof",
-]
-
 PROGRESS_SECONDS: Final = 30.0
 """How long a connection may carry no byte while one is due."""
 

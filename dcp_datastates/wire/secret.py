@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["Address", "new_token"]
-
 _VARIABLE: Final = "DCP_DATASTATES_SECRET"
 _FILE_VARIABLE: Final = "DCP_DATASTATES_SECRET_FILE"
 _LEAST_BYTES: Final = 16

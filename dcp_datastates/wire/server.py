@@ -23,8 +23,6 @@ from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.wire.line import CHALLENGE_BYTES, PROOF_BYTES, Line, proof
 from dcp_datastates.wire.secret import Address, new_token
 
-__all__ = ["Server", "listen"]
-
 logger = logging.getLogger(__name__)
 
 MOST_STRANGERS: Final = 64

@@ -18,8 +18,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["use_cpu"]
-
 
 def use_cpu() -> None:
     """Prepare this process, for good."""

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_datastates import DataStatesReader
 
-__all__ = ["assert_same", "tensors_of"]
-
 
 def tensors_of(reader: StorageReader) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""

@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["FLAGS", "use_cpu", "use_dense_attention", "use_plain_staging"]
-
 FLAGS = ["--parallelism.spmd_backend", "partial_dtensor", "--training.disable_cuda_graphs"]
 """What a job's command line needs besides."""
 

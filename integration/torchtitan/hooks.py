@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["kill_after", "no_collective_on_default_group", "read_late", "time_saves"]
-
 
 def kill_after(step: int, rank: int) -> None:
     """SIGKILL to ``rank`` as soon as the call that saves ``step`` has returned."""

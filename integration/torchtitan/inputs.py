@@ -6,8 +6,6 @@ import json
 import random
 from pathlib import Path
 
-__all__ = ["make_inputs"]
-
 _BEGIN, _END = "<|begin|>", "<|end|>"
 _DOCUMENTS = 400
 _WORDS = 60

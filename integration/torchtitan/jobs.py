@@ -16,8 +16,6 @@ from typing import Any
 from cpu import FLAGS
 from inputs import make_inputs
 
-__all__ = ["Ended", "Launcher", "Mesh", "Trial"]
-
 HERE = Path(__file__).parent
 OVERRIDE = "dcp_datastates.torchtitan.datastates"
 

@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from cpu import use_cpu, use_dense_attention, use_plain_staging
 
-__all__ = ["Job"]
-
 _STORE_SECONDS = 120
 
 

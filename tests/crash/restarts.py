@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAILPOINTS", "Job", "Line", "Plan"]
-
 FAILPOINTS = (
     *(
         "stage.before",

@@ -37,8 +37,6 @@ from support.state.saving import number_at, part, report_of, save_over
 from dcp_datastates.commit import group
 from dcp_datastates.storage import failpoints
 
-__all__ = ["WORLD", "Figures", "Outcome", "Usage", "soak"]
-
 WORLD = 4
 WARM_UP = 10
 """Saves of the largest size before any is counted, so that caches and arenas have been touched."""

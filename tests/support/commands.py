@@ -19,22 +19,6 @@ from unittest import mock
 
 from dcp_datastates_cli.main import main
 
-__all__ = [
-    "ROOT",
-    "Block",
-    "Ended",
-    "Terminal",
-    "blocks",
-    "documents",
-    "program",
-    "run",
-    "run_cli",
-    "run_python",
-    "started",
-    "table_cells",
-    "torchrun",
-]
-
 ROOT = Path(__file__).parents[2]
 
 _SECONDS = 150

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["SHARES", "part_of", "sampled", "tries"]
-
 SHARES = (0.35, 0.45, 0.2)
 """The part of the items that each third has. The third with least has most of the `Makefile`'s ``THOROUGH_…``."""
 

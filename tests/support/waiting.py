@@ -10,13 +10,6 @@ from collections.abc import Callable, Iterator
 
 from dcp_datastates.io import engine
 
-__all__ = [
-    "await_free_host_cache",
-    "await_that",
-    "lines",
-    "little_work",
-]
-
 
 def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: str = "") -> None:
     """Return as soon as ``holds()``. AssertionError, which says ``otherwise``, after ``seconds``."""

@@ -17,24 +17,6 @@ from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED, Report
 
-__all__ = [
-    "BOTH",
-    "CELLS",
-    "COORDINATOR",
-    "NEVER",
-    "OLD",
-    "POINTS",
-    "Cell",
-    "Directory",
-    "Kind",
-    "Place",
-    "Point",
-    "both",
-    "kill",
-    "never",
-    "passes",
-]
-
 Kind = Literal["coordinator", "other"]
 BOTH: tuple[Kind, ...] = ("coordinator", "other")
 COORDINATOR: tuple[Kind, ...] = ("coordinator",)

@@ -31,8 +31,6 @@ from typing import TypeAlias
 
 from support.crashes.traces import Record, RecordError
 
-__all__ = ["CrashState", "Disk", "Tree", "crash_states", "read_tree"]
-
 Tree: TypeAlias = Mapping[str, "bytes | None"]
 """Paths and what is there: the bytes of a file, None for a directory. The root is not in it."""
 

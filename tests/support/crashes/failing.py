@@ -18,16 +18,6 @@ from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.storage import failpoints
 from support.waiting import await_that
 
-__all__ = [
-    "armed",
-    "armed_on",
-    "await_fired",
-    "fired",
-    "go_on",
-    "silence",
-    "stop",
-]
-
 _LOG = failpoints.LOG_VARIABLE
 
 

@@ -18,8 +18,6 @@ from support.jobs.groups import own_group
 from support.state.checkpoints import async_save, attempts, causes
 from support.state.saving import number_at, part, save_over
 
-__all__ = ["ELEMENTS", "LIMIT_SECONDS", "NEW", "OLD", "Told", "assert_tidy", "fault_between_saves"]
-
 ELEMENTS = 20_000
 LIMIT_SECONDS = 40.0
 """No rank may wait longer for the outcome of a save with a fault, on a machine that is busy with others."""

@@ -10,8 +10,6 @@ import random
 import threading
 from collections.abc import Callable
 
-__all__ = ["Actor", "Schedule"]
-
 
 class _Killed(BaseException):
     pass

@@ -13,8 +13,6 @@ from typing import Final
 import pytest
 import torch.distributed as dist
 
-__all__ = ["bind_permissions", "fill", "mounted", "remount", "tmpfs"]
-
 _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE = 1 << 1
 

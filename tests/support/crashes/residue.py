@@ -19,8 +19,6 @@ from dcp_datastates.io import engine
 from dcp_datastates.ranks import gloo_group
 from dcp_datastates.ranks.failure_detector import FailureDetector
 
-__all__ = ["Residue", "assert_nothing_left", "entries"]
-
 _SECONDS = 20.0
 """How long what is being let go may take."""
 

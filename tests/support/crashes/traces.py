@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Record", "RecordError", "in_blocks", "in_order", "in_place", "read_trace", "without"]
-
 OPERATIONS = frozenset(
     [
         "mkdir",

@@ -23,23 +23,6 @@ from dcp_datastates import SnapshotTornError
 from dcp_datastates.io.wrappers import inner_tensors, layers
 from support.state.wrapped import Blocks
 
-__all__ = [
-    "COLUMNS",
-    "FEW",
-    "KINDS",
-    "ROWS",
-    "Kind",
-    "Owner",
-    "Write",
-    "bytes_of",
-    "held_bytes",
-    "may_escape",
-    "outcome",
-    "plain",
-    "writes",
-    "writes_to",
-]
-
 Write = Callable[[torch.Tensor], object]
 
 NOT_WRITES = {

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["destroy", "initialize", "own_group"]
-
 
 def initialize(store: Any, rank: int, world: int, timeout: float) -> None:
     dist.init_process_group(

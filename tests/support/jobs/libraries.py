@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["missing", "serve_libraries"]
-
 _TESTS = Path(__file__).parents[2]
 
 

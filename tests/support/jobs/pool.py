@@ -25,8 +25,6 @@ from typing import Any
 
 from support.jobs.server import fork_server
 
-__all__ = ["Job", "Outcome", "RankPool", "call_on_rank"]
-
 GRACE_SECONDS = 20.0
 """How long the others may take to notice that one rank has failed."""
 

@@ -23,8 +23,6 @@ from typing import Any
 
 from support.jobs.server import fork_server
 
-__all__ = ["Ended", "run_ranks"]
-
 _LOG_TAIL = 6000
 
 

@@ -18,8 +18,6 @@ import pytest
 
 from support.jobs.pool import Job, RankPool
 
-__all__ = ["RankFailure", "close_pool", "ranks", "run_on_ranks"]
-
 POOL_SIZE = 4
 TIMEOUT_SECONDS = 120.0
 

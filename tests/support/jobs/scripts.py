@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TWO_RANKS", "Ended", "ranks_of_torchrun", "run_program", "run_script"]
-
 PREAMBLE = """
 import os, signal, sys, time, warnings
 warnings.filterwarnings("ignore")

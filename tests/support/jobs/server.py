@@ -8,8 +8,6 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["fork_server"]
-
 
 def fork_server() -> ForkServerContext:
     """Where to make ranks; starts the server of this process if it does not run yet."""

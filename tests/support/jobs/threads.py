@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from dcp_datastates.ranks.rank_set import RankSet, of_store
 
-__all__ = ["Impatient", "MemoryStore", "rank_set", "together"]
-
 SECONDS = 60.0
 
 

@@ -21,8 +21,6 @@ from dcp_datastates.storage.object_store import (
 )
 from dcp_datastates.storage.self_test import Operation, what_works
 
-__all__ = ["Fate", "MemoryStore", "Request", "creates_once", "installed"]
-
 ROOT = "mem://bucket"
 
 

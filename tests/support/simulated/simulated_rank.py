@@ -16,8 +16,6 @@ from dcp_datastates.ranks.gloo_tree import Place, places
 if TYPE_CHECKING:
     from support.simulated.simulation import Job
 
-__all__ = ["Broken", "Rank", "Save", "Thread", "Tree"]
-
 Thread = Generator[None, None, None]
 
 _PATIENCE = 400

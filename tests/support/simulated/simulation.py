@@ -18,8 +18,6 @@ from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from support.simulated.simulated_rank import Broken, Rank, Save, Thread, Tree
 
-__all__ = ["Broken", "Job", "World", "play"]
-
 Steps = Generator[None, None, protocol.Event]
 COMMITTED, WITHDRAWN, DELETED = "committed", "withdrawn", "deleted"
 

@@ -32,8 +32,6 @@ from dcp_datastates.storage.self_test import what_works
 from support.crashes.interleaving import Schedule
 from support.simulated.object_stores import Fate, MemoryStore, Request, creates_once, installed
 
-__all__ = ["World", "play"]
-
 WORLD = 3
 FILES = tuple(f"r{rank:05d}-0.safetensors" for rank in range(WORLD))
 Key = tuple[str, Attempt]

@@ -17,8 +17,6 @@ from support.state.checkpoints import CACHE, assert_same
 from support.state.saving import SMALL, checkpoint, part
 from support.stores.server import use
 
-__all__ = ["archived_save", "begin", "number_in", "save_and_archive", "try_to_archive"]
-
 
 def archived_save(
     state: Any, path: str | Path, slow: str | Path, rate: int = 0, **options: Any

@@ -20,23 +20,6 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.storage.decisions import LONGEST_MARK
 
-__all__ = [
-    "CACHE",
-    "assert_same",
-    "async_save",
-    "attempts",
-    "bits",
-    "causes",
-    "clone",
-    "committed",
-    "load",
-    "load_everything",
-    "raises",
-    "save",
-    "writer",
-    "zeros",
-]
-
 CACHE = "64MiB"
 """Host cache of most tests: many processes run them at once."""
 

@@ -40,8 +40,6 @@ from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.claims import Neighbours
 
-__all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
-
 
 @dataclass(frozen=True)
 class Box:

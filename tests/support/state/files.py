@@ -10,16 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DataFile",
-    "crc32c",
-    "data_files",
-    "flip_bit",
-    "put_back",
-    "read_file",
-    "reseal",
-]
-
 BLOCK = 1 << 20
 
 

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["install"]
-
 
 def install(*kinds: str) -> None:
     """Add fields: ``"strides"``, as in torch 2.15; to the class of a name, ``note``; ``"required"``: one without a

@@ -14,8 +14,6 @@ from torch import nn
 from dcp_datastates import CheckpointManager, RngState
 from support.state.checkpoints import CACHE
 
-__all__ = ["OPTIMIZERS", "Loop", "TrainingRun", "in_backward", "manager"]
-
 
 def manager(root: Path, every: Any = 1, **options: Any) -> CheckpointManager:
     return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})

@@ -11,8 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-__all__ = ["Block", "collect", "dense_reference", "fsdp_tp", "full", "train"]
-
 
 class Block(nn.Module):
     """Sizes that divide by nothing: 3 rows and 1 leave ranks of four with no bytes at all.

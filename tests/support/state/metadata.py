@@ -16,17 +16,6 @@ from dcp_datastates._native import (
     crc32c,
 )  # compared with support.state.files.crc32c in test_native_contract
 
-__all__ = [
-    "COLUMNS",
-    "Parts",
-    "decision_of",
-    "ended",
-    "file_of",
-    "parts_of",
-    "rewritten",
-    "with_format",
-]
-
 COLUMNS = (
     *("properties", "ndims", "shapes", "counts", "offsets", "sizes"),
     *("files", "begins", "lengths"),

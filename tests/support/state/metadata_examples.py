@@ -25,20 +25,6 @@ from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, Note
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = [
-    "META",
-    "NUMBERS",
-    "Chunk",
-    "Example",
-    "Object",
-    "Tensor",
-    "assert_identical",
-    "examples",
-    "packed_example",
-    "sharded",
-    "storable",
-]
-
 META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from dcp_datastates import _native
 
-__all__ = ["Objects", "restore", "save", "sources"]
-
 Data = np.ndarray
 
 

@@ -21,23 +21,6 @@ from dcp_datastates.planning.column_planning import ColumnPlanning
 from support.state.checkpoints import CACHE
 from support.state.states import filled
 
-__all__ = [
-    "SMALL",
-    "FailingPlanner",
-    "HalvingPlanner",
-    "PlannerRefusal",
-    "Skipping",
-    "forget_cached_plans",
-    "own_step",
-    "owned",
-    "save_by",
-    "saved_alone",
-    "saver",
-    "spied",
-    "spy",
-    "state_of",
-]
-
 
 @contextlib.contextmanager
 def own_step(name: str, step: Callable[..., Any]) -> Iterator[None]:

@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_datastates.planning.local_plan import LocalPlan
 from support.state.chunks import Box
 
-__all__ = ["item", "plan", "replica", "thing", "with_hints"]
-
 
 def item(name, shape, box=None, dtype=torch.float32, **properties):
     """A shard; the whole tensor without a box."""

@@ -13,23 +13,6 @@ from support.state.checkpoints import committed, save
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of, with_format
 
-__all__ = [
-    "NEWER",
-    "OLDER",
-    "STRUCTURAL",
-    "another_version",
-    "committed_names",
-    "cut",
-    "damage_metadata",
-    "grow",
-    "lose",
-    "lose_all",
-    "make_root",
-    "save_stock",
-    "state_of",
-    "uncommitted",
-]
-
 NEWER = "7fffffffffffffff-00000001"
 OLDER = "0000000000000001-00000001"
 

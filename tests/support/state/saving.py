@@ -26,19 +26,6 @@ from support.state.checkpoints import (
     load_everything,
 )
 
-__all__ = [
-    "Report",
-    "checkpoint",
-    "commit_checkpoint",
-    "number_at",
-    "number_found",
-    "part",
-    "report_of",
-    "save_over",
-    "save_traced",
-    "try_to_save",
-]
-
 
 def save_over(
     state: dict[str, Any], path: Path | str, *, planner: Any = None, **options: Any

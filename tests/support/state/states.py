@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["DTYPES", "Opinion", "filled", "large"]
-
 _CANDIDATES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),

@@ -16,8 +16,6 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_datastates
 
-__all__ = ["CHECKPOINTS", "empty_state", "expected_state"]
-
 _DATA = Path(__file__).parents[2] / "data"
 CHECKPOINTS = tuple(sorted(_DATA.glob("torch-*")))
 """``torch-VERSION-HOW``: planned by this package, or by DCP's default planner."""

@@ -7,16 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-__all__ = [
-    "Harm",
-    "HarmProxy",
-    "cut_after",
-    "cut_once",
-    "flipped_at",
-    "flipped_in_each",
-    "held_after",
-]
-
 Harm = Callable[[int, bytes], "bytes | None"]
 """Of the number of bytes that have come from one side, and what comes now: what passes. None: the connection ends."""
 

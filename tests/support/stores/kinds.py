@@ -25,8 +25,6 @@ from support.stores import server
 from support.stores.ram import temporary_store
 from support.stores.server import serve
 
-__all__ = ["KINDS", "new_store", "objects_below"]
-
 _numbers = itertools.count(1)
 
 # The account that each azurite has; it is no secret.

@@ -24,22 +24,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = [
-    "Answer",
-    "Exchange",
-    "Fault",
-    "Injected",
-    "Proxy",
-    "answered",
-    "corrupted",
-    "cut_answer",
-    "cut_request",
-    "duplicated",
-    "lost_answer",
-    "stalled",
-    "whole_for_range",
-]
-
 
 @dataclass
 class Answer:

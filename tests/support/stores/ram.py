@@ -15,8 +15,6 @@ from dcp_datastates.tiers.ram_nodes import RamNodes
 from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.wire.secret import Address
 
-__all__ = ["RamCluster", "temporary_store"]
-
 
 class RamCluster:
     """Nodes ``a``, ``b``, ``c``, …, each with a directory below ``root``."""

@@ -19,21 +19,6 @@ import boto3
 
 from support.waiting import await_that
 
-__all__ = [
-    "BUCKET",
-    "Bucket",
-    "Program",
-    "bucket_behind",
-    "client",
-    "endpoint",
-    "moto",
-    "serve",
-    "start",
-    "strict_endpoint",
-    "use",
-    "variables",
-]
-
 BUCKET = "test-bucket"
 
 

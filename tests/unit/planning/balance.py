@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_datastates.planning.balance import LEAST_SLICE, SPLIT_FROM
 from dcp_datastates.planning.replicas import gather
 
-__all__ = ["Slice", "divided", "key_of"]
-
 Key: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A chunk: its name, offsets and sizes."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from dcp_datastates import errors
 from dcp_datastates.format import values
 
-__all__ = ["Told", "described", "error_of"]
-
 Told = tuple[str, tuple[Any, ...], dict[str, Any]]
 """An error: the name of its class, its arguments, and its attributes."""
 
