@@ -253,8 +253,11 @@ class _Together(LoadSession):
         return _Watch(f"{self.verb} of {self.path}", self._detector, lambda s: self._look(step, s))
 
     def _look(self, step: Step, waited: float) -> str:
-        """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress."""
+        """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress. Before
+        a rank has called, what it does is no progress: the first rank waits so long for the others, and they for it.
+        """
         slow = self._detector.standing_still(self._timeout) if waited >= self._timeout else []
+        is_late = step is Step.OPEN and waited >= self._timeout * (1 if self.is_first else 2)
         if self.is_first:
             self.value += 1  # for the others: this rank looks after those that are late
             absent = self._meetings.absent()
@@ -267,10 +270,9 @@ class _Together(LoadSession):
             said = self._detector.said_by_coordinator
             what = f"waiting for rank {self._ranks[0]}{f' ({said})' if said else ''}"
         self.doing = what
-        if slow:
-            raise RankLostError(
-                f"{self.verb} of {self.path}: {what} within {waited:.0f} s ({'; '.join(map(str, slow[:3]))})"
-            )
+        if slow or is_late:
+            why = f" ({'; '.join(map(str, slow[:3]))})" if slow else ""
+            raise RankLostError(f"{self.verb} of {self.path}: {what} within {waited:.0f} s{why}")
         return what
 
     def _named(self, ranks: Sequence[int]) -> str:

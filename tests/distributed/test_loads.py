@@ -28,8 +28,10 @@ from dcp_datastates import (
     RankLostError,
     load,
 )
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import restore
 from dcp_datastates.process import waiting
+from dcp_datastates.ranks.rank_set import rank_set_of
 
 
 class _Forbidden:
@@ -104,6 +106,37 @@ def test_a_rank_that_does_not_come_is_named_and_the_wait_has_a_bound(shared_dir)
     found = {"w": torch.zeros(3)}
     load(shared_dir / "c", found)
     assert found["w"].all()
+
+
+class _Busy:
+    """Work of another kind: the rank's beat changes all the time."""
+
+    doing = "saving"
+
+    @property
+    def value(self):
+        return time.monotonic_ns()
+
+
+@ranks(2)
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_other_work_is_waited_for_within_the_same_bound(absent, shared_dir):
+    save({"w": torch.ones(3)}, shared_dir / "c")
+    ended = shared_dir / "ended"
+    if dist.get_rank() == absent:
+        group, busy = commit_group(rank_set_of(None)), _Busy()
+        group.reading(busy, True)
+        group.detector.save_started()
+        await_that(ended.exists)
+        group.detector.save_ended()
+        group.reading(busy, False)
+    else:
+        began = time.monotonic()
+        with pytest.raises(RankLostError, match=r"rank 1 has not called|waiting for rank 0"):
+            load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=4)
+        assert time.monotonic() - began < 30
+        ended.touch()
+    dist.barrier()
 
 
 @ranks(3)

@@ -1,0 +1,110 @@
+"""The files of a node: a lock that does not come, what forked children hold, and requests that the server refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+
+import pytest
+from support.jobs.scripts import run_script
+from support.stores.ram import RamCluster
+
+from dcp_datastates.tiers import ram_files
+from dcp_datastates.tiers.ram_files import RamFiles
+from dcp_datastates.wire.line import RefusedError, connect
+
+
+def asked(line, words):
+    """The answer to a request."""
+    line.send(words)
+    return line.result()
+
+
+def test_a_lock_that_another_process_keeps_is_named_and_waited_for_no_longer_than_said(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ram_files, "LOCK_SECONDS", 0.2)
+    files = RamFiles(tmp_path, 1 << 20)
+    with open(tmp_path / ".lock", "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=rf"held the lock {tmp_path}/.lock for 0.2 s"):
+            files.delete(["run/x"])
+    files.delete(["run/x"])
+
+
+def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
+    ended = run_script(
+        """
+        from pathlib import Path
+        from dcp_datastates.tiers.ram_files import RamFiles
+        files = RamFiles(Path(path), 1 << 20)
+        new = files.unpublished("run/x")
+        new.write(b"x" * 1000)
+        def held():
+            found = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if
+                     os.path.islink(f"/proc/self/fd/{each}")]
+            return [each for each in found if each.startswith(path)]
+        with files.locked():
+            assert len(held()) == 2, held()
+            come, go = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(go)
+                nothing = held() == []
+                os.read(come, 1)
+                os._exit(0 if nothing else 1)
+        new.close()
+        begun = time.monotonic()
+        RamFiles(Path(path), 1 << 20).delete(["run/x"])
+        assert time.monotonic() - begun < 20
+        os.write(go, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+        tmp_path / "node",
+    )
+    ended.assert_clean()
+
+
+@pytest.fixture
+def line(tmp_path):
+    cluster = RamCluster(tmp_path, 1)
+    with contextlib.closing(connect(cluster.address("a"))) as made:
+        yield made
+    assert cluster.has("x") == []
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        None,
+        "piece",
+        ["publish", 1, True],
+        ["find"],
+        ["find", 3],
+        ["find", ["x"]],
+        ["read", "x", "0", 9],
+        ["read", "x", -5, 9],
+        ["list", None],
+        ["delete", "x"],
+        ["delete", [1]],
+        ["put", None],
+        ["left", 1],
+        ["eval", "1"],
+        {"find": "x"},
+    ],
+)
+def test_a_request_that_is_none_is_refused_and_the_next_answered(line, words):
+    with pytest.raises(RefusedError):
+        asked(line, words)
+    assert asked(line, ["find", "run/x"]) == (None, b"")
+
+
+def test_after_a_piece_that_was_refused_an_object_cannot_be_published(line):
+    assert asked(line, ["put", "run/x"])[0] is None
+    line.send("piece", b"first")
+    line.result()
+    with pytest.raises(RefusedError):
+        asked(line, ["find"])
+    with pytest.raises(RefusedError):
+        asked(line, ["publish", 1, False])
