@@ -7,9 +7,8 @@ import sys
 
 from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.inventory import is_directory
-from dcp_datastates.checkpoints.listing import step_of
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.text import printable
+from dcp_datastates.text import printable, step_of
 from dcp_datastates_cli.output import NO, OK, complain, pipe_may_close, print_json
 
 __all__ = ["run"]

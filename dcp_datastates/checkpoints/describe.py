@@ -20,13 +20,7 @@ from dcp_datastates.checkpoints.inventory import (
     is_directory,
     may_be_committed,
 )
-from dcp_datastates.checkpoints.listing import (
-    Found,
-    directories,
-    natural_order,
-    newest_first,
-    step_of,
-)
+from dcp_datastates.checkpoints.listing import Found, directories, natural_order, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
@@ -34,14 +28,14 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
-from dcp_datastates.text import columns, count, date, numbers, size
+from dcp_datastates.text import columns, count, date, numbers, size, step_of
 
 _SHOWN: Final = 16
 """How many tensors and objects, files, or checkpoints a text lists."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcp_datastates.checkpoints.listing import Found, step_of
+from dcp_datastates.checkpoints.listing import Found
 from dcp_datastates.config import parse_duration
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.text import step_of
 
 Direction = Literal["min", "max"]
 

@@ -37,20 +37,6 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.presence import NotAFileError
-from dcp_datastates.text import step_of
-
-__all__ = [
-    "Found",
-    "candidates",
-    "checkpoints",
-    "committed_in",
-    "directories",
-    "is_committed",
-    "natural_order",
-    "newest_first",
-    "open_found",
-    "step_of",
-]
 
 logger = logging.getLogger(__name__)
 

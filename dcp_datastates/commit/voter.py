@@ -23,7 +23,8 @@ from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
-from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.gloo_group import GroupBroken
+from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung

@@ -19,7 +19,6 @@ from dcp_datastates.conversion.output_file import Output, OutputFile, write_smal
 from dcp_datastates.conversion.source import Box, Source, shards
 from dcp_datastates.dcp.read_requests import request_of
 from dcp_datastates.errors import (
-    CheckpointNotFoundError,
     CommitOutcomeUnknown,
     ConfigurationError,
     DataStatesError,
@@ -29,11 +28,9 @@ from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable, Note
-from dcp_datastates.io.committed import explain_missing, open_committed
-from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request, aim
-from dcp_datastates.io.restore import restore
-from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
+from dcp_datastates.loading.reading import read
 from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme
@@ -52,7 +49,6 @@ class DataStatesSource(DCPSource):
         self.path = path
         committed = open_committed(path)
         self._table = committed.table
-        self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
         self._describe(metadata_of(committed.table))
 
     def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
@@ -73,11 +69,7 @@ class DataStatesSource(DCPSource):
 
     def _restore(self, requests: list[Request]) -> bytes:
         data = bytearray()
-        source = StoredCheckpoint(self._table, [self.path])
-        try:
-            restore(requests, source, self._engine, lambda request: data.extend(request.data))
-        except CheckpointNotFoundError as error:
-            raise explain_missing(self.path, source.note, error) from error
+        read(requests, lambda each: data.extend(each.data), self._table, [self.path])
         return bytes(data)
 
 

@@ -18,8 +18,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dcp_datastates.checkpoints.inventory import names_at
-from dcp_datastates.checkpoints.listing import committed_in, is_committed
+from dcp_datastates.checkpoints.inventory import is_committed, names_at
+from dcp_datastates.checkpoints.listing import committed_in
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations, presence

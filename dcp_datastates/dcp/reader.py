@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -23,19 +22,17 @@ from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.dcp.read_requests import aimed, deliver, request_of
 from dcp_datastates.errors import (
-    CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
     UnsafeObjectError,
 )
 from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
-from dcp_datastates.io.committed import explain_missing, open_nearest
+from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request
-from dcp_datastates.io.restore import restore
-from dcp_datastates.io.stored_checkpoint import StoredCheckpoint
 from dcp_datastates.loading.fit import Answer, Fit
+from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.unread import say_unread, unread
 from dcp_datastates.loading.wrapper_loading import Wrappers
@@ -44,7 +41,6 @@ from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
-from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,
@@ -194,7 +190,8 @@ class DataStatesReader(StorageReader):
                     )
         metadata, table = self._described(), self._opened().table
         self._joint = JointReads(self._share_reads, rank_set_of(None), self._directory())
-        offered = self._joint.offer((request_of(item, metadata) for item in plan.items), table)
+        tensors = (item for item in plan.items if not self._is_wrapper(item))
+        offered = self._joint.offer((request_of(item, metadata) for item in tensors), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
@@ -239,14 +236,14 @@ class DataStatesReader(StorageReader):
             # its plan.
             held = getattr(planner, "state_dict", None)
             self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
-        sharing = None
-        if self._joint is not None and isinstance(plan.storage_data, bytes):
-            sharing = self._joint.take(plan.storage_data, stored.table)
-        source = StoredCheckpoint(stored.table, places, sharing)
+        # A planner may have lost what the first rank has said.
+        share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
+        sharing = None if self._joint is None else self._joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
 
-        def read(requests: list[Request]) -> None:
-            restore(requests, source, native, partial(deliver, planner), _release)
+        def read_in(requests: list[Request]) -> None:
+            hand_over = partial(deliver, planner)
+            read(requests, hand_over, stored.table, places, sharing=sharing, native=native)
 
         try:
             wrapped = {
@@ -257,18 +254,16 @@ class DataStatesReader(StorageReader):
             if wrapped:
                 state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
                 wanted = {name: (old, state[name]) for name, old in wrapped.items()}
-                wrappers = Wrappers(wanted, stored, read)
+                wrappers = Wrappers(wanted, stored, read_in)
                 self._say_unread(wrappers.unread)
-                wrappers.load(read)
+                wrappers.load(read_in)
             with collection_paused():
                 requests = [
                     aimed(item, metadata, planner, self._fit.cast)
                     for item in plan.items
                     if not self._is_wrapper(item)
                 ]
-            read(requests)
-        except CheckpointNotFoundError as error:
-            raise explain_missing(places[0], source.note, error) from error
+            read_in(requests)
         finally:
             if sharing is not None:
                 sharing.end()
@@ -317,8 +312,3 @@ class DataStatesReader(StorageReader):
     def _described(self) -> Metadata:
         assert self._metadata is not None
         return self._metadata
-
-
-def _release(storages: set[torch.UntypedStorage]) -> None:
-    """Return when no save in flight reads the memory that a load is about to overwrite."""
-    release_memory(storages, "a load")

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.metadata import MetadataTable
+from dcp_datastates.format.metadata_table import MetadataTable
 
 _SHOWN: Final = 3
 

@@ -102,10 +102,8 @@ class Fitting:
             lay_out(self.fit.names([*stored, *stored.wrappers]), stored)
         self._state = state
         self._values, self._paths = flattened(state)
-        self._match(self.names)
-        wanted = {name: value for name, value in self._values.items() if self.fit.takes(name)}
         found: list[Request] = []
-        for name, value in wanted.items():
+        for name, value in self._matched(self.names).items():
             old = self._names.get(name)
             if old is None or name in self._wrapped:
                 continue
@@ -120,7 +118,8 @@ class Fitting:
                 )
         return found
 
-    def _match(self, names: Mapping[str, str]) -> None:
+    def _matched(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The values of the state that are to be loaded, by their names. Raises if they cannot be."""
         empty = frozenset(self.stored.empty)
         self._empty = {name: self._path(name, old) for name, old in names.items() if old in empty}
         self._names = {name: old for name, old in names.items() if old not in empty}
@@ -142,6 +141,7 @@ class Fitting:
                 len(missing),
                 ", ".join(map(repr, missing)),
             )
+        return wanted
 
     def begin(self) -> None:
         """All ranks' states fit. Put what is empty, which nothing is read for, into the state where it takes all: the

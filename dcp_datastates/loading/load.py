@@ -18,19 +18,17 @@ from typing_extensions import Unpack
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import check_options
 from dcp_datastates.errors import (
-    CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
 )
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested
-from dcp_datastates.io.committed import explain_missing, open_nearest
-from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
-from dcp_datastates.io.restore import restore
-from dcp_datastates.io.stored_checkpoint import Sharing, StoredCheckpoint
+from dcp_datastates.io.stored_checkpoint import Sharing
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
+from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.unread import say_unread, unread
@@ -40,7 +38,6 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, check_group, rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
-from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,
@@ -190,7 +187,7 @@ def load_values(
     fitting = Fitting(Fit.of({"unexpected": "ignore"}, wanted), stored, places[0])
     values = _places_for(fitting)
     requests = fitting.requests(values, allow_objects)
-    _read(requests, fitting.deliver, stored, places)
+    read(requests, fitting.deliver, stored.table, places)
     return values
 
 
@@ -299,7 +296,7 @@ class _Load:
                 loaded[name] = value.state_dict() if _is_stateful(value) else value
             self._requests = fitting.requests(loaded, self._allow_objects)
             if wrapped := fitting.wrapped:
-                self._wrappers = Wrappers(wrapped, self.stored, self._read_alone)
+                self._wrappers = Wrappers(wrapped, self.stored, self._read)
                 self._say_unread(self._wrappers.unread)
             asked.extend(sorted(fitting.held))
             digest = blake2b("\0".join(asked).encode(), digest_size=16).digest()
@@ -354,44 +351,20 @@ class _Load:
 
     def _read(self, requests: list[Request], sharing: Sharing | None = None) -> None:
         deliver, count = self._fitting.deliver, self._session.count
-        _read(requests, deliver, self.stored, self._places, sharing, count)
-
-    def _read_alone(self, requests: list[Request]) -> None:
-        self._read(requests)
+        read(requests, deliver, self.stored.table, self._places, sharing=sharing, count=count)
 
     def _check_unread(self, asked: Collection[str]) -> None:
-        if self._fitting.fit.unexpected == "ignore":
-            return
         names = self.stored.names_with_data(self._allow_objects)
-        left = unread(names, asked, self.stored.wrappers)
-        self._say_unread(self._fitting.unasked(left))
+        self._say_unread(unread(names, asked, self.stored.wrappers))
 
-    def _say_unread(self, names: Collection[str]) -> None:
+    def _say_unread(self, left: Collection[str]) -> None:
+        answer = self._fitting.fit.unexpected
+        if answer == "ignore":
+            return
         # With no_dist=True every rank loads alone, most likely the same names.
         alone = self._session.world == 1
         level = once_per_job(logging.WARNING) if alone else logging.WARNING
-        say_unread(names, self.stored, self._places[0], self._fitting.fit.unexpected, level)
-
-
-def _read(
-    requests: list[Request],
-    deliver: Callable[[Request], None],
-    stored: Stored,
-    places: Sequence[Location],
-    sharing: Sharing | None = None,
-    count: Callable[[int], None] = lambda nbytes: None,
-) -> None:
-    source = StoredCheckpoint(stored.table, places, sharing)
-    native = engine(DEFAULT_HOST_CACHE_BYTES)
-    try:
-        restore(requests, source, native, deliver, _release, count)
-    except CheckpointNotFoundError as error:
-        raise explain_missing(places[0], source.note, error) from error
-
-
-def _release(storages: set[torch.UntypedStorage]) -> None:
-    """Return when no save in flight reads the memory that a load is about to overwrite."""
-    release_memory(storages, "a load")
+        say_unread(self._fitting.unasked(left), self.stored, self._places[0], answer, level)
 
 
 def _is_stateful(value: Any) -> bool:

@@ -123,7 +123,7 @@ class Continuing:
 
         while (newest := self._ask(look, "newest", "the step to go on from", timeout)) is not None:
             try:
-                return self._restore(newest, state, chosen)
+                return self._restore(newest, state, chosen, "restore_latest()")
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.error("leaving out checkpoint %s: %s", self._steps.roots[0] / newest, error)
                 damaged.append(newest)
@@ -138,21 +138,20 @@ class Continuing:
             self._there = self._names()
             return self._steps.name_of(step)
 
-        return self._restore(self._ask(look, "named", f"where step {step} is"), state, chosen)
+        name = self._ask(look, "named", f"where step {step} is")
+        return self._restore(name, state, chosen, "restore()")
 
     def _chosen(self, options: LoadOptions) -> LoadOptions:
         chosen: LoadOptions = {**self._options, **options}
         Fit.of_restore(chosen)  # raises on each rank, before the first one looks
         return chosen
 
-    def _restore(self, name: str, state: Mapping[str, Any], options: LoadOptions) -> int:
+    def _restore(self, name: str, state: Mapping[str, Any], options: LoadOptions, verb: str) -> int:
         fit = Fit.of_restore(options)
         places = self._steps.places(name)
         parts = TrainingState(state, self._rank_set)
         try:
-            with load_session(
-                self._rank_set, places[0], "restore_latest()", self._timeout
-            ) as session:
+            with load_session(self._rank_set, places[0], verb, self._timeout) as session:
                 parts.load(
                     session,
                     places,

@@ -11,12 +11,7 @@ from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, new
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import (
-    Found,
-    candidates,
-    directories,
-    newest_first,
-)
+from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location

@@ -35,8 +35,6 @@ from dcp_datastates.ranks.meetings import KNOWN_PAUSE, GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["GlooTree", "GroupBroken", "Place", "places"]
-
 logger = logging.getLogger(__name__)
 
 _WIDTH: Final = 8

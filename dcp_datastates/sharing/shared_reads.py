@@ -25,7 +25,7 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.format.metadata import Note
+from dcp_datastates.format.metadata_table import Note
 from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader

@@ -25,7 +25,8 @@ from support.state.roots import (
 
 from dcp_datastates import CheckpointCorruptError, ConfigurationError, latest
 from dcp_datastates.checkpoints import listing
-from dcp_datastates.checkpoints.listing import natural_order, step_of
+from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.text import step_of
 
 
 def test_the_newest_is_found(root):

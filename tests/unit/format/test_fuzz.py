@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, DataStatesError
-from dcp_datastates.format.metadata import MetadataTable, decode
+from dcp_datastates.format.metadata import decode
 from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.safetensors_header import Header, read_header
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))

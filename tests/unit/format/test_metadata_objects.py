@@ -25,9 +25,10 @@ from support.state.metadata_examples import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_datastates.format import metadata_objects, trailer
-from dcp_datastates.format.metadata import MetadataTable, decode, encode
+from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
+from dcp_datastates.format.metadata_table import MetadataTable
 
 
 @settings(max_examples=150)
