@@ -22,7 +22,7 @@ from dcp_datastates.format.stored_names import is_under, prefixes_of
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.flattening import flattened
-from dcp_datastates.loading.regions import PLAIN
+from dcp_datastates.loading.regions import PLAIN, is_elsewhere
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
 
@@ -169,9 +169,12 @@ class Fitting:
 
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:
-        """The wrapper subclasses in the state, by their names there: the name of each in the checkpoint, and itself."""
-        found = self._wrapped.intersection(self._values)
-        return {name: (self._names[name], self._values[name]) for name in sorted(found)}
+        """The wrapper subclasses in the state of which this rank holds something, by their names there: the name of each
+        in the checkpoint, and itself.
+        """
+        found = sorted(self._wrapped.intersection(self._values))
+        here = [name for name in found if not is_elsewhere(self._values[name])]
+        return {name: (self._names[name], self._values[name]) for name in here}
 
     @property
     def held(self) -> list[str]:

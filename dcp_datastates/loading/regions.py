@@ -24,7 +24,7 @@ def shards_of(name: str, value: Any) -> list[tuple[Box, torch.Tensor]]:
     if type(value) in PLAIN and not holds_shards(value):
         return [(tuple((0, size) for size in value.shape), value)]
     if type(value) is DTensor and type(value._local_tensor) in PLAIN:
-        if value.device_mesh.get_coordinate() is None:
+        if is_elsewhere(value):
             return []
         if any(placement.is_partial() for placement in value.placements):
             raise IncompatibleStateError(
@@ -37,6 +37,11 @@ def shards_of(name: str, value: Any) -> list[tuple[Box, torch.Tensor]]:
         tensor = find_state_dict_object({name: value}, MetadataIndex(name, chunk.offsets, number))
         found.append((place, tensor))
     return found
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether it is a DTensor of whose mesh this rank is no part: it holds nothing of it."""
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
 
 
 def overlap(one: Box, other: Box) -> Box:

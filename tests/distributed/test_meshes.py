@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks, run_on_ranks
-from support.state.checkpoints import assert_same, load, load_everything, save, zeros
+from support.state.checkpoints import assert_same, load_by_both, load_everything, save, zeros
 from support.state.meshes import Block, collect, dense_reference, fsdp_tp, full
 from support.tiers import sampled
 
@@ -28,7 +28,7 @@ def _loads(shape, path):
     model, optimizer = fsdp_tp(Block(seed=1), shape)
     state = collect(model, optimizer)
     target = zeros(state)
-    load(target, path / "c")
+    load_by_both(target, path / "c")
     expected = torch.load(path / "dense.pt", weights_only=True)
     assert_same({name: full(tensor) for name, tensor in target.items()}, expected)
 
@@ -52,7 +52,7 @@ def test_one_process_loads_all_of_what_four_ranks_saved(shared_dir):
     expected = torch.load(shared_dir / "dense.pt", weights_only=True)
     assert_same(load_everything(shared_dir / "c"), expected)
     target = {"layers.0.weight": torch.zeros_like(expected["layers.0.weight"])}
-    load(target, shared_dir / "c")
+    load_by_both(target, shared_dir / "c")
     assert_same(target, {"layers.0.weight": expected["layers.0.weight"]})
 
 

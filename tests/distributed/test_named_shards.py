@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks
-from support.state.checkpoints import CACHE, load
+from support.state.checkpoints import CACHE, load_by_both
 from support.tiers import sampled
 
 import dcp_datastates
@@ -60,9 +60,9 @@ def test_they_are_saved_and_loaded_as_shards(how, rows, shared_dir):
             saved = dcp_datastates.async_save(state, writer=by, planner=planner)
             saved.upload_completion.result(60)
         dist.barrier()
-        found = load({"w": torch.zeros(rows, 20)}, shared_dir / "c")
+        found = load_by_both({"w": torch.zeros(rows, 20)}, shared_dir / "c")
         assert torch.equal(found["w"], whole)
         again = _part(torch.zeros(rows, 20), dist.get_rank())
-        load({"w": again}, shared_dir / "c")
+        load_by_both({"w": again}, shared_dir / "c")
         assert torch.equal(again, state["w"])
         dist.barrier()

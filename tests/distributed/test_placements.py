@@ -12,7 +12,7 @@ from support.state.checkpoints import (
     assert_same,
     async_save,
     bits,
-    load,
+    load_by_both,
     load_everything,
     save,
     zeros,
@@ -90,7 +90,7 @@ def _saves(seed, shape, path):
 def _loads(seed, placed_by, shape, path):
     expected = _distribute(_dense(seed), shape, placed_by)
     target = zeros(expected)
-    load(target, path)
+    load_by_both(target, path)
     for name, tensor in expected.items():
         assert bits(target[name]) == bits(tensor), (
             f"{name} {tensor.shape} {tensor.dtype} on {shape}"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import assert_same, async_save, load, load_everything
+from support.state.checkpoints import assert_same, async_save, load_by_both, load_everything
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -40,7 +40,7 @@ def test_a_sharded_tensor_is_saved_as_it_was_and_loads_into_other_shards(shared_
             shard.tensor.zero_()
         future.result(60)
         target = _sharded(torch.zeros_like(value), 2)
-        load({"t": target}, path)
+        load_by_both({"t": target}, path)
         for shard in target.local_shards():
             start = shard.metadata.shard_offsets[0]
             assert_same(shard.tensor, value[start : start + shard.tensor.shape[0]])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks
-from support.state.checkpoints import async_save, load, raises, save, writer
+from support.state.checkpoints import async_save, load_by_both, raises, save, writer
 from support.state.files import data_files, flip_bit
 from support.state.wrapped import Blocks, blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,7 +49,7 @@ def test_shards_come_back_by_every_way(shared_dir):
         dcp_datastates.async_save(state, shared_dir / name).result(60)
     for name in ("dcp", "planner", "own", "cached"):
         found = {"w": _placed(blocks(ROWS, COLUMNS), HYBRID)}
-        load(found, shared_dir / name, unexpected="error")
+        load_by_both(found, shared_dir / name, unexpected="error", share_reads=True)
         assert _same(found["w"], state["w"])
 
 
@@ -62,10 +62,10 @@ def test_other_shards_are_cut_and_put_together(shared_dir, target):
     expected = _placed(whole, target)
     for name in ("shards", "fewer"):
         found = {"w": _placed(blocks(ROWS, COLUMNS), target)}
-        load(found, shared_dir / name, unexpected="error")
+        load_by_both(found, shared_dir / name, unexpected="error")
         assert _same(found["w"], expected)
         sharded = {"w": _placed(blocks(ROWS, COLUMNS), SHARDED)}
-        load(sharded, shared_dir / name, unexpected="error")
+        load_by_both(sharded, shared_dir / name, unexpected="error")
         assert _same(sharded["w"], _placed(whole, SHARDED))
 
 
@@ -75,9 +75,9 @@ def test_a_whole_wrapper_and_shards_of_one_load_from_each_other(shared_dir):
     async_save({"w": whole}, shared_dir / "whole").result(60)
     async_save({"w": _placed(whole, SHARDED)}, shared_dir / "shards").result(60)
     sharded, plain = {"w": _placed(blocks(ROWS, COLUMNS), SHARDED)}, {"w": blocks(ROWS, COLUMNS)}
-    load(sharded, shared_dir / "whole", unexpected="error")
+    load_by_both(sharded, shared_dir / "whole", unexpected="error")
     assert _same(sharded["w"], _placed(whole, SHARDED))
-    load(plain, shared_dir / "shards", unexpected="error")
+    load_by_both(plain, shared_dir / "shards", unexpected="error")
     assert torch.equal(plain["w"].dense(), whole.dense())
 
 
@@ -96,7 +96,7 @@ def test_shards_that_the_class_cannot_cut_are_refused_by_name(shared_dir):
         run_check=False,
     )
     with raises(IncompatibleStateError, "'w'", "[0:2,", "not between blocks", "that were saved"):
-        load({"w": found}, shared_dir)
+        load_by_both({"w": found}, shared_dir)
 
 
 @ranks(2)
@@ -108,10 +108,10 @@ def test_another_shape_is_refused_by_name(shared_dir):
     )
     async_save({"w": saved}, shared_dir / "shards").result(60)
     with raises(IncompatibleStateError, "'w'", "(8, 3)", "(16, 3)"):
-        load({"w": smaller}, shared_dir / "shards")
+        load_by_both({"w": smaller}, shared_dir / "shards")
     async_save({"w": blocks(8, COLUMNS, seed=1)}, shared_dir / "whole").result(60)
     with raises(IncompatibleStateError, "'w'", "(8, 3)"):
-        load({"w": saved}, shared_dir / "whole")
+        load_by_both({"w": saved}, shared_dir / "whole")
 
 
 @ranks(2)
@@ -123,7 +123,7 @@ def test_a_shard_that_was_not_saved_is_told_of(shared_dir):
         dcp.save({"w": mine}, storage_writer=writer(shared_dir), planner=planner, no_dist=True)
     dist.barrier()
     with raises(IncompatibleStateError, "'w'", "24 elements", "not stored"):
-        load({"w": blocks(16, COLUMNS)}, shared_dir)
+        load_by_both({"w": blocks(16, COLUMNS)}, shared_dir)
 
 
 @ranks(2)
@@ -139,7 +139,7 @@ def test_a_rank_outside_the_mesh_saves_and_loads_nothing(shared_dir):
 
     saved, found = state(1), state(0)
     async_save(saved, shared_dir).result(60)
-    load(found, shared_dir, unexpected="error")
+    load_by_both(found, shared_dir, unexpected="error")
     assert _same(found["w"], saved["w"]) or dist.get_rank() == 0
     if dist.get_rank() == 0:
         everything = dcp_datastates.load(shared_dir)
@@ -156,7 +156,7 @@ def test_a_corrupt_shard_is_called_corrupt_when_other_shards_are_cut_from_it(sha
             flip_bit(file, file.stat().st_size // 2)  # of the codes
     dist.barrier()
     with raises(CheckpointCorruptError, "'w.[", "codes'"):
-        load({"w": blocks(2048, 4096)}, shared_dir)
+        load_by_both({"w": blocks(2048, 4096)}, shared_dir)
 
 
 @ranks(2)

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 
+import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
+from dcp_datastates.io.wrappers import inner_tensors
 from dcp_datastates.storage.decisions import LONGEST_MARK
 
 CACHE = "64MiB"
@@ -68,6 +71,33 @@ def load(
     with _quiet():
         dcp.load(state, storage_reader=DataStatesReader(path, **options), planner=planner)
     return state
+
+
+def load_by_both(state: dict[str, Any], path: Path | str, **options: Any) -> dict[str, Any]:
+    """:func:`load`, after ``dcp_datastates.load``: both give ``state`` the same values, or raise the same error."""
+    try:
+        dcp_datastates.load(path, state, **options)
+    except Exception as error:
+        with raises(type(error)):
+            load(state, path, **options)
+        raise
+    tensors = list(_memory_of(state))
+    loaded = [bits(each) for each in tensors]
+    for each in tensors:
+        local(each.detach()).zero_()
+    load(state, path, **options)
+    assert list(map(bits, _memory_of(state))) == loaded
+    return state
+
+
+def _memory_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, ShardedTensor):
+        yield from (shard.tensor for shard in value.local_shards())
+    elif isinstance(value, torch.Tensor):
+        yield from inner_tensors(value)
+    elif isinstance(value, (Mapping, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _memory_of(each)
 
 
 def load_everything(path: Path | str, reader: Any = None) -> dict[str, Any]:

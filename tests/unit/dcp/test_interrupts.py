@@ -14,7 +14,7 @@ from support.state.checkpoints import CACHE, raises
 from support.tiers import tries
 
 import dcp_datastates as ds
-from dcp_datastates.loading import load as load_module
+from dcp_datastates.loading import reading
 
 
 class _Interrupts:
@@ -99,7 +99,7 @@ def test_the_other_ranks_of_an_interrupted_one_are_told_by_an_ordinary_error(
 ):
     ds.save(_state(), shared_dir / "c", host_cache_size=CACHE)
     if dist.get_rank() == 1:
-        monkeypatch.setattr(load_module, "restore", _interrupt)
+        monkeypatch.setattr(reading, "restore", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             ds.load(shared_dir / "c", _state())
     else:

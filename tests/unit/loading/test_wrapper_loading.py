@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.state.checkpoints import async_save, committed, load, raises, save
+from support.state.checkpoints import async_save, committed, load_by_both, raises, save
 from support.state.wrapped import Blocks, Other, Sometimes, blocks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -39,7 +39,7 @@ def test_wrappers_come_back_in_place_wherever_they_lie(way, tmp_path):
     saved, found = state(1, 2, 3), state(0, 0, 0)
     WAYS[way](saved, tmp_path)
     places = found["model"]["w"].codes.data_ptr(), found["list"][1].scales.data_ptr()
-    load(found, tmp_path, unexpected="error")
+    load_by_both(found, tmp_path, unexpected="error")
     assert _same(found["model"]["w"], saved["model"]["w"])
     assert _same(found["list"][1], saved["list"][1])
     assert _same(found["p"], saved["p"])
@@ -50,7 +50,7 @@ def test_wrappers_come_back_in_place_wherever_they_lie(way, tmp_path):
 def test_a_wrapper_within_a_wrapper(tmp_path):
     saved, found = (Blocks(blocks(seed=seed), torch.full((4,), seed)) for seed in (1, 0))
     async_save({"w": saved}, tmp_path).result(60)
-    load({"w": found}, tmp_path, unexpected="error")
+    load_by_both({"w": found}, tmp_path, unexpected="error")
     assert _same(found.codes, saved.codes)
     assert torch.equal(found.scales, saved.scales)
 
@@ -61,11 +61,11 @@ def test_a_part_that_the_wrapper_lacks_is_told_of(tmp_path, caplog):
     saved.zero = torch.ones(3)
     async_save({"w": saved}, tmp_path).result(60)
     with raises(IncompatibleStateError, "'w.zero'", "1 of the 4"):
-        load({"w": found}, tmp_path, unexpected="error")
+        load_by_both({"w": found}, tmp_path, unexpected="error")
     assert _same(found, blocks())
-    load({"w": found}, tmp_path, unexpected="error", exclude="w.zero")
+    load_by_both({"w": found}, tmp_path, unexpected="error", exclude="w.zero")
     assert _same(found, saved)
-    load({"w": found}, tmp_path)
+    load_by_both({"w": found}, tmp_path)
     assert "'w.zero'" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_another_class_within_a_wrapper_is_refused(tmp_path):
     async_save({"w": Blocks(blocks(seed=1), torch.zeros(4))}, tmp_path).result(60)
     found = Blocks(blocks(kind=Other), torch.zeros(4))
     with raises(IncompatibleStateError, "'w'", "codes: support.state.wrapped.Other"):
-        load({"w": found}, tmp_path)
+        load_by_both({"w": found}, tmp_path)
     assert _same(found.codes, blocks())
 
 
@@ -100,8 +100,8 @@ def test_keys_choose_wrappers_and_no_object_is_needed(tmp_path):
 def test_a_wrapper_that_is_left_unread_is_told_of(tmp_path):
     async_save({"a": blocks(seed=1), "b": blocks(seed=2)}, tmp_path).result(60)
     with raises(IncompatibleStateError, "'b.codes'", "3 of the 6"):
-        load({"a": blocks()}, tmp_path, unexpected="error")
-    load({"a": blocks()}, tmp_path, unexpected="error", exclude="b")
+        load_by_both({"a": blocks()}, tmp_path, unexpected="error")
+    load_by_both({"a": blocks()}, tmp_path, unexpected="error", exclude="b")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_by_name_before_a_tensor_changes(value, sai
     async_save({"a": blocks(seed=1), "w": blocks(seed=2)}, tmp_path).result(60)
     found = {"a": blocks(), "w": value}
     with raises(IncompatibleStateError, "'w", said):
-        load(found, tmp_path)
+        load_by_both(found, tmp_path)
     assert _same(found["a"], blocks())
 
 
@@ -129,7 +129,7 @@ def test_a_plain_checkpoint_is_copied_into_a_wrapper_as_the_class_does_it(tmp_pa
     values = torch.arange(24.0).view(8, 3)
     save({"w": values}, tmp_path)
     found = blocks(seed=1)
-    load({"w": found}, tmp_path)
+    load_by_both({"w": found}, tmp_path)
     assert torch.equal(found.dense(), values)
 
 
@@ -152,7 +152,7 @@ def test_the_parts_are_stored_with_the_default_planner_as_with_this_packages(kin
     if future is not None:
         future.result(60)
     found = {"m": {"w": blocks()}, "n": [torch.zeros(3), 0]}
-    load(found, tmp_path)
+    load_by_both(found, tmp_path)
     assert _same(found["m"]["w"], state["m"]["w"])
     assert found["n"][0].eq(1).all()
     assert found["n"][1] == 4
@@ -181,7 +181,7 @@ def test_parts_that_an_optimizer_owns_are_read_before_its_step_not_at_the_call(t
     state.codes.zero_()
     future.result(60)
     found = blocks(1024, 256)
-    load({"m": found}, tmp_path)
+    load_by_both({"m": found}, tmp_path)
     assert torch.equal(found.codes, expected)
 
 
