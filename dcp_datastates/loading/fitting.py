@@ -169,8 +169,8 @@ class Fitting:
 
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:
-        """The wrapper subclasses in the state of which this rank holds something, by their names there: the name of each
-        in the checkpoint, and itself.
+        """The wrapper subclasses of which this rank holds something, by their names in the state: the name of each in
+        the checkpoint, and itself.
         """
         found = sorted(self._wrapped.intersection(self._values))
         here = [name for name in found if not is_elsewhere(self._values[name])]

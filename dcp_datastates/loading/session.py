@@ -260,7 +260,9 @@ class _Together(LoadSession):
         is_late = step is Step.OPEN and waited >= self._timeout * (1 if self.is_first else 2)
         if self.is_first:
             self.value += 1  # for the others: this rank looks after those that are late
-            absent = self._meetings.absent()
+            absent: list[int] = []
+            with contextlib.suppress(RuntimeError):  # the store fails, which the meeting bears
+                absent = self._meetings.absent()
             missing = (
                 f"not called {self.verb}" if step is Step.OPEN else "not come to the next step"
             )

@@ -20,7 +20,6 @@ A meeting costs each rank four requests, and those that ask whether the answer i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -178,12 +177,8 @@ class Meetings:
         return self._say_unsaid() == number
 
     def absent(self) -> list[int]:
-        """On the first rank, for a ``check``: some of the ranks whose messages are not there; none if the store
-        fails.
-        """
-        with contextlib.suppress(RuntimeError):
-            return [rank for rank, key in self._awaited.items() if not self._store.check([key])]
-        return []
+        """On the first rank, for a ``check``: some of the ranks whose messages are not there. Raises RuntimeError."""
+        return [rank for rank, key in self._awaited.items() if not self._store.check([key])]
 
     # ---- the first rank ------------------------------------------------------------------------------
 
