@@ -19,9 +19,9 @@ from dcp_datastates.format.key_paths import KeyPath, key_of
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import put
 from dcp_datastates.format.stored_names import is_under, prefixes_of
+from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.flattening import flattened
 from dcp_datastates.loading.regions import PLAIN, is_elsewhere
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
