@@ -22,6 +22,7 @@ from dcp_datastates import (
     CheckpointCorruptError,
     CheckpointManager,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
     IncompatibleStateError,
@@ -30,6 +31,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import restore
+from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.process import waiting
 from dcp_datastates.ranks.rank_set import rank_set_of
 
@@ -202,6 +204,30 @@ def test_ranks_that_load_different_checkpoints_are_told_so(shared_dir):
         save({"w": torch.ones(3)}, shared_dir / name)
     with pytest.raises(ConfigurationError, match=r"rank 0 loads 'one' and rank 1 loads 'other'"):
         load(shared_dir / ("other" if dist.get_rank() else "one"), {"w": torch.zeros(3)})
+
+
+@ranks(2)
+def test_ranks_that_see_different_attempts_load_nothing(shared_dir):
+    """As where the path is not shared: each has a directory of this name."""
+    for rank in range(2):
+        save({"w": torch.ones(3)}, shared_dir / f"of {rank}" / "c")
+    found = {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointReplacedError, match="ranks see different attempts"):
+        load(shared_dir / f"of {dist.get_rank()}" / "c", found)
+    assert not found["w"].any()
+
+
+@ranks(2)
+def test_a_rank_that_fails_between_two_steps_lets_the_others_go(shared_dir):
+    def come():
+        with load_session(rank_set_of(None), shared_dir, "load()", 300.0) as session:
+            if dist.get_rank() == 1:
+                raise ZeroDivisionError("in the program")
+            session.end(Step.OPEN, lambda: b"", lambda notes: [b""] * len(notes))
+
+    expected = ZeroDivisionError if dist.get_rank() else RankLostError
+    with pytest.raises(expected, match="in the program"):
+        come()
 
 
 @ranks(2)
