@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.crashes.failing import variables
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import number_in
@@ -203,11 +204,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
     root, fired = str(tmp_path), tmp_path / "fired"
     run_on_ranks(4, save_in_memory, root=root, number=1)
     environments = [
-        {
-            "DCP_DATASTATES_FAILPOINTS": f"{point}=kill" if rank == victim else "",
-            "DCP_DATASTATES_FAILPOINTS_LOG": str(fired) if rank == victim else "",
-        }
-        for rank in range(4)
+        variables(f"{point}=kill", fired) if rank == victim else {} for rank in range(4)
     ]
     body = f"{__name__}:try_to_save_in_memory"
     ended = run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2)
