@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.crashes.failing import variables
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
-from support.state.archiving import number_in
+from support.state.archiving import archived_loop, number_in
 from support.state.checkpoints import CACHE, raises
 from support.state.saving import Report, part, save_over, try_to_save
 from support.tiers import sampled
@@ -67,18 +67,7 @@ def loop_in_memory(
 ) -> None:
     """A training loop with both tiers."""
     configure(root, nodes)
-    state = {"w": torch.full((300_000,), -1.0), "step": -1}
-    with CheckpointManager(
-        URL, every=1, keep=2, archive=archive, archive_every=2, host_cache_size=CACHE
-    ) as manager:
-        assert manager.restore_latest(state) == resumes
-        if resumes is not None:
-            assert state["step"] == resumes
-            assert bool((state["w"] == resumes).all())
-        for step in range(first, last):
-            state["w"].fill_(step)
-            state["step"] = step
-            manager.save(step, state)
+    archived_loop(URL, archive, first, last, resumes, elements=300_000, keep=2)
 
 
 def files_on(root: Path, pattern: str = "*.safetensors") -> dict[str, list[str]]:
