@@ -132,7 +132,7 @@ NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub
     tests/unit/dcp/test_planners.py tests/unit/dcp/test_refusals.py tests/unit/dcp/test_fitting.py tests/unit/dcp/test_packed_reads.py \
     tests/distributed/test_items.py tests/unit/manager tests/unit/conversion \
     tests/distributed/test_named_shards.py tests/unit/ranks/test_meetings.py tests/distributed/test_gloo_tree.py \
-    tests/distributed/test_hugging_face.py tests/distributed/test_planner_changes.py
+    tests/distributed/test_meshes.py tests/distributed/test_planner_changes.py
 
 newest-test:
 	$(MAKE) python-test TORCH=$(NEWEST_TORCH) PYTEST_ARGS="$(NEWEST_TESTS) $(PYTEST_ARGS)"

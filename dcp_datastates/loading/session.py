@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 
+_LEAVE_SECONDS: Final = 5.0
+"""How long a rank that leaves a load waits until it has met the first rank, to tell it. It may be their first meeting.
+"""
+
 
 class Step(enum.IntEnum):
     """The steps of a load, in order."""
@@ -170,6 +174,7 @@ class _Together(LoadSession):
         self.world = group.rank_set.world
         self._ranks = group.rank_set.ranks
         self._rank = group.rank_set.rank
+        self._incarnation = group.rank_set.incarnation
         self._meetings, self._timeout = loads.meetings, timeout
         self._detector = group.detector
         self._first_number = len(Step) * loads.calls
@@ -219,6 +224,7 @@ class _Together(LoadSession):
     def leave(self, error: BaseException) -> None:
         """This rank ends the load with ``error``: the others need not wait for it in a later step."""
         if self._next is not None:
+            self._incarnation.await_known(_LEAVE_SECONDS)
             why = f"{self._here}: {type(error).__name__}: {error}"
             for step in range(self._next, len(Step)):
                 self._meetings.give_up(self._first_number + step, why, self.path.name)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 from support.crashes.cells import NEVER
+from support.crashes.failing import fired, variables
 from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
 from support.state.checkpoints import causes
@@ -43,7 +44,6 @@ WARM_UP = 10
 
 MAX_ELEMENTS = 60_000
 RESULT_SECONDS = 60
-LOG = "DCP_DATASTATES_FAILPOINTS_LOG"
 
 # Every one is passed once in a save, so that the N-th time is about the N-th save.
 _COORDINATOR = (
@@ -170,8 +170,7 @@ def soak(saves: int, every: int, scratch: Path, seed: int, seconds: float) -> Ou
         scratch,
         environments=[
             {
-                "DCP_DATASTATES_FAILPOINTS": _armed(faults, rank),
-                LOG: str(scratch / f"fired{rank}"),
+                **variables(_armed(faults, rank), scratch / f"fired{rank}"),
                 "TORCH_FR_BUFFER_SIZE": "0",
             }
             for rank in range(WORLD)
@@ -195,7 +194,7 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
     """The job. All ranks draw the same sizes."""
     chance = random.Random(seed)
     figures = Figures()
-    rank = dist.get_rank()
+    rank, log = dist.get_rank(), Path(os.environ[failpoints.LOG_VARIABLE])
     window = max(5, saves // 10)
     gc.collect()
     gc.freeze()
@@ -205,13 +204,13 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
         number = place
         elements = chance.randrange(MAX_ELEMENTS) if number > WARM_UP else MAX_ELEMENTS
         fault = by_save.get(number)
-        fired_before = _fired()
+        fired_before = fired(log)
         number, committed = _save_with(fault, path, number, elements)
-        fired = _fired()[len(fired_before) :]
-        figures.faults.update(fired)
+        fired_now = fired(log)[len(fired_before) :]
+        figures.faults.update(fired_now)
         if fault is not None and fault.rank == rank:
             figures.faults[fault.where] += 1
-        faulty = bool(fired) or (fault is not None and fault.kind != "skipped")
+        faulty = bool(fired_now) or (fault is not None and fault.kind != "skipped")
         there, size_there = _agreed(
             Path(path), number, elements, there, size_there, committed, faulty
         )
@@ -224,7 +223,7 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
             (saves + WARM_UP + 1 - place, figures.last),
         ):
             # After a fault, a group may be gone that the next save makes anew.
-            if 0 < nth <= window and there == number and not (fired or fault):
+            if 0 < nth <= window and there == number and not (fired_now or fault):
                 usages.append(_usage())
     figures.seconds = time.monotonic() - began
     os.environ["DCP_DATASTATES_FAILPOINTS"] = ""
@@ -319,12 +318,6 @@ def _agreed(
 def _found(path: Path, sizes: Mapping[int | None, int]) -> int | None:
     """:func:`number_at` for checkpoints of different sizes."""
     return number_at(path, WORLD, sizes.__getitem__)
-
-
-def _fired() -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(os.environ[LOG]).read_text().split()
-    return []
 
 
 _libc = ctypes.CDLL(None)

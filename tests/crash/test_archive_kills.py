@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.crashes.failing import variables
 from support.jobs.processes import run_ranks
 from support.state.archiving import number_in
 from support.stores.server import endpoint, use
@@ -45,11 +46,7 @@ def test_a_rank_is_killed_while_it_archives(cell, tmp_path: Path):
     def run(world: int, body: str, number: int, failpoints: str = "", victim: int = -1):
         fired = tmp_path / f"fired{number}"
         environments = [
-            {
-                "DCP_DATASTATES_FAILPOINTS": failpoints if rank == victim else "",
-                "DCP_DATASTATES_FAILPOINTS_LOG": str(fired) if rank == victim else "",
-            }
-            for rank in range(world)
+            variables(failpoints, fired) if rank == victim else {} for rank in range(world)
         ]
         return run_ranks(
             _BODY + body, world, tmp_path, environments=environments, number=number, **arguments

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.crashes.failing import await_fired
+from support.crashes.failing import await_fired, variables
 from support.crashes.faults import assert_tidy
 from support.crashes.residue import Residue, assert_nothing_left
 from support.jobs.groups import own_group
@@ -249,10 +249,7 @@ def _number(path, scratch):
 def _stall(path, point, scratch):
     """A job whose coordinator stops at ``point``; the job, and the coordinator's process."""
     log = scratch / "fired"
-    stopping = {
-        "DCP_DATASTATES_FAILPOINTS": f"{point}=stop",
-        "DCP_DATASTATES_FAILPOINTS_LOG": str(log),
-    }
+    stopping = variables(f"{point}=stop", log)
     job = _save(path, STALLED, scratch, environments=[stopping, {}])
     await_fired(log, point)
     return job, int((scratch / f"pids{STALLED}" / "0").read_text())

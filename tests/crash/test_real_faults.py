@@ -50,10 +50,6 @@ def _cells(*prefixes):
     ]
 
 
-def _on(rank, block):
-    return block if dist.get_rank() == rank else contextlib.nullcontext()
-
-
 def _all_failed(everyone):
     assert None not in everyone
     assert not any(error.unknown for told in everyone for error in told), everyone
@@ -155,26 +151,27 @@ def test_an_error_after_the_publication_does_not_make_it_a_failure(point, shared
 # --- a file system that is full, or read-only ---------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _full(small, leaving):
+    """The file system is full but for ``leaving()`` bytes. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        filler = fill(small, leaving())
+    dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        filler.unlink()
+
+
 @ranks(4)
 @pytest.mark.parametrize("plainly", sampled([False, True], keep=[False]))
 def test_a_file_system_without_room_for_the_data(plainly, shared_dir):
     """Some of the four files fit, and some do not."""
     with tmpfs(shared_dir / "small", "16m") as small:
-
-        @contextlib.contextmanager
-        def full():
-            dist.barrier()
-            if dist.get_rank() == 0:
-                filler = fill(small, 4096 * 40)
-            dist.barrier()
-            yield
-            if dist.get_rank() == 0:
-                filler.unlink()
-
         _all_failed(
             fault_between_saves(
                 small / "c",
-                full(),
+                _full(small, lambda: 4096 * 40),
                 "rank ",
                 "No space left on device",
                 "were to be written",
@@ -210,23 +207,17 @@ def test_a_read_only_file_system_is_told_as_such(below, shared_dir):
 def test_a_file_system_with_room_for_the_data_and_not_for_the_metadata(shared_dir):
     with tmpfs(shared_dir / "small", "16m") as small:
 
-        @contextlib.contextmanager
-        def full():
-            dist.barrier()
-            if dist.get_rank() == 0:
-                data = sum(
-                    -(-file.stat().st_size // 4096) * 4096
-                    for file in (small / "c").rglob("*.safetensors")
-                )
-                filler = fill(small, data)
-            dist.barrier()
-            yield
-            if dist.get_rank() == 0:
-                filler.unlink()
+        def data():
+            files = (small / "c").rglob("*.safetensors")
+            return sum(-(-file.stat().st_size // 4096) * 4096 for file in files)
 
         _all_failed(
             fault_between_saves(
-                small / "c", full(), "rank 0 of 2", "decision", "No space left on device"
+                small / "c",
+                _full(small, data),
+                "rank 0 of 2",
+                "decision",
+                "No space left on device",
             )
         )
 

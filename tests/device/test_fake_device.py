@@ -19,6 +19,7 @@ from support.devices.fake_cuda import (
     installed,
     model,
     save,
+    saved_as_now,
     writer,
 )
 from support.tiers import sampled, tries
@@ -99,11 +100,8 @@ def test_what_the_stream_was_given_before_the_call_is_in_it(cuda: FakeCuda, tmp_
 def test_a_state_larger_than_the_cache(cuda: FakeCuda, tmp_path: Path, cache: int) -> None:
     cuda.configure(seed=3, max_delay_us=200)
     stepper = Stepper(cuda, model(6, 4097, 1024))
-    expected = stepper.now()
-    future = save(tmp_path / "a", stepper.named, host_cache_size=cache)
-    stepper.step()
-    future.result()
-    assert differing(tmp_path / "a", expected) == []
+    with saved_as_now(stepper, tmp_path / "a", host_cache_size=cache):
+        stepper.step()
 
 
 def test_optimizer_on_a_side_stream(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -112,12 +110,8 @@ def test_optimizer_on_a_side_stream(cuda: FakeCuda, tmp_path: Path) -> None:
     side = cuda.new_stream()
     for index in range(5):
         cuda.synchronize()
-        expected = stepper.now()
-        future = save(tmp_path / f"{index}", stepper.named)
-        with cuda.current(side):
+        with saved_as_now(stepper, tmp_path / f"{index}"), cuda.current(side):
             stepper.step()
-        future.result()
-        assert differing(tmp_path / f"{index}", expected) == []
 
 
 def test_two_devices_and_the_host_in_one_state(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -191,11 +185,8 @@ def test_buffers_are_as_they_were_in_the_stream(cuda: FakeCuda, tmp_path: Path) 
 def test_defer(cuda: FakeCuda, tmp_path: Path, defer: str) -> None:
     cuda.configure(seed=7)
     stepper = Stepper(cuda, model())
-    expected = stepper.now()
-    future = save(tmp_path / "a", stepper.named, defer=defer)
-    stepper.step()
-    future.result()
-    assert differing(tmp_path / "a", expected) == []
+    with saved_as_now(stepper, tmp_path / "a", defer=defer):
+        stepper.step()
 
 
 def test_a_buffer_larger_than_what_is_pinned_in_one_call(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -429,10 +420,7 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     cuda.lib.fake_cuda_stall(0)
     future.result()
     assert differing(tmp_path / "before", expected) == []
-    expected = stepper.now()
-    future = save(tmp_path / "after", stepper.named)
-    for name, parameter in stepper.named.items():  # a replay
-        cuda.write(parameter, stepper.values[name] + 5)
-    future.result()
-    assert differing(tmp_path / "after", expected) == []
+    with saved_as_now(stepper, tmp_path / "after"):
+        for name, parameter in stepper.named.items():  # a replay
+            cuda.write(parameter, stepper.values[name] + 5)
     assert devices.capturing() is False

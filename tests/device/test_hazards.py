@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save
+from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save, saved_as_now
 from support.jobs.scripts import run_program
 from support.tiers import sampled, tries
 from support.waiting import await_that
@@ -112,12 +112,9 @@ def test_a_step_behind_the_gate_tears_nothing(cuda: FakeCuda, tmp_path: Path, sa
     cuda.await_pinned(CACHE)
     for index in range(saves):
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
-        expected = stepper.now()
-        future = save(tmp_path / f"{index}", stepper.named)
-        stepper.step()
-        stepper.write_all(1)
-        future.result()
-        assert differing(tmp_path / f"{index}", expected) == []
+        with saved_as_now(stepper, tmp_path / f"{index}"):
+            stepper.step()
+            stepper.write_all(1)
 
 
 @pytest.mark.parametrize("saves", tries(2, 6))
@@ -149,14 +146,11 @@ def test_an_optimizer_that_was_unknown_and_owns_what_is_saved_tears_nothing(
     cuda.await_pinned(CACHE)
     for index in range(4):
         cuda.configure(seed=index, max_delay_us=20000, piece=16384)
-        expected = stepper.now()
-        future = save(tmp_path / f"{index}", stepper.named)
-        torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(
-            Counting(list(stepper.named.values()), {})
-        )
-        stepper.write_all(1)
-        future.result()
-        assert differing(tmp_path / f"{index}", expected) == []
+        with saved_as_now(stepper, tmp_path / f"{index}"):
+            torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(
+                Counting(list(stepper.named.values()), {})
+            )
+            stepper.write_all(1)
 
 
 class Counting(torch.optim.Optimizer):
@@ -448,11 +442,8 @@ def test_a_driver_of_12_8_alone(cuda: FakeCuda, tmp_path: Path) -> None:
     cuda.lib.fake_cuda_set_version(12080)
     stepper = Stepper(cuda, model(20, 64, 512))
     cuda.await_pinned(CACHE)
-    expected = stepper.now()
-    future = save(tmp_path / "a", stepper.named)
-    stepper.step()
-    future.result()
-    assert differing(tmp_path / "a", expected) == []
+    with saved_as_now(stepper, tmp_path / "a"):
+        stepper.step()
 
 
 def test_one_copy_engine_for_each_direction(cuda: FakeCuda, tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ import itertools
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
-from support.state.archiving import begin, number_in
-from support.state.checkpoints import CACHE
+from support.state.archiving import archived_loop, begin, number_in
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
-from dcp_datastates import CheckpointCorruptError, CheckpointManager, StorageError, verify
+from dcp_datastates import CheckpointCorruptError, StorageError, verify
 from dcp_datastates.tiers import carrying
 from dcp_datastates.tiers.carrying import ArchiveVote
 
@@ -99,33 +97,14 @@ def test_one_rank_that_storage_refuses_is_waited_for(tmp_path):
     assert number_in([tmp_path / "slow"], 3) == 2
 
 
-def _loop(fast: str, slow: str, first: int, last: int, resumes: int | None) -> None:
-    state = {"w": torch.full((300,), -1.0), "step": -1}
-    with CheckpointManager(
-        fast,
-        every=1,
-        keep=1,
-        archive=slow,
-        archive_every=2,
-        archive_keep=2,
-        host_cache_size=CACHE,
-    ) as manager:
-        assert manager.restore_latest(state) == resumes
-        if resumes is not None:
-            assert state["step"] == resumes
-        for step in range(first, last):
-            state["w"].fill_(step)
-            state["step"] = step
-            manager.save(step, state)
-
-
 def test_a_loop_goes_on_with_other_ranks_from_either_tier(tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
-    run_on_ranks(3, _loop, fast=str(fast), slow=str(slow), first=0, last=6, resumes=None)
+    options = {"fast": str(fast), "slow": str(slow), "keep": 1, "archive_keep": 2}
+    run_on_ranks(3, archived_loop, first=0, last=6, resumes=None, **options)
     assert {path.name for path in slow.iterdir() if path.is_dir()} == {"step-2", "step-4"}
-    run_on_ranks(2, _loop, fast=str(fast), slow=str(slow), first=6, last=7, resumes=5)
+    run_on_ranks(2, archived_loop, first=6, last=7, resumes=5, **options)
     for path in fast.iterdir():
         if path.is_dir():
             path.rename(tmp_path / path.name)
     # Of the second loop, the first save was archived.
-    run_on_ranks(2, _loop, fast=str(fast), slow=str(slow), first=7, last=8, resumes=6)
+    run_on_ranks(2, archived_loop, first=7, last=8, resumes=6, **options)

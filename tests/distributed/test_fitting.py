@@ -17,25 +17,34 @@ def _sharded(full):
     return distribute_tensor(full, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
-@ranks(2)
-@pytest.mark.parametrize("misfit", ["a name", "a shape", "a dtype"])
+MISFITS = {
+    "a name": ({"new": torch.zeros(1)}, "'new'"),
+    "a shape": ({"of rank 1": torch.zeros(4)}, r"saved with \(3,\), here \(4,\)"),
+    "a shape of what all ranks have": ({"all": torch.zeros(4)}, r"saved with \(3,\), here \(4,\)"),
+    "a dtype": ({"of rank 1": torch.zeros(3, dtype=torch.int64)}, "cast"),
+    "a wider dtype": ({"of rank 1": torch.zeros(3, dtype=torch.float64)}, "cast"),
+}
+
+
+@ranks(3)
+@pytest.mark.parametrize("misfit", MISFITS)
 def test_what_one_rank_cannot_load_no_rank_loads(misfit, shared_dir):
     path, mine = shared_dir / "c", f"of rank {dist.get_rank()}"
-    state = {"w": _sharded(torch.ones(8, 4)), mine: torch.ones(3)}
+    state = {"w": _sharded(torch.ones(8, 4)), mine: torch.ones(3), "all": torch.ones(3), "n": 5}
     dcp_datastates.save(state, path)
-    into = {"w": _sharded(torch.zeros(8, 4)), mine: torch.zeros(3)}
-    if dist.get_rank() == 1:
-        into |= {
-            "a name": {"new": torch.zeros(1)},
-            "a shape": {mine: torch.zeros(4)},
-            "a dtype": {mine: torch.zeros(3, dtype=torch.int64)},
-        }[misfit]
-    with pytest.raises(IncompatibleStateError) as refused:
+    fits = {"w": _sharded(torch.zeros(8, 4)), mine: torch.zeros(3), "all": torch.zeros(3), "n": 0}
+    other, said = MISFITS[misfit]
+    into = {**fits, **other} if dist.get_rank() == 1 else fits
+    with pytest.raises(IncompatibleStateError, match=said) as refused:
         dcp_datastates.load(path, into)
     assert ("new" in refused.value.missing) == (misfit == "a name")
-    assert ("of rank 1" in refused.value.unfit) == (misfit != "a name")
+    assert set(refused.value.unfit) == (set(other) if misfit != "a name" else set())
+    assert into["n"] == 0
     assert not into["w"].to_local().any()
     assert not into[mine].any()
+    assert not into["all"].any()
+    dcp_datastates.load(path, fits)
+    assert fits[mine].all()
 
 
 @ranks(2)

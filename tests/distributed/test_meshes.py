@@ -7,28 +7,37 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks, run_on_ranks
-from support.state.checkpoints import assert_same, load_by_both, load_everything, save, zeros
+from support.state.checkpoints import (
+    assert_same,
+    attempts,
+    load_by_both,
+    load_everything,
+    save,
+    zeros,
+)
 from support.state.meshes import Block, collect, dense_reference, fsdp_tp, full
 from support.tiers import sampled
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 LAYOUTS = {"fsdp 4": (4, (4, 1)), "tp 4": (4, (1, 4)), "2x2": (4, (2, 2)), "fsdp 2": (2, (2, 1))}
 
 
-def _saves(shape, path):
+def _saves(shape, path, **more):
     model, optimizer = fsdp_tp(Block(), shape)
     state = collect(model, optimizer)
-    save(state, path / "c")
+    save({**state, **more}, path / "c")
     reference = {name: full(tensor) for name, tensor in state.items()}
     if dist.get_rank() == 0:
         torch.save(reference, path / "dense.pt")
 
 
-def _loads(shape, path):
+def _loads(shape, path, by=load_by_both):
     model, optimizer = fsdp_tp(Block(seed=1), shape)
     state = collect(model, optimizer)
     target = zeros(state)
-    load_by_both(target, path / "c")
+    by(target, path / "c")
     expected = torch.load(path / "dense.pt", weights_only=True)
     assert_same({name: full(tensor) for name, tensor in target.items()}, expected)
 
@@ -45,6 +54,26 @@ def test_any_mesh_loads_what_another_saved(saved, loaded, shared_dir):
     run_on_ranks(world, _saves, shape=shape, path=shared_dir)
     world, shape = LAYOUTS[loaded]
     run_on_ranks(world, _loads, shape=shape, path=shared_dir)
+
+
+def test_the_hugging_face_reader_reshards_across_ranks(shared_dir):
+    """Files that this package writes are safetensors files, which other readers of DCP's can read."""
+    run_on_ranks(4, _saves, shape=(2, 2), path=shared_dir, object={"a": 1})
+    for world, shape in ((2, (2, 1)), (4, (1, 4))):
+        run_on_ranks(world, _loads, shape=shape, path=shared_dir, by=_load_by_hugging_face)
+    run_on_ranks(1, _loads_dense, path=shared_dir)
+
+
+def _load_by_hugging_face(state, path):
+    (attempt,) = attempts(path)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(attempt)))
+
+
+def _loads_dense(path):
+    expected = torch.load(path / "dense.pt", weights_only=True)
+    target = zeros(expected)
+    _load_by_hugging_face(target, path / "c")
+    assert_same(target, expected)
 
 
 def test_one_process_loads_all_of_what_four_ranks_saved(shared_dir):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from distributed import cut_job
+from support.jobs.scripts import environment_of_python
 from support.waiting import await_that
 
 _names = itertools.count(1)
@@ -49,17 +50,10 @@ class Node:
 
     def run(self, module: list[str], log: Path) -> subprocess.Popen[bytes]:
         """``python -m …`` there, in a process group of its own; what it prints goes to ``log``."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            "GLOO_SOCKET_IFNAME": self.device,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
         with log.open("wb") as out:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, sys.executable, "-m", *module],
-                env=environment,
+                env=environment_of_python(GLOO_SOCKET_IFNAME=self.device, PYTHONUNBUFFERED="1"),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

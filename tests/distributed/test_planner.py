@@ -280,14 +280,8 @@ def test_the_planner_of_async_save_is_kept(shared_dir):
     by = saver(shared_dir / "c")
     for number in range(3):
         assert save_by(state_of(number), by, None) == (number > 0)
-    with _saver_closed(saver(shared_dir / "d")) as other:
+    with contextlib.closing(saver(shared_dir / "d")) as other:
         assert save_by(state_of(5), other, None), "whatever writer"
-
-
-@contextlib.contextmanager
-def _saver_closed(by):
-    yield by
-    by.close()
 
 
 @ranks(2)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.crashes.failing import variables
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
-from support.state.archiving import number_in
+from support.state.archiving import archived_loop, number_in
 from support.state.checkpoints import CACHE, raises
 from support.state.saving import Report, part, save_over, try_to_save
 from support.tiers import sampled
@@ -66,18 +67,7 @@ def loop_in_memory(
 ) -> None:
     """A training loop with both tiers."""
     configure(root, nodes)
-    state = {"w": torch.full((300_000,), -1.0), "step": -1}
-    with CheckpointManager(
-        URL, every=1, keep=2, archive=archive, archive_every=2, host_cache_size=CACHE
-    ) as manager:
-        assert manager.restore_latest(state) == resumes
-        if resumes is not None:
-            assert state["step"] == resumes
-            assert bool((state["w"] == resumes).all())
-        for step in range(first, last):
-            state["w"].fill_(step)
-            state["step"] = step
-            manager.save(step, state)
+    archived_loop(URL, archive, first, last, resumes, elements=300_000, keep=2)
 
 
 def files_on(root: Path, pattern: str = "*.safetensors") -> dict[str, list[str]]:
@@ -203,11 +193,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
     root, fired = str(tmp_path), tmp_path / "fired"
     run_on_ranks(4, save_in_memory, root=root, number=1)
     environments = [
-        {
-            "DCP_DATASTATES_FAILPOINTS": f"{point}=kill" if rank == victim else "",
-            "DCP_DATASTATES_FAILPOINTS_LOG": str(fired) if rank == victim else "",
-        }
-        for rank in range(4)
+        variables(f"{point}=kill", fired) if rank == victim else {} for rank in range(4)
     ]
     body = f"{__name__}:try_to_save_in_memory"
     ended = run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2)

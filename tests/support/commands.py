@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from dcp_datastates_cli.main import main
+from support.jobs.scripts import environment_of_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,19 +68,10 @@ def run_python(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Com
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        env=_environment(),
+        env=environment_of_python(),
         timeout=120,
         check=False,
     )
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
 
 
 def torchrun(ranks: int, *arguments: str | int) -> list[str]:
@@ -115,7 +107,7 @@ def started(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=_environment(**environment),
+        env=environment_of_python(**environment),
     )
     try:
         yield process

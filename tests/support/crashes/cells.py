@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from support.crashes.failing import fired, variables
 from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED, Report
@@ -119,17 +120,8 @@ class Directory:
         assert_tidy(Path(self.path), world)
 
 
-def _environment(place: Place, fired: Path, failpoints: Iterable[str]) -> dict[str, str]:
-    return {
-        **place.environment,
-        "DCP_DATASTATES_FAILPOINTS": ";".join(filter(None, failpoints)),
-        "DCP_DATASTATES_FAILPOINTS_LOG": str(fired),
-    }
-
-
-def _fired(scratch: Path, rank: int) -> list[str]:
-    log = scratch / f"fired{rank}"
-    return log.read_text().split() if log.exists() else []
+def _environment(place: Place, log: Path, failpoints: Iterable[str]) -> dict[str, str]:
+    return {**place.environment, **variables(";".join(filter(None, failpoints)), log)}
 
 
 def kill(cell: Cell, place: Place, scratch: Path) -> None:
@@ -155,7 +147,7 @@ def kill(cell: Cell, place: Place, scratch: Path) -> None:
         limit=LIMIT_SECONDS + 5,
     )
     victim = ended[cell.victim]
-    assert cell.point.name in _fired(scratch, cell.victim), (
+    assert cell.point.name in fired(scratch / f"fired{cell.victim}"), (
         f"{cell.point.name} was never passed on rank {cell.victim}, so this shows nothing: "
         f"{victim.value}\n{victim.error}\n{victim.log}"
     )
@@ -228,4 +220,4 @@ def passes(kind: Kind, names: Iterable[str], place: Place, scratch: Path) -> lis
         elements=DEFERRED,
     ):
         one.result()
-    return sorted(set(_fired(scratch, armed)))
+    return sorted(set(fired(scratch / f"fired{armed}")))

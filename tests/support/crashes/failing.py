@@ -56,6 +56,11 @@ def armed_on(rank: int, entries: str, log: Path, *, natively: bool = False) -> I
     assert not missing, f"{missing} never fired on rank {rank}, so this shows nothing"
 
 
+def variables(entries: str, log: Path) -> dict[str, str]:
+    """The environment of a process with the failpoints ``entries``, which notes in ``log`` those that fire."""
+    return {failpoints.VARIABLE: entries, _LOG: str(log)}
+
+
 def fired(log: Path) -> list[str]:
     """The failpoints that have fired, by their log."""
     return log.read_text().split() if log.exists() else []

@@ -419,3 +419,13 @@ def writer(path: Path, **options: Any) -> DataStatesWriter:
 
 def save(path: Path, state: dict[str, Any], **options: Any) -> Any:
     return dcp.async_save(state, storage_writer=writer(path, **options))
+
+
+@contextmanager
+def saved_as_now(stepper: Stepper, path: Path, **options: Any) -> Iterator[None]:
+    """A save whose checkpoint holds what the stream had made of the parameters at its call, whatever the block does."""
+    expected = stepper.now()
+    future = save(path, stepper.named, **options)
+    yield
+    future.result()
+    assert differing(path, expected) == []

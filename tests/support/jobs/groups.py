@@ -6,8 +6,10 @@ import gc
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 
@@ -32,3 +34,17 @@ def destroy() -> None:
 def own_group() -> dist.ProcessGroup:
     """A gloo group for checkpoints alone: DCP must not share the one that training uses."""
     return dist.new_group(backend="gloo")
+
+
+def forbid_collectives(patch: pytest.MonkeyPatch) -> None:
+    """From now on a collective of the training job, or a new group, is an AssertionError."""
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective")
+
+    for name in (
+        *("all_reduce", "broadcast", "barrier", "all_gather", "gather", "scatter", "new_group"),
+        *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    ):
+        patch.setattr(distributed_c10d, name, forbidden)
+        patch.setattr(dist, name, forbidden)

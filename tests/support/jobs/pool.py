@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from support.jobs.server import fork_server
+from support.jobs.server import begin_rank, fork_server
 
 GRACE_SECONDS = 20.0
 """How long the others may take to notice that one rank has failed."""
@@ -93,16 +93,9 @@ def call_on_rank(job: Job, rank: int, store: Any) -> Outcome:
 
 
 def _serve(rank: int, pipe: Connection, directory: str) -> None:
-    log = os.open(Path(directory, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
+    begin_rank(rank, directory)
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     while True:
         try:
             number, job = pipe.recv()

@@ -8,7 +8,6 @@ rank costs what importing the package and meeting the others costs, and not the 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
 import itertools
 import os
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from support.jobs.server import fork_server
+from support.jobs.server import begin_rank, fork_server
 
 _LOG_TAIL = 6000
 
@@ -154,18 +153,11 @@ def _enter(
     arguments: dict[str, Any],
 ) -> None:
     os.environ.update(environment)
-    log = os.open(Path(directory, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
+    begin_rank(rank, directory)
     import torch.distributed as dist
 
     from support.jobs.groups import destroy, initialize
 
-    torch.set_num_threads(1)
     value, error = None, ""
     try:
         initialize(dist.FileStore(str(Path(directory, "store")), world), rank, world, 60.0)

@@ -176,6 +176,16 @@ _the_forking: dict[int, _Forking] = {}
 """By process: a forked one makes its own."""
 
 
+def environment_of_python(**more: str) -> dict[str, str]:
+    """Of a Python that finds what this one finds, with ``more``."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
 def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") -> Ended:
     """Run ``preface`` and ``body`` behind a few helpers, as :func:`run_program` does."""
     script = PREAMBLE + preface + textwrap.dedent(body)
@@ -192,13 +202,8 @@ def run_program(
     """Run ``script`` in ``directory``, with more of an environment; it is killed, stacks printed, after ``timeout``
     seconds.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "",  # a line that is printed in pieces mixes with another rank's
-        **environment,
-    }
+    # A line that is printed in pieces mixes with another rank's.
+    environment = environment_of_python(**{"PYTHONUNBUFFERED": "", **environment})
     forking = _the_forking.get(os.getpid())
     if forking is None:
         forking = _the_forking[os.getpid()] = _Forking(environment)

@@ -26,8 +26,6 @@ from dcp_datastates.storage.decisions import LONGEST_MARK
 CACHE = "64MiB"
 """Host cache of most tests: many processes run them at once."""
 
-RESULT_SECONDS = 60
-
 
 def writer(path: Path | str | None = None, **options: Any) -> DataStatesWriter:
     return DataStatesWriter(path, **{"host_cache_size": CACHE, **options})

@@ -70,16 +70,20 @@ def boxes(shape: Iterable[int], cuts: Iterable[Iterable[int]]) -> list[Box]:
     ]
 
 
-def write_item(name: str, dtype: torch.dtype, shape: Iterable[int], box: Box) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(name, torch.Size(box.offsets)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=box.chunk(),
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(shape),
-        ),
-    )
+def item(
+    name: str,
+    shape: Iterable[int],
+    box: Box | None = None,
+    dtype: torch.dtype = torch.float32,
+    **properties: Any,
+) -> WriteItem:
+    """A shard; the whole tensor without a box."""
+    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
+    size = torch.Size(shape)
+    box = box or Box((0,) * len(size), tuple(size))
+    described = TensorProperties(dtype=dtype, **properties)
+    data = TensorWriteData(box.chunk(), described, size)
+    return WriteItem(MetadataIndex(name, box.offsets), kind, tensor_data=data)
 
 
 Pieces = Mapping[str, tuple[torch.Tensor, list[Box]]]
@@ -93,7 +97,7 @@ class _SavePieces(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [
-            write_item(name, tensor.dtype, tensor.shape, box)
+            item(name, tensor.shape, box, tensor.dtype)
             for name, (tensor, mine) in self._pieces.items()
             for box in mine
         ]

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.planning.local_plan import LocalPlan
-from support.state.chunks import Box
-
-
-def item(name, shape, box=None, dtype=torch.float32, **properties):
-    """A shard; the whole tensor without a box."""
-    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
-    box = box or Box((0,) * len(shape), tuple(shape))
-    return WriteItem(
-        MetadataIndex(name, box.offsets),
-        kind,
-        tensor_data=TensorWriteData(
-            box.chunk(), TensorProperties(dtype=dtype, **properties), torch.Size(shape)
-        ),
-    )
+from support.state.chunks import Box, item
 
 
 def replica(name, shape):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support.state.chunks import Box, write_item
+from support.state.chunks import Box, item
 from support.state.states import DTYPES
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -48,7 +48,7 @@ def plans(draw):
         rows = range(shape[0]) if shape and draw(st.booleans()) else []
         chunks = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
         for box in chunks or [Box(tuple(0 for _ in shape), shape)]:
-            items.append(write_item(name, dtype, shape, box))  # noqa: PERF401
+            items.append(item(name, shape, box, dtype))  # noqa: PERF401
     return draw(st.permutations(items))
 
 
@@ -148,8 +148,8 @@ def test_one_file_holds_one_chunk_per_name(items):
 
 @given(st.integers(0, 1 << 45))
 def test_the_checksum_table_has_a_word_per_mebibyte_and_one_for_itself(nbytes):
-    item = write_item("w", torch.uint8, (nbytes,), Box((0,), (nbytes,)))
-    (file,) = lay_out([item], 0)
+    only = item("w", (nbytes,), Box((0,), (nbytes,)), torch.uint8)
+    (file,) = lay_out([only], 0)
     seal = file.seal([])
     words = -(-seal.table_offset // (1 << 20)) + 1
     assert seal.nbytes == seal.table_offset + 4 * words
@@ -160,7 +160,7 @@ def test_no_items_no_files():
 
 
 def test_files_are_named_by_rank_and_number():
-    items = [write_item("w", torch.uint8, (4,), Box((at,), (2,))) for at in (0, 2)]
+    items = [item("w", (4,), Box((at,), (2,)), torch.uint8) for at in (0, 2)]
     assert [file.name for file in lay_out(items, 3)] == [
         "r00003-0.safetensors",
         "r00003-1.safetensors",
@@ -168,9 +168,7 @@ def test_files_are_named_by_rank_and_number():
 
 
 def test_more_names_than_a_header_can_hold_are_refused():
-    items = [
-        write_item(f"{n}" + "x" * 1_000_000, torch.uint8, (1,), Box((0,), (1,))) for n in range(100)
-    ]
+    items = [item(f"{n}" + "x" * 1_000_000, (1,), Box((0,), (1,)), torch.uint8) for n in range(100)]
     with pytest.raises(ValueError, match="header"):
         lay_out(items, 0)
 

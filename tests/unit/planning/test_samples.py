@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.state.chunks import Box, write_item
+from support.state.chunks import Box, item
 
 from dcp_datastates import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
@@ -18,8 +18,7 @@ SHAPE = (1024, 300)
 def _plans(names_by_rank):
     whole = Box((0, 0), SHAPE)
     locals_ = [
-        LocalPlan.of([write_item(name, torch.float32, SHAPE, whole) for name in names], None)
-        for names in names_by_rank
+        LocalPlan.of([item(name, SHAPE, whole) for name in names], None) for names in names_by_rank
     ]
     return locals_, assign(locals_)[0]
 

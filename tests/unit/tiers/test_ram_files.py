@@ -7,17 +7,12 @@ import fcntl
 
 import pytest
 from support.jobs.scripts import run_script
+from support.stores.asking import asked
 from support.stores.ram import RamCluster
 
 from dcp_datastates.tiers import ram_files
 from dcp_datastates.tiers.ram_files import RamFiles
 from dcp_datastates.wire.line import RefusedError, connect
-
-
-def asked(line, words):
-    """The answer to a request."""
-    line.send(words)
-    return line.result()
 
 
 def test_a_lock_that_another_process_keeps_is_named_and_waited_for_no_longer_than_said(

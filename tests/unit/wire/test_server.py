@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs.scripts import run_script
+from support.stores.asking import asked
 from support.waiting import await_that
 
 from dcp_datastates.wire import server as servers
@@ -25,10 +26,14 @@ def echo(line):
         line.answer(words, data)
 
 
-def asked(line, words):
-    """The answer to a request."""
-    line.send(words)
-    return line.result()
+SERVED = """
+import socket
+from dcp_datastates.wire.line import connect
+from dcp_datastates.wire.server import Server, listen
+from support.stores.asking import asked
+server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
+"""
+"""The first lines of a program with a server."""
 
 
 @pytest.fixture
@@ -123,15 +128,7 @@ def test_resets_do_not_hold_the_server_up(server):
 def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_path):
     ended = run_script(
         """
-        import resource, socket, subprocess, sys, threading
-        from dcp_datastates.wire.line import connect
-        from dcp_datastates.wire.server import Server, listen
-        server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
-
-        def asked(line, words):
-            line.send(words)
-            return line.result()
-
+        import resource, subprocess, threading
         limit = len(os.listdir("/proc/self/fd")) + 100
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         code = f'''
@@ -154,6 +151,7 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
         crowd.communicate(b"\\n")
         """,
         tmp_path,
+        preface=SERVED,
     )
     ended.assert_clean()
 
@@ -279,15 +277,6 @@ def test_the_end_closes_all(server):
 def test_a_forked_child_holds_no_socket(tmp_path):
     ended = run_script(
         """
-        import socket
-        from dcp_datastates.wire.line import connect
-        from dcp_datastates.wire.server import Server, listen
-        server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
-
-        def asked(line, words):
-            line.send(words)
-            return line.result()
-
         own = connect(server.address)
         silent = socket.create_connection(server.address[:2])
         assert asked(own, "there")[0] == "there"
@@ -308,5 +297,6 @@ def test_a_forked_child_holds_no_socket(tmp_path):
         assert asked(own, "still there")[0] == "still there"
         """,
         tmp_path,
+        preface=SERVED,
     )
     ended.assert_clean()
