@@ -54,10 +54,9 @@ class DataStatesSource(DCPSource):
     def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
         reads = list(map(self._reads, wanted))
-        requests = []
-        for item, into in (pair for _, pairs in reads for pair in pairs):
-            requests.append(request_of(item, self._metadata))
-            aim(requests[-1], into, cast=False)
+        pairs = [pair for _, parts in reads for pair in parts]
+        requests = [request_of(item, self._metadata) for item, _ in pairs]
+        aim(requests, [into for _, into in pairs], cast=False)
         self._restore(requests)
         return [into for into, _ in reads]
 

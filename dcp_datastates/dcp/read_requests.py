@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -41,12 +42,14 @@ def request_of(item: ReadItem, metadata: Metadata) -> Request:
     return request
 
 
-def aimed(item: ReadItem, metadata: Metadata, planner: LoadPlanner, cast: bool) -> Request:
-    """:func:`request_of`, with the planner's destination. Raises as that, and as :func:`aim`."""
-    request = request_of(item, metadata)
-    if request.dtype is not None:
-        aim(request, planner.resolve_tensor(item), cast)
-    return request
+def aimed(
+    items: Iterable[ReadItem], metadata: Metadata, planner: LoadPlanner, cast: bool
+) -> list[Request]:
+    """:func:`request_of` each, with the planner's destinations. Raises as that, and as :func:`aim`."""
+    requests = [request_of(item, metadata) for item in items]
+    tensors = [request for request in requests if request.dtype is not None]
+    aim(tensors, [planner.resolve_tensor(request.key).detach() for request in tensors], cast)
+    return requests
 
 
 def deliver(planner: LoadPlanner, request: Request) -> None:

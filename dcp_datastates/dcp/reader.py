@@ -258,11 +258,8 @@ class DataStatesReader(StorageReader):
                 self._say_unread(wrappers.unread)
                 wrappers.load(read_in)
             with collection_paused():
-                requests = [
-                    aimed(item, metadata, planner, self._fit.cast)
-                    for item in plan.items
-                    if not self._is_wrapper(item)
-                ]
+                items = (item for item in plan.items if not self._is_wrapper(item))
+                requests = aimed(items, metadata, planner, self._fit.cast)
             read_in(requests)
         finally:
             if sharing is not None:

@@ -218,6 +218,9 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     """
     if not isinstance(planner_data, dict):
         return
+    paths = planner_data.values()
+    if set(map(type, paths)) <= {tuple} and set(map(type, chain.from_iterable(paths))) <= {str}:
+        return
     nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
     largest: dict[int, int] = {}
     indices = 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -84,13 +85,31 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "Size" and set(map(type, content)) <= {int}:
             return _size(content)
     elif tag == "dict" and type(content) is dict:
-        return {key: from_json(item, depth + 1) for key, item in content.items()}
+        return _plain_tuples(content) or {
+            key: from_json(item, depth + 1) for key, item in content.items()
+        }
     elif type(content) is str:
         if tag in _NAMED and content in _NAMED[tag]:
             return _NAMED[tag][content]
         if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
             return bytes.fromhex(content)
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
+
+
+_NAMES_A_TUPLE: Final = frozenset({("tuple",)})
+
+
+def _plain_tuples(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The values if all are tuples of strings and numbers, as most paths are: decoded in passes over all. Else None."""
+    found = content.values()
+    if not (set(map(type, found)) == {dict} and set(map(tuple, found)) == _NAMES_A_TUPLE):
+        return None
+    tuples = [each["tuple"] for each in found]
+    if set(map(type, tuples)) == {list} and _NESTED.isdisjoint(
+        map(type, chain.from_iterable(tuples))
+    ):
+        return dict(zip(content, map(tuple, tuples), strict=True))
+    return None
 
 
 def _items(found: list[Any], depth: int) -> list[Any]:

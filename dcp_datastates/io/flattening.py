@@ -1,15 +1,17 @@
-"""The values of a nested state by their names, as DCP names them."""
+"""The values of a nested state by their names, and the shards that they hold, as DCP sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _init_state_dict
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
@@ -49,3 +51,12 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, KeyPa
         raise IncompatibleStateError(
             "the state cannot be loaded into: a dict or list in it contains itself"
         ) from error
+
+
+def shards_as_dcp_sees_them(
+    name: str, value: Any
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """Where each shard that this rank has of ``value`` begins, its sizes, in elements, and the shard."""
+    for number, chunk in enumerate(_create_chunk_list(value)):
+        at = MetadataIndex(name, chunk.offsets, number)
+        yield tuple(chunk.offsets), tuple(chunk.sizes), find_state_dict_object({name: value}, at)

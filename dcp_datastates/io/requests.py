@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -13,21 +14,24 @@ from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
 from dcp_datastates.io import devices
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH
 from dcp_datastates.io.tensor_memory import (
-    add_region,
+    are_unusual,
     dense_strides,
-    is_unusual,
     is_wrapper,
     local_tensor,
+    local_tensors,
     without_bytes,
 )
 
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
 
+_ADDRESS: Final = torch.Tensor.data_ptr
+_IS_DENSE: Final = torch.Tensor.is_contiguous
+
 Sizes = tuple[int, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """A region of one stored chunk, or a whole object, and its destination."""
 
@@ -52,10 +56,10 @@ class Request:
     target: torch.Tensor | None = None
     """The destination of a tensor."""
     memory: torch.Tensor | None = None
-    """The tensor that the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
+    """The tensor that the engine scatters into: that of ``target``, or a detour of the saved dtype on the host."""
     device: int = HOST
     """The device number of ``memory``."""
-    data: bytearray = field(default_factory=bytearray)
+    data: bytes | bytearray = b""
     """Of an object, once it has been read."""
 
     @property
@@ -68,30 +72,31 @@ class Request:
         return 0 if self.dtype is None else math.prod(self.lengths) * self.dtype.itemsize
 
 
-def aim(request: Request, target: torch.Tensor, cast: bool) -> None:
-    """Give the request of a tensor its destination.
+def aim(requests: Sequence[Request], targets: Sequence[torch.Tensor], cast: bool) -> None:
+    """Give each request of a tensor its destination.
 
-    Raises :class:`IncompatibleStateError` if that cannot receive what was saved.
+    Raises :class:`IncompatibleStateError` if one cannot receive what was saved.
     """
-    name, dtype = request.name, request.dtype
-    target = target.detach()
-    if tuple(target.shape) != tuple(request.lengths):
-        raise IncompatibleStateError(
-            f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(request.lengths)} was saved"
-        )
-    if target.dtype != dtype and not cast:
-        raise IncompatibleStateError(
-            f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
-            f"saved dtype, or pass cast=True to convert"
-        )
-    memory = local_tensor(target)
-    unusual = is_unusual(memory)
-    _check_loadable(memory, unusual, name)
-    request.target = target
-    if memory.dtype == dtype and not (
-        unusual and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
-    ):
-        request.memory = memory
+    memories = local_tensors(targets)
+    columns = requests, targets, memories, are_unusual(memories), map(_IS_DENSE, memories)
+    for request, target, memory, is_unusual, is_dense in zip(*columns, strict=True):
+        if target.shape != request.lengths:
+            raise IncompatibleStateError(
+                f"{request.name!r}: the state has room for {tuple(target.shape)} where {tuple(request.lengths)} was "
+                f"saved"
+            )
+        if target.dtype != request.dtype and not cast:
+            raise IncompatibleStateError(
+                f"{request.name!r} was saved as {request.dtype} and the state has {target.dtype}; load into a tensor "
+                f"of the saved dtype, or pass cast=True to convert"
+            )
+        if is_unusual or not is_dense:
+            _check_loadable(memory, is_unusual, request.name)
+        request.target = target
+        if memory.dtype == request.dtype and not (
+            is_unusual and (is_wrapper(memory) or memory.is_conj() or memory.is_neg())
+        ):
+            request.memory = memory
 
 
 def choose_devices(requests: list[Request], engine: Engine) -> None:
@@ -114,30 +119,47 @@ def storage_of(request: Request) -> torch.UntypedStorage | None:
         return None
 
 
-def add_to(content: Transfer, request: Request) -> None:
-    """Describe the request's strided region in the stored (row-major) chunk, and in memory."""
-    if request.target is None:
-        if request.stored:
-            request.data = bytearray(request.stored)
-            content.add_buffer(request.begin, request.data)
-        return
-    memory = request.memory
-    assert memory is not None
-    assert request.dtype is not None
-    if not memory.numel():
-        return
-    itemsize = request.dtype.itemsize
-    nbytes = math.prod(request.chunk_sizes) * itemsize
-    if nbytes != request.stored:
-        raise CheckpointCorruptError(
-            f"the metadata give {request.name!r} {request.stored} bytes; its chunk of {request.chunk_sizes} "
-            f"{request.dtype} has {nbytes}"
-        )
+def contents(requests: Iterable[Request]) -> dict[str, Transfer]:
+    """What goes from each file to memory, by the file's relative path. Makes the memory of objects.
+
+    Raises :class:`CheckpointCorruptError` if the metadata contradict themselves.
+    """
+    found: dict[str, Transfer] = {}
+    whole: dict[str, list[tuple[int, int, torch.Tensor, int]]] = {}
+    """By file: the whole chunks that go to dense memory, which the engine takes in one call."""
+    for request in requests:
+        file, memory = request.file, request.memory
+        content = found.get(file) or found.setdefault(file, Transfer())
+        if request.dtype is None:
+            if request.stored:
+                request.data = bytearray(request.stored)
+                content.add_buffer(request.begin, request.data)
+            continue
+        assert memory is not None
+        if not memory.numel():
+            continue
+        nbytes = math.prod(request.chunk_sizes) * request.dtype.itemsize
+        if nbytes != request.stored:
+            raise CheckpointCorruptError(
+                f"the metadata give {request.name!r} {request.stored} bytes; its chunk of {request.chunk_sizes} "
+                f"{request.dtype} has {nbytes}"
+            )
+        is_whole = request.lengths == request.chunk_sizes and not any(request.offsets)
+        if is_whole and memory.is_contiguous():
+            column = whole.get(file) or whole.setdefault(file, [])
+            column.append((request.begin, nbytes, memory, request.device))
+        else:
+            _add_region(content, request, memory, request.dtype.itemsize)
+    for file, rows in whole.items():
+        begins, sizes, memories, numbers = zip(*rows, strict=True)
+        addresses = list(map(_ADDRESS, memories))
+        found[file].add_many(begins, sizes, addresses, [0] * len(rows), numbers)
+    return found
+
+
+def _add_region(content: Transfer, request: Request, memory: torch.Tensor, itemsize: int) -> None:
+    """Describe a strided region in the stored (row-major) chunk, and in memory."""
     start = request.begin
-    is_whole = request.lengths == memory.shape == request.chunk_sizes
-    if is_whole and not any(request.offsets):
-        add_region(content, start, memory, nbytes, device=request.device)
-        return
     strides = dense_strides(request.chunk_sizes, itemsize)
     region = zip(request.offsets, request.lengths, request.chunk_sizes, strides, strict=True)
     for offset, length, size, stride in region:

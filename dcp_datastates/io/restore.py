@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from dcp_datastates._native import Engine, Fault, RestoreJob, RestorePlan, Transfer
+from dcp_datastates._native import Engine, Fault, RestoreJob, RestorePlan
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -23,7 +24,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.download import ReadRange, fetch
-from dcp_datastates.io.requests import Request, add_to, choose_devices, storage_of
+from dcp_datastates.io.requests import Request, choose_devices, contents, storage_of
 from dcp_datastates.io.stored_checkpoint import StoredCheckpoint, read_error
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over
@@ -82,11 +83,10 @@ def restore(
             for request in batch:
                 _settle(request)
                 deliver(request)
-                request.data = bytearray()  # an object has been unpickled
+                request.data = b""  # an object has been unpickled
 
 
-def _file_of(request: Request) -> str:
-    return request.file
+_file_of: Final = operator.attrgetter("file")
 
 
 def _check_files(requests: list[Request], source: StoredCheckpoint, copies: NearestCopies) -> None:
@@ -140,6 +140,9 @@ def _batches(requests: list[Request], most_bytes: float) -> Iterator[list[Reques
     """Batches of at most about ``most_bytes``, whose detours have bounded memory. At least a file each, if its detours
     have room.
     """
+    if math.isinf(most_bytes) and not any(request.detour for request in requests):
+        yield requests
+        return
     batch: list[Request] = []
     room, left = _DETOUR_BYTES, most_bytes
     for request in requests:
@@ -238,13 +241,11 @@ def _await(job: RestoreJob, place: Location, count: Callable[[int], None]) -> No
 @collection_paused()
 def _native_plan(requests: list[Request], source: StoredCheckpoint, place: Location) -> RestorePlan:
     """What the engine is to read, and where to; makes the memory of detours."""
-    contents: dict[str, Transfer] = {}
     for request in requests:
         if request.detour:
             request.memory = torch.empty(request.lengths, dtype=request.dtype, device="cpu")
-        add_to(contents.setdefault(request.file, Transfer()), request)
     plan = RestorePlan()
-    for relative_path, content in contents.items():
+    for relative_path, content in contents(requests).items():
         record = source.note.files.get(relative_path)
         if record is None:
             raise CheckpointCorruptError(
@@ -273,7 +274,8 @@ def _settle(request: Request) -> None:
     target = request.target
     if target is None or request.memory is None or request.memory is local_tensor(target):
         return
-    target.copy_(request.memory)
+    with torch.no_grad():
+        target.copy_(request.memory)
     request.memory = None
 
 
@@ -299,6 +301,8 @@ class NearestCopies:
         self, items: Iterable[T], file_of: Callable[[T], str]
     ) -> list[tuple[Location, list[T]]]:
         """``items`` by the place that their files are read from; ``file_of`` gives the file's relative path."""
+        if not self._used:
+            return [(self._places[0], list(items))]
         found: dict[int, list[T]] = {}
         for item in items:
             found.setdefault(self._used.get(file_of(item), 0), []).append(item)

@@ -1,6 +1,6 @@
 """Which stored values go into which values of a state, and what a load does about the others: what the user chose.
 
-:class:`~dcp_datastates.loading.fitting.FittingPlanner` applies it.
+:class:`~dcp_datastates.loading.fitting.Fitting` applies it.
 """
 
 from __future__ import annotations

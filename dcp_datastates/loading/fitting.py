@@ -8,7 +8,7 @@ import difflib
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Final
 
 import torch
@@ -102,21 +102,23 @@ class Fitting:
             lay_out(self.fit.names([*stored, *stored.wrappers]), stored)
         self._state = state
         self._values, self._paths = flattened(state)
-        found: list[Request] = []
-        for name, value in self._matched(self.names).items():
+        matched = self._matched(self.names)
+        tensors: dict[str, str] = {}
+        objects: dict[str, str] = {}
+        for name in matched:
             old = self._names.get(name)
-            if old is None or name in self._wrapped:
-                continue
-            if stored[old] is not None:
-                found += stored.into(old, value, self.fit.cast, name)
-            elif allow_objects:
-                found.append(stored.object(old, name))
-            else:
-                raise UnsafeObjectError(
-                    f"{old!r} is a pickled Python object and allow_objects=False; load tensors only, or trust the "
-                    f"checkpoint with allow_objects=True"
-                )
-        return found
+            if old is not None and name not in self._wrapped:
+                (tensors if stored.is_tensor(old) else objects)[name] = old
+        if objects and not allow_objects:
+            raise UnsafeObjectError(
+                f"{next(iter(objects.values()))!r} is a pickled Python object and allow_objects=False; load tensors "
+                f"only, or trust the checkpoint with allow_objects=True"
+            )
+        values = [matched[name] for name in tensors]
+        return [
+            *stored.into(list(tensors.values()), values, self.fit.cast, list(tensors)),
+            *(stored.object(old, name) for name, old in objects.items()),
+        ]
 
     def _matched(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The values of the state that are to be loaded, by their names. Raises if they cannot be."""
@@ -264,9 +266,12 @@ class Fitting:
 
     def _unfit(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """The names of values that cannot receive what is stored under the same name, and why, in words."""
-        for name, value in wanted.items():
-            old = self._names.get(name)
-            entry = None if old is None else self.stored.get(old)
+        olds = [self._names.get(name, name) for name in wanted]
+        tensors = list(map(self.stored.is_tensor, olds))
+        if self.stored.has_same([*compress(olds, tensors)], [*compress(wanted.values(), tensors)]):
+            return
+        for (name, value), old in zip(wanted.items(), olds, strict=True):
+            entry = self.stored.get(old) if name in self._names else None
             if entry is None:
                 continue
             size = getattr(value, "size", None)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.key_paths import KeyPath, empties, with_types
 from dcp_datastates.format.metadata_objects import Columns
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.nesting import path_of
+from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
-from dcp_datastates.format.validate import elements
 from dcp_datastates.io.requests import Request, aim
-from dcp_datastates.io.tensor_memory import holds_shards
-from dcp_datastates.loading.regions import PLAIN, cut, shards_of, volume
+from dcp_datastates.loading.regions import PLAIN, cut, overlaps, rows_of, shards_of
+
+_DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
 
 
 class Described(NamedTuple):
@@ -36,16 +42,11 @@ class Stored(Mapping[str, Described | None]):
         self._columns = Columns(table.catalog)
         self._kinds = table.catalog.properties.tolist()
         self._dtypes = [properties.dtype for properties in table.catalog.table]
-        needed, stored = elements(table.catalog)
-        self._is_one_chunk = ((table.catalog.counts == 1) & (needed == stored)).tolist()
-        self._known: dict[str, Described | None] = {}
 
     def __getitem__(self, name: str) -> Described | None:
-        if name not in self._known:
-            number = self._columns.number[name]
-            kind, size = self._kinds[number], self._columns.shape(number)
-            self._known[name] = None if kind < 0 else Described(size, self._dtypes[kind])
-        return self._known[name]
+        number = self._columns.number[name]
+        kind = self._kinds[number]
+        return None if kind < 0 else Described(self._columns.shape(number), self._dtypes[kind])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.catalog.names)
@@ -83,69 +84,82 @@ class Stored(Mapping[str, Described | None]):
 
     # ---- what to read --------------------------------------------------------------------------------
 
+    def is_tensor(self, name: str) -> bool:
+        """Whether there is a tensor called ``name``."""
+        number = self._columns.number.get(name)
+        return number is not None and self._kinds[number] >= 0
+
+    def has_same(self, names: Sequence[str], values: Sequence[Any]) -> bool:
+        """Whether ``values`` are tensors with the sizes and dtypes of those called ``names``: asked in passes over all.
+        False also for some that are.
+        """
+        if not set(map(type, values)) <= {*PLAIN, DTensor}:
+            return False
+        numbers, catalog = self._numbers(names), self.table.catalog
+        sizes = list(chain.from_iterable(map(_SHAPE, values)))
+        firsts, ndims = starts_of(catalog.ndims)[numbers], catalog.ndims[numbers]
+        return (
+            list(map(_DTYPE, values)) == [self._dtypes[self._kinds[n]] for n in numbers.tolist()]
+            and list(map(_NDIM, values)) == ndims.tolist()
+            and sizes == catalog.shapes[positions(firsts, ndims)].tolist()
+        )
+
     def object(self, name: str, key: Any = None) -> Request:
         """What reads the object called ``name``."""
-        return self._request(name, self._columns.object_rows[self._columns.number[name]], key)
+        row = np.array([self._columns.object_rows[self._columns.number[name]]])
+        (file,), (begin,), (nbytes,) = self._places(row)
+        return Request(name, file, begin, nbytes, key)
 
-    def into(self, name: str, value: Any, cast: bool, key: Any = None) -> list[Request]:
-        """What reads this rank's part of the tensor called ``name`` into ``value``, a tensor of the same size.
+    @torch.no_grad()  # a part of a parameter is no part of a graph
+    def into(
+        self, names: Sequence[str], values: Sequence[Any], cast: bool, keys: Sequence[Any] = ()
+    ) -> list[Request]:
+        """What reads this rank's parts of the tensors called ``names`` into ``values``, tensors of the same sizes; each
+        with its key.
 
-        Raises :class:`IncompatibleStateError` if it cannot receive what is stored, or not all of it is stored.
+        Raises :class:`IncompatibleStateError` if one cannot receive what is stored, or not all of it is stored.
         """
-        size, _ = self._tensor(name)
-        number = self._columns.number[name]
-        if self._is_one_chunk[number] and type(value) in PLAIN and not holds_shards(value):
-            if 0 in size:
-                return []
-            request = self._request(name, self._columns.first_chunk[number], key)
-            request.chunk_sizes = request.lengths = size
-            request.offsets = (0,) * len(size)
-            aim(request, value, cast)
-            return [request]
-        requests = []
-        for place, memory in shards_of(name, value):
-            needed = left = volume(place)
-            for request, part in self._parts(name, place, key):
-                aim(request, cut(memory, place, part), cast)
-                requests.append(request)
-                left -= volume(part)
-            if left:
-                raise IncompatibleStateError(
-                    f"of {name!r}, {needed - left} of {needed} elements are stored (a rank saved its shard alone?); "
-                    f"choose others with only, or load it into a sharded state"
-                )
+        shards = shards_of(names, values)
+        numbers = self._numbers(names)[shards.of]
+        dtypes = [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
+        needed = np.array(list(map(math.prod, shards.sizes)), np.int64)
+        left = needed.copy()
+        requests: list[Request] = []
+        targets: list[torch.Tensor] = []
+        for found in overlaps(self.table.catalog, numbers, shards):
+            shard = found.shard.tolist()
+            of = [shards.of[each] for each in shard]
+            requests += map(
+                Request,
+                [names[each] for each in of],
+                *self._places(found.chunk),
+                [keys[each] for each in of] if keys else repeat(None),
+                [dtypes[each] for each in shard],
+                rows_of(found.chunk_sizes),
+                rows_of(found.in_chunk),
+                rows_of(found.lengths),
+            )
+            memories = [shards.memories[each] for each in shard]
+            nelements = found.lengths.prod(axis=1)
+            for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
+                part = found.in_shard[at].tolist(), found.lengths[at].tolist()
+                memories[at] = cut(memories[at], *part)
+            targets += memories
+            np.subtract.at(left, found.shard, nelements)
+        for at in np.flatnonzero(left)[:1].tolist():
+            raise IncompatibleStateError(
+                f"of {names[shards.of[at]]!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank "
+                f"saved its shard alone?); choose others with only, or load it into a sharded state"
+            )
+        aim(requests, targets, cast)
         return requests
 
-    def _parts(self, name: str, place: Box, key: Any) -> Iterator[tuple[Request, Box]]:
-        """A request for each stored chunk with elements at ``place``, and the box of these elements."""
-        if not volume(place):
-            return
-        columns, catalog, number = self._columns, self.table.catalog, self._columns.number[name]
-        begins, ends = np.array(place, np.int64).reshape(-1, 2).T
-        offsets, sizes = (
-            columns.table(catalog.offsets, number),
-            columns.table(catalog.sizes, number),
-        )
-        low, high = np.maximum(offsets, begins), np.minimum(offsets + sizes, ends)
-        for chunk in np.flatnonzero((low < high).all(axis=1)).tolist():
-            request = self._request(name, columns.first_chunk[number] + chunk, key)
-            request.chunk_sizes = tuple(sizes[chunk].tolist())
-            request.offsets = tuple((low[chunk] - offsets[chunk]).tolist())
-            request.lengths = tuple((high[chunk] - low[chunk]).tolist())
-            yield request, tuple(zip(low[chunk].tolist(), high[chunk].tolist(), strict=True))
+    def _numbers(self, names: Sequence[str]) -> Ints:
+        number = self._columns.number
+        return np.array([number[name] for name in names], np.int64)
 
-    def _tensor(self, name: str) -> Described:
-        found = self[name]
-        assert found is not None
-        return found
-
-    def _request(self, name: str, row: int, key: Any) -> Request:
-        placement, entry = self.table.placement, self[name]
-        return Request(
-            name,
-            placement.paths[placement.files.item(row)],
-            placement.begins.item(row),
-            placement.lengths.item(row),
-            key,
-            None if entry is None else entry.dtype,
-        )
+    def _places(self, rows: Ints) -> tuple[list[str], list[int], list[int]]:
+        """The files of these rows, and where they begin there and their lengths, in bytes."""
+        placement = self.table.placement
+        files = [placement.paths[file] for file in placement.files[rows].tolist()]
+        return files, placement.begins[rows].tolist(), placement.lengths[rows].tolist()

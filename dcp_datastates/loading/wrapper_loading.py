@@ -108,10 +108,7 @@ class _Parts:
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read ``tensors``, by their full names."""
-        into = self.stored.into
-        self.read(
-            [each for name, into_it in tensors.items() for each in into(name, into_it, False)]
-        )
+        self.read(self.stored.into(list(tensors), list(tensors.values()), False))
 
     def new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """New tensors on the host, for parts of these names."""
@@ -197,7 +194,7 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
             )
             if saved.shape != sizes:
                 raise ValueError(f"it has the shape {tuple(saved.shape)}")
-            cut(local, place, both).copy_(cut(saved, there, both))
+            _cut(local, place, both).copy_(_cut(saved, there, both))
         except Exception as error:
             raise IncompatibleStateError(
                 f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
@@ -208,3 +205,9 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
         raise IncompatibleStateError(
             f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
         )
+
+
+def _cut(tensor: torch.Tensor, place: Box, part: Box) -> torch.Tensor:
+    """The ``part`` of a tensor that lies at ``place``."""
+    begins = [begin - origin for (begin, _), (origin, _) in zip(part, place, strict=True)]
+    return cut(tensor, begins, [end - begin for begin, end in part])
