@@ -22,6 +22,9 @@ a name.
 
 _SPECIAL: Final = re.compile(r"[*?]")
 
+_FEW: Final = 16
+"""So many prefixes are compared with each name; of more, each name's own prefixes are looked up."""
+
 
 class NamePatterns:
     """A set of patterns.
@@ -46,7 +49,11 @@ class NamePatterns:
 
     def others(self, names: Iterable[str]) -> list[str]:
         """The ``names`` that do not match, in their order."""
-        rest = [name for name in names if self._plain.isdisjoint(prefixes_of(name))]
+        if len(self._plain) <= _FEW:
+            below = tuple(f"{each}." for each in self._plain)
+            rest = [n for n in names if n not in self._plain and not n.startswith(below)]
+        else:
+            rest = [name for name in names if self._plain.isdisjoint(prefixes_of(name))]
         for glob in self._globs.values():
             rest = [name for name in rest if not _fits(glob, name)]
         return rest

@@ -21,6 +21,12 @@ def starts_of(lengths: Ints) -> Ints:
     return np.cumsum(lengths) - lengths
 
 
+def distinct(numbers: Ints) -> list[int]:
+    """The different ones of small ``numbers``, ascending. (For that, ``np.unique`` imports ``numpy.ma``: 13 ms.)"""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
+
+
 def positions(starts: Ints, lengths: Ints) -> Ints:
     """The positions of these rows' values, row after row."""
     total = int(lengths.sum())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.ragged import positions, starts_of, sums, volumes
+from dcp_datastates.format.ragged import distinct, positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 
 _STEPS_PER_BOX: Final = 64
@@ -104,7 +104,7 @@ def _unfilled(catalog: Catalog) -> Iterator[tuple[int, str]]:
 
 def _overlaps(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
     several = catalog.counts[chunks.tensor] > 1
-    for dimensions in np.unique(chunks.ndims[several & (chunks.ndims > 0)]).tolist():
+    for dimensions in distinct(chunks.ndims[several & (chunks.ndims > 0)]):
         members = np.flatnonzero(several & (chunks.ndims == dimensions))
         where = chunks.starts[members, np.newaxis] + np.arange(dimensions)
         begins = catalog.offsets[where]

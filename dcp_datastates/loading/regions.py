@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.ragged import positions, starts_of
+from dcp_datastates.format.ragged import distinct, positions, starts_of
 from dcp_datastates.format.stored_names import Box
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
 from dcp_datastates.io.tensor_memory import holds_shards
@@ -97,7 +97,7 @@ def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overla
     firsts = starts_of(catalog.counts)
     values = starts_of(catalog.ndims * catalog.counts)
     ndims = catalog.ndims[numbers]
-    for ndim in np.unique(ndims).tolist():
+    for ndim in distinct(ndims):
         alike = np.flatnonzero(ndims == ndim)
         for chosen in _bounded(alike, catalog.counts[numbers[alike]]):
             tensors = numbers[chosen]
@@ -129,7 +129,7 @@ def rows_of(column: Ints) -> list[Sizes]:
 def _bounded(rows: Ints, counts: Ints) -> Iterator[Ints]:
     """``rows`` in parts of about :data:`_MOST_PAIRS` by their ``counts``."""
     part = starts_of(counts) // _MOST_PAIRS
-    for each in np.unique(part).tolist():
+    for each in distinct(part):
         yield rows[part == each]
 
 

@@ -69,10 +69,11 @@ class Stored(Mapping[str, Described | None]):
     @functools.cached_property
     def empty(self) -> list[str]:
         """The names of empty dicts in the saved state, which have no value."""
-        paths = self._paths
-        return (
-            [each for each in empties(paths) if each not in self] if isinstance(paths, dict) else []
-        )
+        paths = self.table.catalog.mappings
+        if not isinstance(paths, dict):
+            return []
+        beside = {name: path for name, path in paths.items() if name not in self._columns.number}
+        return list(empties(with_types(beside)))
 
     def path_of(self, name: str) -> KeyPath:
         """Where the value called ``name`` was in the saved state."""

@@ -23,7 +23,8 @@ def unread(names: Iterable[str], asked: Iterable[str], wrappers: Iterable[str]) 
     """Those of the ``names`` that are not ``asked`` for, nor are parts of one of the ``wrappers`` that is."""
     asked = frozenset(asked)
     wrapped = asked.intersection(wrappers)
-    return [name for name in names if name not in asked and not is_under(name, wrapped)]
+    rest = [name for name in names if name not in asked]
+    return [name for name in rest if not is_under(name, wrapped)] if wrapped else rest
 
 
 def say_unread(

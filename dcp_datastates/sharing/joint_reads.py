@@ -90,6 +90,8 @@ class JointReads:
 
 def assigned(offers: Sequence[bytes]) -> list[bytes]:
     """The first rank's answers to the offers of all ranks."""
+    if not any(offers):
+        return [b""] * len(offers)
     found = {rank: _Offered.decode(each) for rank, each in enumerate(offers) if each}
     shares = assign(
         {rank: Offer(Address(*o.address), o.runs.reshape(-1, 2)) for rank, o in found.items()}
