@@ -114,7 +114,10 @@ def choose_devices(requests: list[Request], engine: Engine) -> None:
 def storage_of(request: Request) -> torch.UntypedStorage | None:
     """That of the destination; None for an object, and for tensors that torch writes to in its own way (sparse)."""
     try:
-        return None if request.target is None else local_tensor(request.target).untyped_storage()
+        if request.target is None:
+            return None
+        memory = request.memory
+        return (local_tensor(request.target) if memory is None else memory).untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
 

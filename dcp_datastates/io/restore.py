@@ -272,7 +272,9 @@ def _say_written(requests: list[Request]) -> None:
 def _settle(request: Request) -> None:
     """Copy what took a detour to its destination."""
     target = request.target
-    if target is None or request.memory is None or request.memory is local_tensor(target):
+    if target is None or request.memory is target or request.memory is None:
+        return
+    if request.memory is local_tensor(target):
         return
     with torch.no_grad():
         target.copy_(request.memory)
