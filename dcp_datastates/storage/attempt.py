@@ -12,11 +12,13 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
+from typing import Final
 
-_NAME = re.compile(r"([0-9a-e][0-9a-f]{15})-([0-9]{8,20})")
-"""Of an attempt. No clock says a time that begins with ``f``, the year 2518: such a directory is no attempt, or it
-would be the newest for ever.
-"""
+_NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{8,20})")
+_MOST_AHEAD: Final = 50 * 365 * 86_400 * 10**9
+"""Nanoseconds, 50 years. A later attempt is none: saves would have to follow it, to the end of all numbers."""
+_EARLIEST_CLOCK: Final = 1_767_225_600 * 10**9
+"""2026, before the first release: with a clock that was reset, attempts of the other machines are attempts still."""
 
 
 @dataclass(frozen=True, order=True)
@@ -42,9 +44,22 @@ class Attempt:
 
     @staticmethod
     def parse(name: str) -> Attempt | None:
-        """The attempt whose directory has this name, or None for any other name."""
+        """The attempt whose directory has this name, or None for any other name, and for a time that is 50 years ahead
+        of this machine's clock.
+        """
         match = _NAME.fullmatch(name)
-        return Attempt(int(match[1], 16), int(match[2])) if match else None
+        if match is None or int(match[1], 16) > _latest():
+            return None
+        return Attempt(int(match[1], 16), int(match[2]))
+
+
+def _latest() -> int:
+    return max(time.time_ns(), _EARLIEST_CLOCK) + _MOST_AHEAD
+
+
+def is_far_ahead(name: str) -> bool:
+    """Whether a directory's name is that of an attempt, but for its time."""
+    return _NAME.fullmatch(name) is not None and Attempt.parse(name) is None
 
 
 _counter_lock = threading.RLock()  # guards what follows

@@ -7,6 +7,8 @@ never loaded, and a path needs no object that says which attempt counts.
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,11 +16,13 @@ from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
-from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.attempt import Attempt, is_far_ahead
 from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,7 +63,19 @@ def attempts_in(folders: Iterable[str]) -> list[Attempt]:
 
 def present(directory: ObjectPath) -> list[Attempt]:
     """The attempts below ``directory``, oldest first: one LIST. Raises :class:`StorageError`."""
-    return attempts_in(directory.store.list(directory.key).folders)
+    folders = directory.store.list(directory.key).folders
+    for name in filter(is_far_ahead, folders):
+        _say_ignored(str(directory / name))
+    return attempts_in(folders)
+
+
+@functools.lru_cache(maxsize=1000)  # once for each
+def _say_ignored(path: str) -> None:
+    logger.warning(
+        "%s is ignored: its name says a time that is 50 years ahead of this machine's clock. Remove it; if the clock "
+        "is wrong, set it",
+        path,
+    )
 
 
 def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | None:

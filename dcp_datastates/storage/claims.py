@@ -22,8 +22,6 @@ from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
 
 _CLAIMS: Final = 100
-_ABSURD: Final = 0xE << 60
-"""An incarnation in the year 2481. No save exceeds it: its own successors would be the newest for ever."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,6 @@ class Neighbours:
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest root."""
-        if attempt.incarnation >= _ABSURD:
-            return
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
@@ -183,7 +179,6 @@ def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> C
     there = [] if alone and overwrite else attempts.present(directory)
     newest = neighbours.newest
     after = max([*there, *([] if newest is None else [newest])], default=None)
-    _check_sane(directory, after)
     return Claim(next_attempt(after), after, tuple(there), alone)
 
 
@@ -193,15 +188,4 @@ def check_absent(directory: ObjectPath) -> None:
         raise CheckpointExistsError(
             f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
             f"pass overwrite=True to replace it, or another path"
-        )
-
-
-def _check_sane(directory: ObjectPath, newest: Attempt | None) -> None:
-    """Raise :class:`StorageError` if the ``newest`` attempt there has a number that no save exceeds."""
-    if newest is not None and newest.incarnation >= _ABSURD:
-        raise StorageError(
-            None,
-            f"the directory {newest.name!r} there has the name of an attempt in the year 2481 or later; no save has "
-            f"made it: remove it",
-            str(directory),
         )

@@ -46,7 +46,7 @@ class Entry:
         if match is None:
             return None
         numbers = (_LARGEST - int(match[1], 16), _LARGEST - int(match[2], 16))
-        attempt = Attempt.parse(Attempt(*numbers).name)  # None for an absurd number
+        attempt = Attempt.parse(Attempt(*numbers).name)  # None for one that is far ahead
         return None if attempt is None else Entry(attempt, match[3])
 
 

@@ -302,7 +302,7 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
         if dist.get_rank() == 0:
             await_fired(log, "vote.after")
             (first, *_) = sorted(each for each in path.iterdir() if each.is_dir())
-            shutil.copytree(first, path / "7fffffffffffffff-00000001")
+            shutil.copytree(first, path / "1fffffffffffffff-00000001")
         with raises(SaveFailedError, "two jobs", "rank 0"):
             response.upload_completion.result(60)
     assert committed(path)

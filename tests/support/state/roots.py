@@ -13,7 +13,7 @@ from support.state.checkpoints import committed, save
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of, with_format
 
-NEWER = "7fffffffffffffff-00000001"
+NEWER = "1fffffffffffffff-00000001"
 OLDER = "0000000000000001-00000001"
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from support.tiers import sampled
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints import listing
+from dcp_datastates.storage import attempt
 from dcp_datastates.storage.attempt import Attempt
 
 SECONDS = 20
@@ -239,14 +241,30 @@ def test_what_is_left_out_is_said_once(make, root, caplog):
     assert len(lines) == 1, lines
 
 
-def test_the_last_attempt_of_all_is_named(root):
-    last = "efffffffffffffff-00000001"
-    (root / "step-11" / last).mkdir()
-    _save(root / "new")
-    with raises(ds.StorageError, last, "remove it"):
-        _save(root / "step-11")
-    _save(root / "newer")
-    assert ds.latest(root) == root / "newer"
+YEAR = 365 * 86_400 * 10**9
+
+
+@pytest.mark.parametrize("years", [49, 51, 0xD << 60, 0xE << 60, 0xFFFFFFFFFFFFFFFF])
+@pytest.mark.parametrize("where", ["downloaded", "step-11"])
+def test_no_name_turns_the_order_of_checkpoints_around(years, where, root, monkeypatch, caplog):
+    """Each save is one of a new process, which draws its number anew. What is 49 years ahead may be a clock's doing."""
+    number = years if years > 100 else time.time_ns() + years * YEAR
+    name = f"{number:016x}-00000001"
+    (root / where / name).mkdir(parents=True)
+    (root / where / ".metadata").touch()
+    for step in (12, 13, 13, 11, 11):
+        monkeypatch.setattr(attempt, "_incarnation", 0)
+        _save(root / f"step-{step}")
+        assert ds.latest(root) == root / f"step-{step}"
+    assert {path.name for path in ds.retain(root, keep=1)} == {
+        "step-9",
+        "step-10",
+        "step-12",
+        "step-13",
+    }
+    assert load_everything(root / "step-11")["step"] == 99
+    said = [line for line in caplog.messages if name in line and "50 years ahead" in line]
+    assert len(said) == (years != 49)
 
 
 @pytest.mark.parametrize("name", [b"two\nlines", b"\xff\xfe", b"\x1b[2J", "٣".encode()])

@@ -284,7 +284,7 @@ def test_the_command_verifies_what_it_can(root, faults, capsys):
 
 def test_a_save_is_newer_than_a_neighbour_that_cannot_be_judged(root, faults):
     """Its names can be listed, and its metadata cannot be read; its job had a clock in the future."""
-    future = "d000000000000000-00000001"
+    future = "1fffffffffffffff-00000001"
     (root / "step-2" / future).mkdir()
     faults.at(decision_of(root / "step-2"), errno.EACCES)
     ds.save(_state(4), root / "step-4")

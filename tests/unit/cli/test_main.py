@@ -280,7 +280,7 @@ def test_rm_deletes_damaged_checkpoints(root):
 def test_rm_deletes_what_a_failed_save_left_and_nothing_that_may_be_in_flight(root):
     save({"w": torch.ones(3)}, root / "step-13")
     for name in ("step-12", "step-13"):
-        (root / name / "7fffffffffffffff-00000001").mkdir(parents=True)
+        (root / name / "1fffffffffffffff-00000001").mkdir(parents=True)
     ended = run_cli("rm", "--yes", "--json", root / "step-12", root / "step-13")
     assert ended.returncode == 2
     document = json.loads(ended.stdout)

@@ -175,7 +175,7 @@ def test_the_error_says_what_is_there_instead(path, store):
 def test_an_attempt_that_is_not_committed_hides_nothing(path, store):
     save(STATE, path)
     store.put(f"{path.key}/1fffffffffffffff-00000001/r00000-0.safetensors", b"x")
-    store.put(f"{path.key}/2fffffffffffffff-00000001/decision", b"withdrawn by 7\n")
+    store.put(f"{path.key}/20ffffffffffffff-00000001/decision", b"withdrawn by 7\n")
     store.put(f"{path.key}/.metadata", b"of no meaning here")
     assert_same(load_everything(path), STATE)
 

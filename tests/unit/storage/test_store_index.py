@@ -59,7 +59,7 @@ def test_what_is_no_entry_is_passed_over(root, store):
 
 @given(
     st.lists(
-        st.builds(Attempt, st.integers(0, (0xF << 60) - 1), st.integers(0, (1 << 64) - 1)),
+        st.builds(Attempt, st.integers(0, (2 << 60) - 1), st.integers(0, (1 << 64) - 1)),
         min_size=2,
         max_size=2,
     ),
