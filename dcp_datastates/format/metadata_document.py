@@ -15,7 +15,6 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,6 +27,9 @@ from dcp_datastates.format.fields import carried
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.attempt import Attempt
+
+_LAST_DAY: Final = 253_402_128_000.0
+"""In the year 9999: Python has dates until then, in any time zone."""
 
 
 def write_document(table: MetadataTable) -> bytes:
@@ -79,8 +81,8 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     properties = tuple([properties_of(each) for each in _typed(found, "properties", list)])
     files = [_record(each) for each in _typed(found, "files", list)]
     published_at = _typed(found, "published_at", float)
-    if not math.isfinite(published_at):
-        raise MetadataError(f"published_at is {published_at}")
+    if not 0 <= published_at < _LAST_DAY:
+        raise MetadataError(f"published_at is {published_at}, which is no time of a save")
     note = Note(
         _attempt(found.get("attempt"), "attempt"),
         {each.relative_path: each for each in files},

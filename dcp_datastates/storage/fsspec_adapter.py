@@ -22,6 +22,7 @@ from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     StoredObject,
+    secrets_in,
     url_of,
     without_secrets,
 )
@@ -60,7 +61,7 @@ class FsspecStore:
             files = kind(skip_instance_cache=True, **given)
         except Exception as error:  # libraries have errors of their own
             raise ConfigurationError(
-                f"{self.url} cannot be opened by fsspec: {without_secrets(str(error))}"
+                f"{self.url} cannot be opened by fsspec: {self._said(error)}"
             ) from None
         # Another process may change what a cache holds. (As an option, some would pass it on to their library.)
         files.dircache.use_listings_cache = False
@@ -204,6 +205,9 @@ class FsspecStore:
             return True
         return False
 
+    def _said(self, error: Exception) -> str:
+        return without_secrets(str(error), secrets_in(self._options or {}))
+
     @contextlib.contextmanager
     def _explained(self, doing: str, key: str) -> Iterator[None]:
         try:
@@ -218,7 +222,7 @@ class FsspecStore:
             ) from None
         except Exception as error:  # libraries have errors of their own
             number = getattr(error, "errno", None) or errno.EIO
-            said = without_secrets(str(error)) or type(error).__name__
+            said = self._said(error) or type(error).__name__
             kind = (
                 ExpiredError
                 if says_expired(str(error))

@@ -14,6 +14,7 @@ from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
+_CREDENTIALS: Final = re.compile(r"(?i)\?.*(token|secret|passw|sig|key|credential)\w*=")
 
 
 class ObjectPath:
@@ -154,6 +155,11 @@ def locate(
     if "@" in bucket and scheme not in ("abfs", "abfss"):
         raise ConfigurationError(
             f"path has credentials in it ({scheme}://…@…): names of checkpoints appear in logs and files; give "
+            f"credentials by the environment, or by storage_options"
+        )
+    if _CREDENTIALS.search(key):
+        raise ConfigurationError(
+            f"path has credentials in it ({scheme}://…?…=…): names of checkpoints appear in logs and files; give "
             f"credentials by the environment, or by storage_options"
         )
     for segment in key.split("/") if key else ():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from typing_extensions import Buffer
 
@@ -157,16 +157,32 @@ _DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DO
 _CODE_AND_MESSAGE: Final = re.compile(r"<(?:Code|Message)>(.*?)</(?:Code|Message)>", re.DOTALL)
 _QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 _USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
+_NAME = r"\w*(?:secret|token|passw(?:or)?d|pwd|signature|credential|authorization|private_key)\w*"
+_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'[^']*'"
 _SECRET: Final = re.compile(
-    r"(?i)\b((?:\w*secret\w*|\w*token\w*|\w*password\w*|\w*key(?:_id)?|sig|authorization|credential)\s*[=:]\s*)"
-    r"(?:Some\()?[\"']?[^\s\"',;)&]+"
+    rf"(?i)((?:{_NAME}|\w*key(?:_id)?|sig)[\"']?\s*[=:]\s*)"
+    rf"(?:Some\()?(?:(?:Bearer|Basic)\s+)?(?:{_QUOTED}|[^\s\"',;)&]+)"
+    rf"|({_NAME}\s+)(?:{_QUOTED}|(?=[^\s\"',;)&]*\d)[^\s\"',;)&]{{8,}})"
 )
+"""``name=value`` and its like; or a name and what is quoted, or what has digits and is no word."""
 
 
-def without_secrets(message: str) -> str:
-    """A library's message without what may be a secret: queries of URLs, users in URLs, values of keys and tokens; of a
-    server's answer, which may repeat what was sent and how it was signed, the error's code and message.
+def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    """The values of ``storage_options`` whose names say that they are secrets."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from secrets_in(value)
+        elif value and _SECRET.match(f"{name}={value}"):
+            yield str(value)
+
+
+def without_secrets(message: str, known: Iterable[str] = ()) -> str:
+    """A library's message without what may be a secret: those that are ``known``, queries of URLs, users in URLs,
+    values of keys and tokens; of a server's answer, which may repeat what was sent and how it was signed, the error's
+    code and message.
     """
+    for secret in known:
+        message = message.replace(secret, "…")
     message = message.partition("\n\nDebug source")[0]
     message = _DOCUMENT.sub(lambda found: ": ".join(_CODE_AND_MESSAGE.findall(found[0])), message)
-    return _SECRET.sub(r"\1…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))
+    return _SECRET.sub(r"\1\2…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))

@@ -8,7 +8,6 @@ directory for each job) does so once this process has loaded a checkpoint from t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import secrets
 from collections.abc import Collection, Iterable
@@ -17,16 +16,12 @@ from typing import Final, NamedTuple
 
 from dcp_datastates.checkpoints.listing import checkpoints
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.storage import local, operations
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 
 IDENTITY_NAME: Final = ".datastates-run"
-_PHASE: Final = "run"
 _LONGEST: Final = 256
-_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-"""What link(2) says on file systems without links. Two runs that begin there in the same instant do not see each other.
-"""
 
 
 class _Identity(NamedTuple):
@@ -103,21 +98,19 @@ def _check_new(root: Location, other: Location, ours: Collection[Location]) -> N
 
 
 def _read(root: Location) -> _Identity | None:
-    path = root / IDENTITY_NAME
-    if isinstance(path, ObjectPath):
-        try:
-            return _decoded(path.store.get(path.key)[0])
-        except ObjectMissingError:
-            return None
-    with local.explained("reading", path):
-        try:
-            return _decoded(path.read_bytes()[: _LONGEST + 1])
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    path = stored(root) / IDENTITY_NAME
+    try:
+        if (nbytes := path.store.size(path.key)) > _LONGEST:
+            raise ConfigurationError(
+                f"{str(path)!r} has {nbytes} bytes, so it does not say which run this is; remove it if it is not yours"
+            )
+        return _decoded(path.store.get(path.key)[0])
+    except ObjectMissingError:
+        return None
 
 
 def _decoded(data: bytes) -> _Identity:
-    run, _, origin = data[:_LONGEST].decode(errors="replace").strip().partition(" ")
+    run, _, origin = data.decode(errors="replace").strip().partition(" ")
     return _Identity(run, origin)
 
 
@@ -128,28 +121,8 @@ def _digest(root: Location) -> str:
 
 def _create(root: Location, identity: _Identity) -> _Identity:
     """Make the identity, unless another process has; returns the one that is there."""
-    data = " ".join(identity).strip().encode() + b"\n"
-    if isinstance(root, ObjectPath):
-        root.store.put_if_absent((root / IDENTITY_NAME).key, data)
-    else:
-        unfinished = root / f"{IDENTITY_NAME}.{secrets.token_hex(4)}"
-        local.make_directories(root, _PHASE)
-        with local.explained("writing", unfinished):
-            operations.write_new_file(unfinished, [data], _PHASE)
-            _put_if_absent(unfinished, root / IDENTITY_NAME)
-            operations.sync_directory(root, _PHASE)
+    path = stored(root) / IDENTITY_NAME
+    if path.is_local:
+        local.make_directories(Path(str(path.parent)))
+    path.store.put_if_absent(path.key, " ".join(identity).strip().encode() + b"\n")
     return _read(root) or identity
-
-
-def _put_if_absent(unfinished: Path, target: Path) -> None:
-    """Move a file to ``target``, unless something is there: a link fails then, and a rename would replace it."""
-    try:
-        operations.link(unfinished, target, _PHASE)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        operations.rename(unfinished, target, _PHASE)
-        return
-    operations.unlink(unfinished, _PHASE)

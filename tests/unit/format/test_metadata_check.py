@@ -151,6 +151,8 @@ WRONG = {
     "metric a string": _put("metrics", {"loss": "1"}),
     "time of publication none": _put("published_at", None),
     "time of publication endless": _put("published_at", float("inf")),
+    "time of publication in no year": _put("published_at", 1e12),
+    "time of publication before all": _put("published_at", -1.0),
     "storage_meta a list": _put("storage_meta", []),
     "names a string": _put("names", "w"),
     "name a number": _put("names", 0, 7),

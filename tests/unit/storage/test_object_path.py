@@ -73,6 +73,9 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
         locate("s3://AKIAEXAMPLE:very-secret@bucket/run")
     assert "secret" not in repr(raised.value)
     assert "AKIA" not in repr(raised.value)
+    with pytest.raises(ConfigurationError, match="credentials") as raised:
+        locate("mine://host/run?version=1&token=0123abcd")
+    assert "0123" not in repr(raised.value)
 
 
 def test_options_are_for_urls_and_are_never_shown():

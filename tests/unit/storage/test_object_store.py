@@ -13,7 +13,12 @@ from support.stores.server import Bucket, endpoint
 from support.tiers import tries
 
 from dcp_datastates import StorageError
-from dcp_datastates.storage.object_store import ObjectMissingError, part_bytes
+from dcp_datastates.storage.object_store import (
+    ObjectMissingError,
+    part_bytes,
+    secrets_in,
+    without_secrets,
+)
 
 PART = 5 << 20  # the smallest that S3 takes
 
@@ -185,3 +190,50 @@ def test_parts_are_whole_segments_and_few_enough(nbytes):
     assert part % (8 << 20) == 0
     assert part >= 8 << 20
     assert part * 10_000 >= nbytes
+
+
+SECRET = "SEKRIT0123"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        f"Authorization: Bearer {SECRET}",
+        f"Proxy-Authorization: Basic {SECRET}",
+        f"authorization: AWS4-HMAC-SHA256 Credential=A/2026, SignedHeaders=host, Signature={SECRET}",
+        f"https://acc.blob.core.windows.net/c?sv=1&sig={SECRET}&se=1",
+        f"DefaultEndpointsProtocol=https;AccountKey={SECRET}==;SharedAccessSignature={SECRET}",
+        f"{{'key': 'AKIA', 'secret': '{SECRET}', 'client_kwargs': {{'aws_secret_access_key': '{SECRET}'}}}}",
+        f'{{"private_key": "-----BEGIN PRIVATE KEY-----\\n{SECRET}\\n-----END"}}',
+        f"s3://AKIA:{SECRET}@bucket/x by http://user:{SECRET}@proxy:3128/",
+        f"X-Amz-Security-Token: {SECRET}, client_secret={SECRET}, passwd={SECRET}&pwd={SECRET}",
+        f"token '{SECRET}' is invalid: invalid credentials {SECRET}, hf_token {SECRET}",
+        f"account_key: Some({SECRET})",
+        f"<Error><Code>X</Code><StringToSign>{SECRET}</StringToSign></Error>",
+    ],
+)
+def test_messages_of_libraries_lose_their_secrets(message):
+    assert SECRET not in without_secrets(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The provided token has expired.",
+        "The specified key does not exist.",
+        "no key objects/step-100/a1234567 there",
+        "the request signature we calculated does not match",
+        "Access token is invalid for bucket 'x'",
+    ],
+)
+def test_messages_without_secrets_stay_as_they_are(message):
+    assert without_secrets(message) == message
+
+
+def test_a_secret_of_the_options_is_known_in_any_words():
+    options = {"anon": False, "endpoint_url": "http://here", "kwargs": {"secret_key": SECRET}}
+    assert list(secrets_in(options)) == [SECRET]
+    assert (
+        without_secrets(f"the words {SECRET} at http://here", [SECRET])
+        == "the words … at http://here"
+    )

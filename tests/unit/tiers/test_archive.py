@@ -13,13 +13,14 @@ import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
 from support.state.archiving import archived_save
-from support.state.checkpoints import save
+from support.state.checkpoints import raises, save
 from support.state.states import filled
 
 import dcp_datastates
 from dcp_datastates import (
     CheckpointExistsError,
     ConfigurationError,
+    DataStatesError,
     StorageError,
     latest,
     load,
@@ -284,6 +285,20 @@ def test_a_file_system_without_links_holds_an_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refuse)
     assert run_identity.check_one_run(tmp_path / "fast", tmp_path / "slow")
     assert run_identity.check_one_run(tmp_path / "fast", tmp_path / "slow")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_what_is_no_identity_of_a_run_is_refused_immediately(kind, tmp_path):
+    there = tmp_path / "slow" / run_identity.IDENTITY_NAME
+    there.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(there)
+    elif kind == "device":
+        there.symlink_to("/dev/zero")
+    else:
+        there.write_bytes(bytes(1000))
+    with raises(DataStatesError, there.name):
+        run_identity.check_one_run(tmp_path / "fast", tmp_path / "slow")
 
 
 def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
