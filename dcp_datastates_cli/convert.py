@@ -12,9 +12,9 @@ from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.conversion.convert import ConvertOptions, convert
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
+from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
-from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["run_convert", "run_copy", "run_diff"]
 

@@ -10,6 +10,7 @@ from dcp_datastates.checkpoints.inventory import is_committed, is_directory, may
 from dcp_datastates.checkpoints.listing import committed_in, directories
 from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count
 from dcp_datastates_cli.output import (
@@ -20,7 +21,6 @@ from dcp_datastates_cli.output import (
     print_json,
     say,
 )
-from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["run"]
 
