@@ -43,7 +43,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.engine import configure_engine
 from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
-from dcp_datastates.stats import SaveRecord, SaveStats
+from dcp_datastates.stats import LoadRecord, SaveRecord, SaveStats
 from dcp_datastates.storage.stores import register as _register
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dcp_datastates.dcp.plan_ahead import prime
     from dcp_datastates.dcp.reader import DataStatesReader
     from dcp_datastates.loading.load import load
+    from dcp_datastates.loading.record import on_load
     from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
     from dcp_datastates.tiers.ram_nodes import configure_ram
@@ -87,6 +88,7 @@ __all__ = [
     "ForkedProcessError",
     "IncompatibleStateError",
     "Keep",
+    "LoadRecord",
     "NoAnswerError",
     "PerRank",
     "RankLostError",
@@ -116,6 +118,7 @@ __all__ = [
     "inspect",
     "latest",
     "load",
+    "on_load",
     "on_save",
     "parse_size",
     "pin",
@@ -148,6 +151,7 @@ _PLACES = {
     "inspect": "checkpoints.describe.describe",
     "latest": "checkpoints.find.latest",
     "load": "loading.load.load",
+    "on_load": "loading.record.on_load",
     "pin": "checkpoints.pins.pin",
     "prime": "dcp.plan_ahead.prime",
     "retain": "checkpoints.retention.retain",

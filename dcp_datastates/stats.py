@@ -1,5 +1,5 @@
 """What one save cost, as measured on this rank: while it runs (:class:`SaveStats`), and at its end
-(:class:`SaveRecord`).
+(:class:`SaveRecord`); and what one load cost (:class:`LoadRecord`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ PHASES: Final = {
 }
 """The phases of a save on one rank, in order: each ends when the next begins."""
 
-_NUMBERS: Final = {phase: number for number, phase in enumerate(PHASES)}
+LOAD_PHASES: Final = {
+    "open": "reading the metadata",
+    "wait_open": "waiting for the ranks that read them still",
+    "fit": "fitting the state to them; calling state_dict()",
+    "wait_fit": "waiting for the ranks that fit theirs still",
+    "read": "reading tensors and objects",
+    "wait_read": "waiting for the ranks that read still",
+    "apply": "calling load_state_dict()",
+}
+"""The phases of a load on one rank, in order, as :data:`PHASES`."""
 
 Outcome = Literal["committed", "skipped", "abandoned", "unknown", "failed"]
 
 
 class Timeline:
-    """When the phases of one save began on this rank, by one clock. Any thread may use it.
+    """When the phases of one save or load began on this rank, by one clock. Any thread may use it.
 
     Args:
+        phases: :data:`PHASES`, or :data:`LOAD_PHASES`; the first begins now.
         clock: in seconds, never goes back.
         wall: seconds since the epoch, for the beginning.
     """
@@ -41,21 +51,23 @@ class Timeline:
         self,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        phases: Mapping[str, str] = PHASES,
     ) -> None:
+        self._order: Final = list(phases)
         self._clock = clock
         self.began_at: Final = wall()
         self.began: Final = clock()
-        self._marks: list[tuple[str, float]] = [("call", self.began)]
+        self._marks: list[tuple[str, float]] = [(self._order[0], self.began)]
         self._ended: float | None = None
         self.gated_after: float | None = None
         """Seconds from the call to the first wait of an ``optimizer.step()``."""
 
     def begin(self, phase: str, ago: float = 0.0, after: float = math.inf) -> None:
-        """A phase of :data:`PHASES` began, ``ago`` seconds before now, and at the latest ``after`` seconds after the
+        """A phase began, ``ago`` seconds before now, and at the latest ``after`` seconds after the
         latest one that is known. No effect if it or a later one has begun.
         """
         latest, since = self._marks[-1]
-        if _NUMBERS[phase] > _NUMBERS[latest]:
+        if self._order.index(phase) > self._order.index(latest):
             at = min(self._clock() - ago, since + after)
             self._marks.append((phase, max(since, at)))
 
@@ -177,3 +189,47 @@ class SaveRecord:
     def stall_seconds(self) -> float:
         """For how long training waited for this save."""
         return self.call_seconds + self.gate_seconds
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """What came of one load on this rank, and what it cost. Made once, when the load ends.
+
+    Attributes:
+        path: The checkpoint's path or URL.
+        step: The number at the end of the path's name; None without one.
+        rank: This rank, among those that load together.
+        world: How many they are.
+        api: The user's call: ``load()``, ``restore()`` or ``restore_latest()``.
+        attempt: The name of the attempt that was loaded; None if the load failed before it was known.
+        error: The type and message of the error; None if all was loaded.
+        began_at: The time of the call, in seconds since the epoch by this machine's clock.
+        seconds: From the call to its end.
+        phases: The seconds of each phase of :data:`LOAD_PHASES` that was begun, by name, in order. Each phase ends when
+            the next begins; their sum is ``seconds``.
+        read_bytes: Bytes that this rank has read from files, or received from ranks that read for it.
+        read_rate: Bytes per second in the phase ``read``; 0 without one.
+    """
+
+    path: str
+    step: int | None
+    rank: int
+    world: int
+    api: str
+    attempt: str | None
+    error: str | None
+    began_at: float
+    seconds: float
+    phases: Mapping[str, float]
+    read_bytes: int = 0
+    read_rate: float = 0.0
+
+    @property
+    def outcome(self) -> Literal["loaded", "failed"]:
+        """Whether all of it was loaded."""
+        return "loaded" if self.error is None else "failed"
+
+    @property
+    def wait_seconds(self) -> float:
+        """For how long this rank waited for others."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase.startswith("wait_"))

@@ -27,7 +27,7 @@ def run_convert(options: argparse.Namespace) -> int:
         for name in ConvertOptions.__annotations__
         if (value := getattr(options, name)) is not None
     }
-    with progress_bar("converting", locate(options.source), options.quiet) as progress:
+    with progress_bar("converting", locate(options.source).name, options.quiet) as progress:
         done = convert(options.source, options.target, options.to, progress=progress, **given)
     if options.json:
         print_json(dataclasses.asdict(done))
@@ -39,7 +39,7 @@ def run_convert(options: argparse.Namespace) -> int:
 def run_copy(options: argparse.Namespace) -> int:
     """Copy ``options.source`` to ``options.target``; returns the exit status."""
     source = locate(options.source)
-    with progress_bar("copying", source, options.quiet) as progress:
+    with progress_bar("copying", source.name, options.quiet) as progress:
         target = copy(source, options.target, threads=options.threads, progress=progress)
     if options.json:
         print_json({"source": source, "target": target})
@@ -66,7 +66,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> Comparison:
-    with progress_bar("comparing", locate(options.a), options.quiet) as progress:
+    with progress_bar("comparing", locate(options.a).name, options.quiet) as progress:
         return diff(
             options.a,
             options.b,

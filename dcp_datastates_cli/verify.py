@@ -94,7 +94,7 @@ def _verify_all(root: Location, paths: list[Location], options: argparse.Namespa
 
 
 def _verify(path: Location, options: argparse.Namespace) -> Report:
-    with progress_bar("verifying", path, options.quiet) as progress:
+    with progress_bar("verifying", path.name, options.quiet) as progress:
         return verify(path, threads=options.threads, progress=progress)
 
 

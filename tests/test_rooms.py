@@ -23,7 +23,7 @@ BELOW = {
     "lightning": ("conversion",),
     "huggingface": ("conversion",),
     "megatron": ("manager",),
-    "monitoring": ("tiers",),
+    "monitoring": ("loading",),
     "manager": ("dcp", "checkpoints"),
     "conversion": ("manager",),
     "dcp": ("loading",),

@@ -195,11 +195,12 @@ def _everything(
     fit: Fit, places: tuple[Location, ...], source: object, allow_objects: bool
 ) -> dict[str, Any]:
     fit = replace(fit, unexpected="ignore")
-    this = _Load(LoadSession(places[0], "load()"), places, ALONE, allow_objects, False)
-    this.open()
-    fitting = Fitting(fit, this.stored, source)
-    values = this.fit(_places_for(fitting), lambda stored: fitting)
-    this.read()
+    with load_session(ALONE, places[0], "load()", DEFAULT_TIMEOUT) as session:
+        this = _Load(session, places, ALONE, allow_objects, False)
+        this.open()
+        fitting = Fitting(fit, this.stored, source)
+        values = this.fit(_places_for(fitting), lambda stored: fitting)
+        this.read()
     stored = this.stored
     paths = {n: renamed_path(stored.path_of(old), old, n) for n, old in fitting.names.items()}
     return nested(values, paths)
@@ -271,7 +272,8 @@ class _Load:
             self.stored = Stored(open_nearest(self._places).table)
             Place(resolved(self._places[0])).warn_if_replaced()
             loaded_from(self._places)
-            return self.stored.table.note.attempt.name.encode()
+            self._session.account.attempt = self.stored.table.note.attempt.name
+            return self._session.account.attempt.encode()
 
         def answer(attempts: Sequence[bytes]) -> Sequence[bytes]:
             if len(seen := set(attempts)) > 1:
@@ -295,6 +297,7 @@ class _Load:
                 value = state[name]
                 loaded[name] = value.state_dict() if _is_stateful(value) else value
             self._requests = fitting.requests(loaded, self._allow_objects)
+            self._session.account.requests = self._requests
             if wrapped := fitting.wrapped:
                 self._wrappers = Wrappers(wrapped, self.stored, self._read)
                 self._say_unread(self._wrappers.unread)

@@ -19,6 +19,7 @@ from typing import Any, Final
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.told_errors import Told, described, error_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
+from dcp_datastates.loading.record import Account
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
@@ -46,6 +47,15 @@ class Step(enum.IntEnum):
     """If the ranks load different values: each has named its own."""
     READ = 3
     """Each rank has what it needs."""
+
+
+_PHASES: Final = {
+    Step.OPEN: "open",
+    Step.FIT: "fit",
+    Step.NAMES: "wait_fit",
+    Step.READ: "read",
+}
+"""Of the record, by step."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +102,25 @@ _loads: weakref.WeakKeyDictionary[CommitGroup, _Loads] = weakref.WeakKeyDictiona
 def load_session(
     rank_set: RankSet, path: Location, verb: str, timeout: float
 ) -> Iterator[LoadSession]:
-    """A load of all ranks of ``rank_set``, which call this for the same load.
+    """A load of all ranks of ``rank_set``, which call this for the same load. It has a record at the end.
 
     Args:
         verb: the user's call, for messages: ``"load()"``.
         timeout: seconds without progress of another rank after which the load fails.
     """
-    if rank_set.world == 1:
-        yield LoadSession(path, verb)
-        return
+    account = Account(path, verb, rank_set)
+    with account.recorded():
+        if rank_set.world == 1:
+            yield LoadSession(path, verb, account)
+            return
+        with _together(rank_set, path, verb, timeout, account) as session:
+            yield session
+
+
+@contextlib.contextmanager
+def _together(
+    rank_set: RankSet, path: Location, verb: str, timeout: float, account: Account
+) -> Iterator[LoadSession]:
     group = commit_group(rank_set)
     with _lock:
         loads = _loads.get(group)
@@ -110,7 +130,7 @@ def load_session(
         if loads.is_loading:
             raise DataStatesError(f"{verb} was called within another load, which has not ended")
         loads.calls += 1
-        session = _Together(group, loads, path, verb, timeout)
+        session = _Together(group, loads, path, verb, timeout, account)
         assert group.detector is not None
         group.detector.save_started()
         group.reading(session, True)
@@ -133,9 +153,10 @@ class LoadSession:
     """Whether this is the first rank."""
     world = 1
 
-    def __init__(self, path: Location, verb: str) -> None:
+    def __init__(self, path: Location, verb: str, account: Account) -> None:
         self.path: Final = path
         self.verb: Final = verb
+        self.account: Final = account
         self.value = 0
         """Grows while this rank makes progress."""
         self.doing = "loading"
@@ -144,6 +165,7 @@ class LoadSession:
     def count(self, nbytes: int) -> None:
         """This rank has read so many bytes more."""
         self.value += nbytes
+        self.account.count(nbytes)
 
     def end(self, step: Step, work: Callable[[], bytes], answer: Answer) -> bytes:
         """Do a step on all ranks; returns the first rank's answer to this rank.
@@ -156,19 +178,32 @@ class LoadSession:
         rank that failed. An interrupt is raised on its own rank only. Raises :class:`RankLostError` if a rank is lost,
         or does not come.
         """
+        self.account.timeline.begin(_PHASES[step])
         try:
-            return answer([work()])[0]
+            note = answer([work()])[0]
         except Exception as error:
             raise _of_this_package(error, self.path, 0) from error.__cause__
+        self._ended(step)
+        return note
+
+    def _ended(self, step: Step) -> None:
+        if step is Step.READ:
+            self.account.timeline.begin("apply")
 
 
 class _Together(LoadSession):
     """One load, of several ranks."""
 
     def __init__(
-        self, group: CommitGroup, loads: _Loads, path: Location, verb: str, timeout: float
+        self,
+        group: CommitGroup,
+        loads: _Loads,
+        path: Location,
+        verb: str,
+        timeout: float,
+        account: Account,
     ) -> None:
-        super().__init__(path, verb)
+        super().__init__(path, verb, account)
         assert group.detector is not None
         self.is_first = group.is_coordinator
         self.world = group.rank_set.world
@@ -182,12 +217,16 @@ class _Together(LoadSession):
 
     def end(self, step: Step, work: Callable[[], bytes], answer: Answer) -> bytes:
         self._next = Step(step + 1) if step < Step.READ else None
+        timeline = self.account.timeline
+        timeline.begin(_PHASES[step])
         failure: BaseException | None = None
         try:
             report = _Report(self.path.name, None, work())
         except BaseException as error:  # the other ranks wait for it
             failure = _of_this_package(error, self.path, self._ranks[self._rank])
             report = _Report(self.path.name, described(failure, self._here), b"")
+
+        timeline.begin(f"wait_{_PHASES[step].removeprefix('wait_')}")
 
         def answered(messages: Sequence[bytes]) -> Sequence[bytes]:
             nonlocal failure
@@ -211,6 +250,7 @@ class _Together(LoadSession):
                 raise interrupt
         verdict = _Verdict.decode(met.answer)
         if verdict.error is None:
+            self._ended(step)
             return verdict.note
         self._next = None
         if failure is not None and verdict.rank == self._rank:

@@ -167,7 +167,6 @@ class Continuing:
         self._half_restored = None
         self._decided = True
         self._adopt(self._there)  # what lies beside it is of this run, too
-        logger.log(once_per_job(logging.INFO), "restored %s", places[0])
         return number_of(places[0], PREFIX)
 
     def before_save(self) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of this process's saves, for Prometheus and what else reads OpenMetrics."""
+"""Metrics of this process's saves and loads, for Prometheus and what else reads OpenMetrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.loading.record import listeners as of_loads
 from dcp_datastates.saving.admission import in_flight
-from dcp_datastates.saving.outcome import listen
-from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.saving.outcome import listeners as of_saves
+from dcp_datastates.stats import LOAD_PHASES, PHASES, LoadRecord, SaveRecord
 from dcp_datastates.tiers.archive import archive_lag
 
 _BUCKETS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -21,9 +22,9 @@ _OUTCOMES: Final = ("committed", "skipped", "abandoned", "unknown", "failed")
 
 
 def register_metrics(registry: Any = None) -> Callable[[], None]:
-    """Count this process's saves, from now on, in a registry of ``prometheus_client``.
+    """Count this process's saves and loads, from now on, in a registry of ``prometheus_client``.
 
-    Each rank counts its own saves, and is a target of its own. docs/monitoring.md lists the metrics.
+    Each rank counts its own, and is a target of its own. docs/monitoring.md lists the metrics.
 
     Args:
         registry: A ``prometheus_client.CollectorRegistry``; None: the library's default.
@@ -50,7 +51,8 @@ def register_metrics(registry: Any = None) -> Callable[[], None]:
     except ValueError as error:
         undo.close()
         raise ConfigurationError(f"the metrics are registered already: {error}") from error
-    undo.callback(listen(metrics.count))
+    undo.callback(of_saves.add(metrics.count))
+    undo.callback(of_loads.add(metrics.count_load))
     return undo.close
 
 
@@ -73,6 +75,10 @@ class _Metrics:
         self._waits = counter("backpressure_seconds", "Time that saves waited for room", "cause")
         self._step = gauge("newest_step", "Step of the checkpoint that was committed last")
         self._at = gauge("newest_commit_timestamp_seconds", "When it was committed")
+        self._loads = counter("loads", "Loads that have ended", "outcome")
+        self._loaded_bytes = counter("loaded_bytes", "Bytes that this rank has read")
+        self._load_seconds = histogram("load_seconds", "From the call of a load to its end")
+        self._load_phases = histogram("load_phase_seconds", "Phases of loads", "phase")
         gauge("saves_in_flight", "Asynchronous saves without outcome").set_function(
             lambda: len(in_flight())
         )
@@ -88,6 +94,10 @@ class _Metrics:
             self._saves.labels(outcome)
         for phase in PHASES:
             self._phases.labels(phase)
+        for ending in ("loaded", "failed"):
+            self._loads.labels(ending)
+        for phase in LOAD_PHASES:
+            self._load_phases.labels(phase)
 
     def count(self, record: SaveRecord) -> None:
         self._saves.labels(record.outcome).inc()
@@ -103,3 +113,12 @@ class _Metrics:
             self._phases.labels(phase).observe(seconds)
         self._at.set(record.began_at + record.seconds)
         self._step.set(math.nan if record.step is None else record.step)
+
+    def count_load(self, record: LoadRecord) -> None:
+        self._loads.labels(record.outcome).inc()
+        self._loaded_bytes.inc(record.read_bytes)
+        if record.outcome != "loaded":
+            return
+        self._load_seconds.observe(record.seconds)
+        for phase, seconds in record.phases.items():
+            self._load_phases.labels(phase).observe(seconds)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.forks import refuse_in_child
@@ -36,6 +36,39 @@ def call_back(function: Callable[[], object]) -> None:
     """
     if not _worker.post(functools.partial(_call, function)):
         _call(function)  # no thread can start any more, so no save can begin that it could wait for
+
+
+Record = TypeVar("Record")
+
+
+class Listeners(Generic[Record]):
+    """Functions that are told each record. No lock: single dict operations are atomic."""
+
+    def __init__(self) -> None:
+        self._functions: Final[dict[object, Callable[[Record], object]]] = {}
+
+    def add(self, function: Callable[[Record], object]) -> Callable[[], None]:
+        """Tell ``function``, in the thread that has the record: it must be quick, and never wait. Returns what ends
+        this.
+        """
+        key = object()
+        self._functions[key] = function
+        return lambda: self._drop(key)
+
+    def add_of_user(self, function: Callable[[Record], object]) -> Callable[[], None]:
+        """:meth:`add`, of a function that may do anything: it runs in the callbacks' thread."""
+        return self.add(lambda record: call_back(functools.partial(function, record)))
+
+    def tell(self, record: Record) -> None:
+        """What a function raises is logged: the outcome stands, and the others are told."""
+        for function in list(self._functions.values()):
+            try:
+                function(record)
+            except Exception:
+                logger.exception("a listener raised")
+
+    def _drop(self, key: object) -> None:
+        self._functions.pop(key, None)
 
 
 @contextlib.contextmanager

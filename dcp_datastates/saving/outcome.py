@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
-from dcp_datastates.process.futures import call_back
+from dcp_datastates.process.futures import Listeners
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
@@ -17,8 +16,7 @@ from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
 
-_listeners: dict[object, Callable[[SaveRecord], object]] = {}
-"""No lock: single dict operations are atomic."""
+listeners: Final[Listeners[SaveRecord]] = Listeners()
 
 
 def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
@@ -30,18 +28,7 @@ def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    return listen(lambda record: call_back(functools.partial(listener, record)))
-
-
-def listen(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
-    """:func:`on_save` for this package: in the thread that learns the outcome. It must be quick, and never wait."""
-    key = object()
-    _listeners[key] = listener
-    return lambda: _drop(key)
-
-
-def _drop(key: object) -> None:
-    _listeners.pop(key, None)
+    return listeners.add_of_user(listener)
 
 
 def record_of(
@@ -106,7 +93,7 @@ def conclude(record: SaveRecord, error: BaseException | None) -> None:
         level = logging.WARNING if isinstance(error, CheckpointSkipped) else logging.ERROR
         kind, after = type(error).__name__, record.seconds
         logger.log(level, "%s (%s, %.1f s after the call)", text, kind, after, extra=extra)
-    _tell(record)
+    listeners.tell(record)
 
 
 _RECORD: Final = "_dcp_datastates_record"
@@ -122,21 +109,13 @@ def conclude_call(
         logger.debug(
             "the call for %r raised %s", record.path, record.error, extra={"save_record": record}
         )
-        _tell(record)
+        listeners.tell(record)
 
 
 def record_of_call(error: BaseException) -> SaveRecord | None:
     """The record of the call that raised ``error``; None if it was none for a save."""
     found: Any = vars(error).get(_RECORD)
     return found if isinstance(found, SaveRecord) else None
-
-
-def _tell(record: SaveRecord) -> None:
-    for listener in list(_listeners.values()):
-        try:
-            listener(record)
-        except Exception:  # the outcome stands, and the other listeners are told
-            logger.exception("a listener of the save to %r raised", record.path)
 
 
 def _committed(record: SaveRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from support.waiting import await_that
 import dcp_datastates
 from dcp_datastates import CheckpointManager, CheckpointSkipped, DataStatesError
 from dcp_datastates.monitoring import chrome_trace, trace_of
-from dcp_datastates.stats import PHASES
+from dcp_datastates.stats import LOAD_PHASES, PHASES
 
 
 def _state():
@@ -136,3 +137,29 @@ def test_a_save_that_one_rank_leaves_out_has_a_record_on_both(shared_dir):
         ("a", "committed"),
         ("b", "skipped"),
     }
+
+
+@ranks(2)
+def test_a_load_says_on_each_rank_for_how_long_it_waited_for_others(shared_dir):
+    class Slow(dict):
+        """Takes half a second on rank 1 to say what is in it, and on rank 0 to take what was loaded."""
+
+        def state_dict(self):
+            time.sleep(0.5 * dist.get_rank())
+            return dict(self)
+
+        def load_state_dict(self, state):
+            time.sleep(0.5 * (1 - dist.get_rank()))
+
+    save({"part": {"w": torch.ones(1000)}}, shared_dir / "step-3")
+    records = []
+    stop = dcp_datastates.on_load(records.append)
+    dcp_datastates.load(shared_dir / "step-3", {"part": Slow(w=torch.zeros(1000))})
+    await_that(lambda: records)
+    stop()
+    (found,) = records
+    assert (found.rank, found.world, found.step) == (dist.get_rank(), 2, 3)
+    assert list(found.phases) == list(LOAD_PHASES)
+    assert sum(found.phases.values()) == pytest.approx(found.seconds)
+    slow = {0: ("wait_fit", "apply"), 1: ("fit",)}[dist.get_rank()]
+    assert {phase for phase, seconds in found.phases.items() if seconds >= 0.4} == set(slow)

@@ -21,7 +21,7 @@ from dcp_datastates.monitoring import register_metrics
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.outcome import conclude, record_of
-from dcp_datastates.stats import PHASES, SaveStats
+from dcp_datastates.stats import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.tiers import archive
 
 STATE = {"w": torch.arange(100_000.0)}
@@ -112,6 +112,22 @@ def test_each_save_counts_once_by_its_outcome(registry, tmp_path):
     found = _scraped(registry)
     assert found["save_seconds_count",] == 3
     assert found["newest_step",] == 5
+
+
+def test_loads_show_in_every_metric_of_theirs(registry, tmp_path):
+    assert _scraped(registry)["loads_total", "failed"] == 0
+    save(STATE, tmp_path / "c")
+    dcp_datastates.load(tmp_path / "c", dict(STATE))
+    with pytest.raises(DataStatesError):
+        dcp_datastates.load(tmp_path / "none")
+    found = _scraped(registry)
+    assert (found["loads_total", "loaded"], found["loads_total", "failed"]) == (1, 1)
+    assert found["loaded_bytes_total",] >= 400_000
+    assert found["load_seconds_count",] == 1
+    counts = [found["load_phase_seconds_count", phase] for phase in LOAD_PHASES]
+    assert counts == [not phase.startswith("wait_") for phase in LOAD_PHASES]
+    seconds = sum(found["load_phase_seconds_sum", phase] for phase in LOAD_PHASES)
+    assert seconds == pytest.approx(found["load_seconds_sum",])
 
 
 @pytest.mark.parametrize(
