@@ -38,6 +38,7 @@ from dcp_datastates.io.devices import (
 from dcp_datastates.io.tensor_memory import (
     PLAIN_DTYPES,
     any_hold_shards,
+    are_unusual,
     copy_unusual,
     is_unusual,
     take_shards_of,
@@ -52,13 +53,10 @@ _SLOT: Final = 64
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_INFERENCE: Final = torch.Tensor.is_inference
-_IS_NESTED: Final = operator.attrgetter("is_nested")
-_LAYOUT: Final = operator.attrgetter("layout")
 _NBYTES: Final = operator.attrgetter("nbytes")
 _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
-_JUST_STRIDED: Final = frozenset({torch.strided})
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -358,15 +356,8 @@ def _no_address(columns: Columns, devices: list[int]) -> list[bool] | None:
 
 def _not_plain(columns: Columns) -> list[bool] | None:
     """Marks tensors whose memory does not hold their plain values; None if there are none."""
-    locals_ = columns.locals
-    if (
-        set(map(_DTYPE, locals_)) <= PLAIN_DTYPES
-        and set(map(_LAYOUT, locals_)) <= _JUST_STRIDED
-        and not any(map(torch.Tensor.is_neg, locals_))
-        and not any(map(_IS_NESTED, locals_))
-    ):
-        return None
-    return list(map(is_unusual, locals_))
+    marked = are_unusual(columns.locals)
+    return marked if any(marked) else None
 
 
 def _copied(
