@@ -276,8 +276,7 @@ def _settle(request: Request) -> None:
         return
     if request.memory is local_tensor(target):
         return
-    with torch.no_grad():
-        target.copy_(request.memory)
+    target.detach().copy_(request.memory)
     request.memory = None
 
 

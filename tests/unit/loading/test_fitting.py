@@ -27,7 +27,7 @@ from dcp_datastates.format.metadata_objects import opened_from
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_with
-from dcp_datastates.loading.session import LoadSession
+from dcp_datastates.loading.session import load_session
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.ranks.rank_set import ALONE
 
@@ -293,13 +293,14 @@ def test_random_states(examples, tmp_path_factory):
         before = {name: _shown(value) for name, value in here.items()}
         fit = Fit.of({"missing": missing, "unexpected": "ignore"})
         try:
-            load_with(
-                LoadSession(path, "load()"),
-                [path],
-                state,
-                lambda stored: Fitting(fit, stored, path, filled=filled, replaced=replaced),
-                ALONE,
-            )
+            with load_session(ALONE, path, "load()", 60) as session:
+                load_with(
+                    session,
+                    [path],
+                    state,
+                    lambda stored: Fitting(fit, stored, path, filled=filled, replaced=replaced),
+                    ALONE,
+                )
         except IncompatibleStateError:
             assert expected is None, "it fits"
             for name, value in _flat(
