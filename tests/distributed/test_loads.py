@@ -19,7 +19,6 @@ from dcp_datastates import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
-    DataStatesError,
     IncompatibleStateError,
     RankLostError,
     load,
@@ -133,24 +132,6 @@ def test_ranks_that_fail_before_the_first_byte_fail_all_and_change_nothing(share
     assert not found["w"].any()
     load(shared_dir / "c", found)
     assert found["w"].all()
-
-
-@ranks(2)
-def test_an_error_that_is_none_of_this_package_is_told_in_words(shared_dir):
-    class Fails:
-        def state_dict(self):
-            if dist.get_rank() == 1:
-                raise ZeroDivisionError("in the program")
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    save({"w": torch.ones(3)}, shared_dir / "c")
-    with pytest.raises(
-        DataStatesError, match="failed on rank 1: ZeroDivisionError: in the program"
-    ):
-        load(shared_dir / "c", {"w": torch.zeros(3), "object": Fails()})
 
 
 @ranks(2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from support.state.loops import manager
 from support.tiers import tries
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-import dcp_datastates
-from dcp_datastates import CheckpointReplacedError, load, track
+from dcp_datastates import CheckpointReplacedError, async_save, load, save, track
 
 WAITING = {"read_window": "backward", "read_deadline": 600}
 """Nothing but what needs the memory makes a save read it."""
@@ -34,15 +33,9 @@ class Saved:
 
     expected: dict[str, Any]
     handle: Any = None
-    """Has ``captured`` and ``committed``. None: it is known to be committed."""
-
-
-@dataclass
-class At:
-    """What is at one step: one of ``saves``, and none before ``least``."""
-
-    saves: list[Saved] = field(default_factory=list)
-    least: int = -1
+    """Has ``captured`` and ``committed``; None if it was committed at the call's end."""
+    committed: bool = False
+    """Whether that is known."""
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +60,9 @@ class Program:
             "unowned": torch.rand(200, 128),
             "number": 0,
         }
-        self.at: list[At] = []
-        """By step."""
+        self.at: list[list[Saved]] = []
+        """By step, what may be there: the newest save that is known to be committed, and those after it."""
+        self.saves: list[Saved] = []
         self.overwrote = 0
         """How many loads overwrote what a save had still to read."""
 
@@ -85,32 +79,37 @@ class Program:
         """At a new step, or over the newest."""
         how = self.chance.choice(list(SAVES))
         if not self.at or how == "manager" or self.chance.random() < 0.5:
-            self.at.append(At())
-        at, step = self.at[-1], len(self.at) - 1
+            self.at.append([])
         self.state["number"] += 1
-        at.saves.append(Saved(_copied(self.state)))
-        at.saves[-1].handle = SAVES[how](self, step)
-        if at.saves[-1].handle is None:
-            at.least = len(at.saves) - 1
+        saved = Saved(_copied(self.state))
+        self.saves.append(saved)
+        self.at[-1].append(saved)
+        saved.handle = SAVES[how](self, len(self.at) - 1)
+        if saved.handle is None:
+            self._is_committed(self.at[-1], saved)
 
     def wait(self) -> None:
         """For one save in flight."""
-        if handles := [(at, s) for at in self.at for s in at.saves if s.handle is not None]:
-            at, saved = self.chance.choice(handles)
+        if waiting := [(at, saved) for at in self.at for saved in at if not saved.committed]:
+            at, saved = self.chance.choice(waiting)
             saved.handle.committed.result(60)
-            saved.handle = None
-            at.least = max(at.least, at.saves.index(saved))
+            self._is_committed(at, saved)
+
+    def _is_committed(self, at: list[Saved], saved: Saved) -> None:
+        saved.committed = True
+        del at[: at.index(saved)]
 
     def load(self) -> None:
         """What is at the newest step that has something, or at one before, into the state or another one."""
-        there = [step for step, at in enumerate(self.at) if at.least >= 0]
+        there = [step for step, at in enumerate(self.at) if at[0].committed]
         if not there:
             return
         step, how = self.chance.choice(there[-2:]), self.chance.choice(list(LOADS))
         live = how != "load, no state" and self.chance.random() < 0.5
         state = self.state if live else {**zeros(self.state), "number": -1}
-        handles = [saved.handle for at in self.at for saved in at.saves]
-        self.overwrote += live and any(h is not None and not h.captured.done() for h in handles)
+        self.overwrote += live and any(
+            s.handle and not s.handle.captured.done() for s in self.saves
+        )
         while True:
             try:
                 found = LOADS[how](self, step, state)
@@ -118,22 +117,19 @@ class Program:
             except Exception as error:  # a commit has replaced it meanwhile
                 if not all(isinstance(cause, CheckpointReplacedError) for cause in causes(error)):
                     raise
-        at = self.at[step]
-        (number,) = (n for n, s in enumerate(at.saves) if s.expected["number"] == found["number"])
-        assert number >= at.least, "an older checkpoint came back"
-        at.least = number
-        names = self.state.keys()
-        assert_same(_copied({n: found[n] for n in names}), at.saves[number].expected)
+        by_number = {saved.expected["number"]: saved for saved in self.at[step]}
+        assert found["number"] in by_number, "an older checkpoint came back"
+        saved = by_number[found["number"]]
+        self._is_committed(self.at[step], saved)
+        assert_same(_copied({name: found[name] for name in self.state}), saved.expected)
 
     def end(self) -> None:
-        for at in self.at:
-            for saved in at.saves:
-                if saved.handle is not None:
-                    saved.handle.committed.result(60)
+        for saved in self.saves:
+            if saved.handle is not None:
+                saved.handle.committed.result(60)
         self.manager.close()
         for step, at in enumerate(self.at):
-            found = load(self.path(step))
-            expected = at.saves[-1].expected
+            found, expected = load(self.path(step)), at[-1].expected
             assert_same({name: found[name] for name in expected}, expected)
 
 
@@ -144,10 +140,8 @@ def _by_dcp(program: Program, path: Path) -> Any:
 
 
 SAVES: dict[str, Callable[[Program, int], Any]] = {
-    "save": lambda p, step: dcp_datastates.save(p.state, p.path(step), writer=writer()) and None,
-    "async_save": lambda p, step: dcp_datastates.async_save(
-        p.state, p.path(step), writer=writer(**WAITING)
-    ),
+    "save": lambda p, step: save(p.state, p.path(step), writer=writer()) and None,
+    "async_save": lambda p, step: async_save(p.state, p.path(step), writer=writer(**WAITING)),
     "dcp.save": lambda p, step: checkpoints.save(p.state, p.path(step)),
     "dcp.async_save": lambda p, step: _by_dcp(p, p.path(step)),
     "manager": lambda p, step: p.manager.save(step, p.state),
