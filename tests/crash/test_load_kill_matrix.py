@@ -65,7 +65,8 @@ def load_twice(path: str, victim: int, point: str, fault: str, scratch: str) -> 
     left = dist.new_group(others if fault == "kill" else None, backend="gloo")
     pids: list[Any] = [None] * WORLD
     dist.all_gather_object(pids, os.getpid())
-    _meet(scratch)
+    save_over(_state(), path, read_window="immediate").result(60)
+    _await_beats()
     log, stops = Path(scratch, "fired"), fault == "stop" and rank == others[0]
     entry = f"{point}={'sleep:6' if fault == 'stop' else fault}"
     strikes = rank == victim and fault != "refused"
@@ -86,9 +87,8 @@ def load_twice(path: str, victim: int, point: str, fault: str, scratch: str) -> 
     return report, bool(found["shared"].any())
 
 
-def _meet(scratch: str) -> None:
+def _await_beats() -> None:
     """Of a rank that is lost before it has beaten, the others only see that it does not come."""
-    save_over(_state(), Path(scratch, "met"), read_window="immediate").result(60)
     detector = commit_group(rank_set_of(None)).detector
     assert detector is not None
     is_first = dist.get_rank() == FIRST
@@ -109,30 +109,11 @@ def _empty() -> dict[str, Any]:
 # --- the test -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same checkpoint in a directory and in a store; loads leave nothing there."""
-    scratch = tmp_path_factory.mktemp("stored")
-    name = f"{scratch.parent.name}/{scratch.name}"
-    paths = {"directory": str(scratch / "checkpoint"), "store": f"s3://{BUCKET}/{name}"}
-    for path in paths.values():
-        for rank in run_ranks(
-            "support.state.saving:commit_checkpoint",
-            WORLD,
-            scratch,
-            environments=[variables(strict_endpoint())] * WORLD,
-            path=path,
-            number=NUMBER,
-            elements=ELEMENTS,
-        ):
-            rank.result()
-    return paths
-
-
 @pytest.mark.parametrize(("place", "point", "fault", "victim"), sampled(CELLS, SAMPLE))
 def test_a_fault_strikes_one_rank(
-    place: str, point: str, fault: str, victim: int, stored: dict[str, str], tmp_path: Path
+    place: str, point: str, fault: str, victim: int, tmp_path: Path
 ) -> None:
+    in_store = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
     environments = [variables(strict_endpoint())] * WORLD
     if fault == "refused":
         between = Proxy(strict_endpoint())
@@ -143,7 +124,7 @@ def test_a_fault_strikes_one_rank(
         WORLD,
         tmp_path,
         environments=environments,
-        path=stored[place],
+        path=in_store if place == "store" else str(tmp_path / "checkpoint"),
         victim=victim,
         point=point,
         fault=fault,
