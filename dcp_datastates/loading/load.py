@@ -106,7 +106,7 @@ def load(
             ``state`` does not fit the checkpoint: the error has all names, shapes and dtypes that differ.
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError, UnsafeObjectError, StorageError:
             as for :class:`~dcp_datastates.DataStatesReader`. If ranks fail differently, all raise the same error. It
-            says so if the state is half loaded.
+            says so if the state is half loaded, or may be.
         RankLostError: a rank died, was cut off, or did not come within ``timeout``.
         DataStatesError: anything else that failed on a rank, which the message names.
     """

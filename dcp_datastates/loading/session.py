@@ -25,6 +25,7 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class LoadSession:
         """
         self.account.timeline.begin(_PHASES[step])
         try:
-            note = answer([work()])[0]
+            note = answer([_done(step, work)])[0]
         except Exception as error:
             raise _of_this_package(error, self.path, 0) from error.__cause__
         self._ended(step)
@@ -221,7 +222,7 @@ class _Together(LoadSession):
         timeline.begin(_PHASES[step])
         failure: BaseException | None = None
         try:
-            report = _Report(self.path.name, None, work())
+            report = _Report(self.path.name, None, _done(step, work))
         except BaseException as error:  # the other ranks wait for it
             failure = _of_this_package(error, self.path, self._ranks[self._rank])
             report = _Report(self.path.name, described(failure, self._here), b"")
@@ -244,7 +245,10 @@ class _Together(LoadSession):
             )
         except GivenUp as stop:
             self._next = None
-            raise failure or RankLostError(f"{self.verb} of {self.path}: {stop.why}") from None
+            lost = failure or RankLostError(f"{self.verb} of {self.path}: {stop.why}")
+            raise self._half_loaded(lost, step, failure is None) from None
+        except RankLostError as lost:
+            raise self._half_loaded(lost, step, failure is None) from failure
         for interrupt in (failure, met.error):
             if interrupt is not None and not isinstance(interrupt, Exception):
                 raise interrupt
@@ -272,6 +276,13 @@ class _Together(LoadSession):
     @property
     def _here(self) -> str:
         return f"{self.verb} was given up on rank {self._ranks[self._rank]}"
+
+    def _half_loaded(self, lost: BaseException, step: Step, has_all: bool) -> BaseException:
+        """``lost``, which says what this rank has of the state. It does not know what the others have."""
+        if step is Step.READ and isinstance(lost, DataStatesError):
+            mine = f"rank {self._ranks[self._rank]} has{'' if has_all else ' not'} loaded all of the state"
+            lost.remark = f"{mine}, and other ranks may not have: the state may be half loaded"
+        return lost
 
     def _verdicts(
         self, step: Step, reports: Sequence[_Report], answer: Answer
@@ -352,6 +363,13 @@ class _Watch:
         if waited >= self._next:
             self._next = waited + 1.0
             self._log.look(self._look(waited))
+
+
+def _done(step: Step, work: Callable[[], bytes]) -> bytes:
+    hit(f"load.{step.name.lower()}.before")
+    note = work()
+    hit(f"load.{step.name.lower()}.after")
+    return note
 
 
 def _of_this_package(error: BaseException, path: Location, rank: int) -> BaseException:

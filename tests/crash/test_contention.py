@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,11 @@ from support.jobs.ranks import ranks
 from support.jobs.server import fork_server
 from support.state.checkpoints import assert_same, async_save, causes, load, zeros
 from support.state.saving import Report, checkpoint, number_at, part, report_of, save_over
+from support.stores.server import BUCKET, strict_endpoint
+from support.stores.server import variables as variables_of_server
 from support.tiers import sampled, tries
 
+import dcp_datastates
 from dcp_datastates import CheckpointReplacedError
 
 OLD, STALLED, SUCCESSOR, NEXT = 1, 2, 3, 4
@@ -83,7 +87,7 @@ def whole_at(path: Path | str) -> int | None:
     """:func:`number_at`, again if it was replaced meanwhile."""
     while True:
         try:
-            return number_at(Path(path), dist.get_world_size(), ELEMENTS)
+            return number_at(path, dist.get_world_size(), ELEMENTS)
         except BaseException as error:
             if not all(isinstance(cause, CheckpointReplacedError) for cause in causes(error)):
                 raise
@@ -109,25 +113,36 @@ class Loads:
     errors: Counter[str] = field(default_factory=Counter)
 
 
+LOADS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
+    "dcp.load": lambda path, state: load(state, path),
+    "load": lambda path, state: dcp_datastates.load(path, state),
+    "load, no state": lambda path, _: dcp_datastates.load(path),
+}
+
+
 def load_in_a_loop(path: str, until: str, saved_by: int) -> Loads:
-    """``dcp.load`` by all ranks together, until the file ``until`` is there; each load is whole or raises."""
+    """Load in each way in turn, all ranks together, until the file ``until`` is there; each load is whole or raises."""
     logging.disable(logging.WARNING)
     loads = Loads()
+    ways = itertools.cycle(LOADS)
     while _go_on(not Path(until).exists()):
+        how = next(ways)
         template = zeros(checkpoint(0, saved_by, ELEMENTS))
         template["object"] = {"number": -1, "text": ""}
+        number = None
         try:
-            load(template, path)
+            found = LOADS[how](path, template)
         except BaseException as error:
             for cause in causes(error):
                 loads.errors[type(cause).__name__] += 1
-            continue
-        number = template["object"]["number"]
-        assert_same(template, checkpoint(number, saved_by, ELEMENTS))
+        else:
+            number = found["object"]["number"]
+            assert_same(found, checkpoint(number, saved_by, ELEMENTS))
+            loads.whole.append(number)
         numbers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(numbers, number)
-        assert len(set(numbers)) == 1, f"the ranks loaded different checkpoints: {numbers}"
-        loads.whole.append(number)
+        together = how != "load, no state"
+        assert not together or len(set(numbers)) == 1, f"the ranks differ: {numbers}"
     return loads
 
 
@@ -291,17 +306,28 @@ def test_a_job_that_is_stopped_while_it_publishes_neither_keeps_its_successor_ou
 # --- readers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saves", tries(15, 50))
-@pytest.mark.parametrize("readers", sampled([1, 2], keep=[2]))
-def test_what_is_loaded_during_many_overwrites_is_whole(readers, saves, tmp_path):
-    path, until = tmp_path / "c", tmp_path / "until"
-    _commit(path, OLD, tmp_path)
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(
+    ("place", "readers", "saves"),
+    sampled(
+        [("directory", 2, 25), ("store", 1, 10), ("directory", 1, 200), ("store", 2, 200)],
+        keep=lambda case: case[2] < 200,
+    ),
+)
+def test_what_is_loaded_during_many_overwrites_is_whole(place, readers, saves, tmp_path):
+    path, until = str(tmp_path / "c"), tmp_path / "until"
+    environment = {}
+    if place == "store":
+        path = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+        environment = variables_of_server(strict_endpoint())
+    _commit(path, OLD, tmp_path, environments=[environment] * 2)
     reader = begin_job(
         "load_in_a_loop",
         readers,
         tmp_path,
-        seconds=90,
-        path=str(path),
+        environments=[environment] * readers,
+        seconds=600,
+        path=path,
         until=str(until),
         saved_by=2,
     )
@@ -309,8 +335,9 @@ def test_what_is_loaded_during_many_overwrites_is_whole(readers, saves, tmp_path
         "save_in_a_loop",
         2,
         tmp_path,
-        seconds=90,
-        path=str(path),
+        environments=[environment] * 2,
+        seconds=600,
+        path=path,
         first=2,
         least=saves,
     )

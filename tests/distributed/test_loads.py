@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.groups import forbid_collectives
-from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
 from support.state.checkpoints import save
-from support.state.files import data_files, flip_bit
 from support.waiting import await_that, lines
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_datastates import (
-    CheckpointCorruptError,
     CheckpointManager,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
-    DataStatesError,
     IncompatibleStateError,
     RankLostError,
     load,
@@ -140,36 +134,6 @@ def test_ranks_that_fail_before_the_first_byte_fail_all_and_change_nothing(share
     assert found["w"].all()
 
 
-@ranks(3)
-def test_a_rank_that_fails_while_it_reads_fails_all_and_the_error_says_who_has_what(shared_dir):
-    mine = f"w{dist.get_rank()}"
-    save({mine: torch.ones(1 << 16)}, shared_dir / "c")
-    if dist.get_rank() == 0:
-        damaged = next(f for f in data_files(shared_dir / "c") if f.name.startswith("r00001"))
-        flip_bit(damaged, damaged.stat().st_size // 2)
-    dist.barrier()
-    with pytest.raises(CheckpointCorruptError, match="rank 1 has not loaded all of the state"):
-        load(shared_dir / "c", {mine: torch.zeros(1 << 16)})
-
-
-@ranks(2)
-def test_an_error_that_is_none_of_this_package_is_told_in_words(shared_dir):
-    class Fails:
-        def state_dict(self):
-            if dist.get_rank() == 1:
-                raise ZeroDivisionError("in the program")
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    save({"w": torch.ones(3)}, shared_dir / "c")
-    with pytest.raises(
-        DataStatesError, match="failed on rank 1: ZeroDivisionError: in the program"
-    ):
-        load(shared_dir / "c", {"w": torch.zeros(3), "object": Fails()})
-
-
 @ranks(2)
 def test_ranks_that_load_different_checkpoints_are_told_so(shared_dir):
     for name in ("one", "other"):
@@ -230,35 +194,3 @@ def test_a_slow_rank_that_makes_progress_is_waited_for(shared_dir):
             patch.setattr(restore, "_await", slow)
         load(shared_dir / "c", found, timeout=5)
     assert found["w"].all()
-
-
-def killed_in_a_step(root: str, step: str) -> str:
-    """One rank is killed at the beginning of a step."""
-    from dcp_datastates.loading import session
-
-    path = os.path.join(root, "c")
-    save({"w": torch.ones(8)}, path)
-    real = session._Together.end
-
-    def end(self, at, work, answer):
-        if dist.get_rank() == 1 and at.name == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, at, work, answer)
-
-    session._Together.end = end
-    began = time.monotonic()
-    try:
-        load(path, {"w": torch.zeros(8)})
-    except RankLostError as error:
-        assert time.monotonic() - began < 30
-        return str(error)
-    return "loaded"
-
-
-@pytest.mark.parametrize("step", ["OPEN", "FIT", "READ"])
-def test_a_rank_that_is_killed_is_named_in_each_step(step, tmp_path):
-    ended = run_ranks(f"{__name__}:killed_in_a_step", 3, tmp_path, root=str(tmp_path), step=step)
-    assert ended[1].killed
-    for each in ended:
-        if each.rank != 1:
-            assert "rank 1 is dead" in each.result()
