@@ -307,27 +307,6 @@ def test_pins_of_attempts_that_died_go_with_the_archived_one(tmp_path, slow, sto
     assert not list((fast / "step-1").glob("pin.*"))
 
 
-def test_two_managers_do_not_share_an_archive(tmp_path, slow, store):
-    def state(value):
-        return {"w": torch.full((1000,), float(value))}
-
-    with CheckpointManager(tmp_path / "generator", every=1, archive=slow) as first:
-        with (
-            pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"),
-            CheckpointManager(
-                tmp_path / "critic", every=1, archive=slow, save_last=False
-            ) as second,
-        ):
-            second.save(1, state(-1))
-        first.save(1, state(1))
-        first.wait()
-    shutil.rmtree(tmp_path / "generator")
-    found = state(0)
-    with CheckpointManager(tmp_path / "generator", every=1, archive=slow, save_last=False) as again:
-        assert again.restore_latest(found) == 1
-    assert torch.equal(found["w"], state(1)["w"])
-
-
 def test_a_run_goes_on_from_the_archive_with_a_fast_tier_elsewhere(tmp_path, slow, store):
     _run(tmp_path / "job-1", slow, [0, 1])
     _restart()

@@ -63,26 +63,6 @@ def test_children_that_come_and_go_while_saves_are_written_harm_neither(tmp_path
     ).assert_clean()
 
 
-def test_a_child_that_exits_through_python_leaves_the_parents_save_alone(tmp_path):
-    path = tmp_path / "c"
-    run_script(
-        """
-        state, optimizer = owned(1)
-        ours = writer(read_deadline=3600)
-        future = dcp.async_save(state, storage_writer=ours)
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)  # runs every exit handler that the parent registered
-        assert os.waitpid(child, 0)[1] == 0
-        assert not future.done()
-        optimizer.step()
-        future.result(30)
-        assert number_at() == 1.0
-        """,
-        path,
-    ).assert_clean()
-
-
 def test_data_loader_workers_run_beside_a_save(tmp_path):
     path = tmp_path / "c"
     run_script(
@@ -97,17 +77,6 @@ def test_data_loader_workers_run_beside_a_save(tmp_path):
             assert number_at() == 1.0
         """,
         path,
-    ).assert_clean()
-
-
-def test_a_step_works_while_the_interpreter_has_no_save_at_all(tmp_path):
-    run_script(
-        """
-        state, optimizer = owned(1)
-        optimizer.step()
-        assert not os.path.exists(path)
-        """,
-        tmp_path / "c",
     ).assert_clean()
 
 

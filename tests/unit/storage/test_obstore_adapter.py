@@ -220,7 +220,9 @@ def test_a_deletion_that_is_not_allowed_is_said_to_be(store, bucket, proxy):
 
 def test_a_call_that_is_given_up_says_what_the_server_answers(store, proxy):
     proxy.inject(answered(503, "SlowDown", "reduce your rate"), "PUT", "a$", times=999)
-    with pytest.raises(HungError, match=r"not returned for [1-9] s: storing failed: 503 .*reduce your"):
+    with pytest.raises(
+        HungError, match=r"not returned for [1-9] s: storing failed: 503 .*reduce your"
+    ):
         bounded("claiming", "a place", 1.0, lambda: store.put("a", b""))
     await_that(lambda: not is_hung("a place"))  # it asks no more
 
