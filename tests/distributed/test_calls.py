@@ -73,9 +73,9 @@ def _numbers(path):
 def test_a_rank_that_does_not_call_is_named_while_it_is_waited_for_and_fails_the_save(shared_dir):
     _begin(0, shared_dir / "0").result(60)
     with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
-        patch.setattr(waiting, "FIRST_LINE_SECONDS", 2.0)
+        patch.setattr(waiting, "FIRST_LINE_SECONDS", 0.5)
         if dist.get_rank() == 0:
-            handle = _begin(1, shared_dir / "1", commit_timeout=5)
+            handle = _begin(1, shared_dir / "1", commit_timeout=2)
             with pytest.raises(RankLostError, match="rank 1 has not called async_save for"):
                 handle.result(60)
             waits, end = said[0], said[-1]
