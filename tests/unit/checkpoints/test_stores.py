@@ -207,6 +207,7 @@ def test_a_deletion_that_is_cut_off_leaves_a_whole_checkpoint_or_none(store, thr
     else:
         retain(three, keep=1)
     assert not _keys(store, f"{three}/step-3")
+    assert not [key for key in store.objects if key.endswith(".step-3")], "its entry in the index"
     assert str(latest(three)) == f"{three}/step-1"
 
 
