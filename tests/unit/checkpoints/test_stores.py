@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: finding, describing, verifying, pinning and deleting them."""
+"""Checkpoints in an object store: what a store does otherwise than a directory, or fails at."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
     assert store.counts["size"] == 1
 
 
-# ---- describing and verifying ------------------------------------------------------------------
+# ---- describing ---------------------------------------------------------------------------------
 
 
 def test_a_root_and_a_checkpoint_are_described(three):
