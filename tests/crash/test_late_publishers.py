@@ -185,17 +185,6 @@ def test_what_was_deleted_is_not_known_to_have_failed(step, at, tmp_path):
     assert found == [True if step == "delete.sync_directory.before" else None]
 
 
-@pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
-def test_a_decision_that_cannot_be_written_fails_the_save(number, tmp_path):
-    old = _begun(tmp_path)
-    assert _end(old) is None
-    with armed(f"publish.write.before=error:{number}"):
-        error = _end(_begun(tmp_path))
-    assert isinstance(error, StorageError)
-    assert error.errno == getattr(errno, number)
-    _assert_whole(tmp_path, [old])
-
-
 @pytest.mark.parametrize("number", ["EIO", "ETIMEDOUT", "EEXIST", "ESTALE"])
 def test_a_link_that_is_carried_out_and_answered_with_an_error_commits(number, tmp_path):
     """A server was replaced, a mount gave up, or a reply was lost and the request repeated: what is there is read."""

@@ -85,33 +85,12 @@ def test_hundreds_of_saves_equal_synchronous_stock_ones(
     assert cuda.count("violations") == 0
 
 
-def test_what_the_stream_was_given_before_the_call_is_in_it(cuda: FakeCuda, tmp_path: Path) -> None:
-    cuda.configure(seed=1, max_delay_us=20000)
-    stepper = Stepper(cuda, model())
-    for index in range(5):
-        for _ in range(3):
-            stepper.step()
-        expected = stepper.now()
-        save(tmp_path / f"{index}", stepper.named).result()
-        assert differing(tmp_path / f"{index}", expected) == []
-
-
 @pytest.mark.parametrize("cache", sampled([32 << 20, 64 << 20], keep=[32 << 20]))
 def test_a_state_larger_than_the_cache(cuda: FakeCuda, tmp_path: Path, cache: int) -> None:
     cuda.configure(seed=3, max_delay_us=200)
     stepper = Stepper(cuda, model(6, 4097, 1024))
     with saved_as_now(stepper, tmp_path / "a", host_cache_size=cache):
         stepper.step()
-
-
-def test_optimizer_on_a_side_stream(cuda: FakeCuda, tmp_path: Path) -> None:
-    cuda.configure(seed=4)
-    stepper = Stepper(cuda, model())
-    side = cuda.new_stream()
-    for index in range(5):
-        cuda.synchronize()
-        with saved_as_now(stepper, tmp_path / f"{index}"), cuda.current(side):
-            stepper.step()
 
 
 def test_two_devices_and_the_host_in_one_state(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -136,13 +115,6 @@ def test_two_devices_and_the_host_in_one_state(cuda: FakeCuda, tmp_path: Path) -
         on_host.add_(1)
         future.result()
         assert differing(tmp_path / f"{index}", expected) == []
-
-
-def test_only_the_device_in_use_gets_a_context(cuda: FakeCuda, tmp_path: Path) -> None:
-    stepper = Stepper(cuda, model(1), device=1)
-    save(tmp_path / "a", stepper.named).result()
-    assert cuda.contexts(1) == 1
-    assert cuda.contexts(0) == 0
 
 
 def test_engines_of_earlier_tests_that_end_late_end_no_context(tmp_path: Path) -> None:

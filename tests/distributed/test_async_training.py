@@ -12,12 +12,10 @@ from support.jobs.ranks import ranks
 from support.state.checkpoints import (
     assert_same,
     async_save,
-    attempts,
     clone,
     load,
     load_everything,
     writer,
-    zeros,
 )
 from support.state.meshes import Block, collect, fsdp_tp, full, train
 from support.tiers import sampled, tries
@@ -57,24 +55,6 @@ def test_every_iteration_is_saved_as_it_was(shape, read_window, caching, saves, 
     for number, (path, expected) in enumerate(saved):
         if dist.get_rank() == number % 4:
             assert_same(load_everything(path), {**expected, "iteration": number})
-
-
-@ranks(4)
-def test_saving_over_the_same_path_every_iteration_while_training(shared_dir):
-    model, optimizer = fsdp_tp(Block(hidden=512), (4, 1))
-    train(model, optimizer)
-    group = own_group()
-    for number in range(4):
-        expected = clone({**collect(model, optimizer), "iteration": number})
-        state = {**collect(model, optimizer), "iteration": number}
-        future = async_save(state, shared_dir / "c", group=group, read_deadline=30)
-        train(model, optimizer)
-        future.result(60)
-        dist.barrier()
-        target = {**zeros(collect(model, optimizer)), "iteration": -1}
-        assert_same(load(target, shared_dir / "c"), expected)
-        dist.barrier()
-    assert len(attempts(shared_dir / "c")) <= 2, "replaced attempts are not removed"
 
 
 @ranks(4)

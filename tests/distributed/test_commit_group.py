@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import os
 import shutil
 import threading
 import warnings
@@ -223,15 +221,6 @@ def test_saves_by_a_group_of_some_ranks(shared_dir):
 
 
 @ranks(2)
-def test_no_dist_saves_are_each_ranks_own(shared_dir):
-    mine = shared_dir / str(dist.get_rank())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"n": torch.tensor(dist.get_rank())}, storage_writer=writer(mine), no_dist=True)
-    assert load_everything(mine)["n"].item() == dist.get_rank()
-
-
-@ranks(2)
 def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
     monkeypatch.setattr(compat, "_warned", False)
     # Earlier tests have left theirs.
@@ -369,29 +358,6 @@ def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(
     dist.barrier()
     assert _number(shared_dir / "1") == 1
     assert _number(shared_dir / "2") == 2
-
-
-def _fork_and_wait(work):
-    gc.collect()  # the garbage of earlier tests, old process groups among it, is the parent's
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
-    ended = []
-    await_that(lambda: ended.append(os.waitpid(child, os.WNOHANG)) or ended[-1] != (0, 0), 20)
-    assert ended[-1][1] == 0, "the child crashed"
-
-
-@ranks(2)
-def test_data_loader_workers_forked_after_a_save_end_and_disturb_nothing(shared_dir):
-    path = shared_dir / "c"
-    _begin(1, path).upload_completion.result(60)
-    _fork_and_wait(gc.collect)  # what the child drops, it drops there
-    saved = _begin(2, path)
-    _fork_and_wait(lambda: None)
-    saved.upload_completion.result(60)
-    _begin(3, path).upload_completion.result(60)
-    assert _number(path) == 3
 
 
 @ranks(2)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import dcp_datastates
 from dcp_datastates import RankLostError
 from dcp_datastates.commit import group as groups
+from dcp_datastates.ranks import connection
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.rank_set import rank_set_of
 
@@ -129,6 +130,7 @@ def test_a_synchronous_save_that_ends_before_finish_does_not_block_the_next_writ
 
 
 def lose_the_stores_host(path):
+    connection.ANSWER_SECONDS = 2.0  # in a process of its own
     dist.barrier()
     rank, world, port = dist.get_rank(), dist.get_world_size(), Path(path, "port")
     dist.destroy_process_group()

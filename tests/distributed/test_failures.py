@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import threading
-from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +22,10 @@ from support.state.checkpoints import (
     save,
     writer,
 )
-from support.state.planners import FailingPlanner, PlannerRefusal
 from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import (
-    CheckpointExistsError,
     RankLostError,
     SnapshotTornError,
     UnsupportedTensorError,
@@ -37,7 +33,6 @@ from dcp_datastates import (
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.beats import Loss
-from dcp_datastates.saving import agreement
 
 
 def _owned():
@@ -64,34 +59,6 @@ def _saves_well(ours, group, path):
 
 
 @ranks(4)
-@pytest.mark.parametrize(
-    ("where", "failing"),
-    sampled(
-        [
-            *itertools.product(["create_local_plan", "finish_plan", "resolve_data"], [0, 2]),
-            ("create_global_plan", 0),
-        ],
-        keep=[("create_local_plan", 2), ("resolve_data", 0)],  # test_real_faults has the others
-    ),
-)
-def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
-    where, failing, shared_dir
-):
-    group = own_group()
-    ours = writer(read_deadline=30)
-    planner = FailingPlanner(where if dist.get_rank() == failing else "nowhere")
-    state, optimizer = _owned()
-    future = async_save(
-        state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad", planner=planner
-    )
-    optimizer.step()  # on the ranks that did not fail, too, no reads will ever come
-    with mock.patch.object(agreement, "COME_SECONDS", 1), raises(PlannerRefusal, where):
-        future.result(20)
-    assert not committed(shared_dir / "bad")
-    _saves_well(ours, group, shared_dir / "good")
-
-
-@ranks(4)
 def test_a_torn_tensor_on_one_rank_fails_the_save_on_all(shared_dir):
     group = own_group()
     ours = writer(read_deadline=600)
@@ -114,16 +81,6 @@ def test_a_tensor_that_one_rank_cannot_store_fails_a_synchronous_save_on_all(sha
     assert not committed(shared_dir / "bad")
     save({"w": torch.eye(3)}, shared_dir / "bad")
     assert committed(shared_dir / "bad")
-
-
-@ranks(2)
-def test_an_existing_checkpoint_is_refused_on_every_rank(shared_dir):
-    save({"w": torch.ones(3)}, shared_dir / "c")
-    dist.barrier()
-    with raises(CheckpointExistsError):
-        save({"w": torch.zeros(3)}, shared_dir / "c", overwrite=False)
-    dist.barrier()
-    assert load_everything(shared_dir / "c")["w"].tolist() == [1, 1, 1]
 
 
 @ranks(2)

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, load_everything
 
 import dcp_datastates
-from dcp_datastates import DataStatesWriter
-
-
-class _Repointing(DataStatesWriter):
-    """Between the files and the publication, the path comes to mean another directory."""
-
-    def finish(self, metadata, results):
-        link = Path(self.link)
-        link.unlink()
-        link.symlink_to("second")
-        super().finish(metadata, results)
 
 
 def _state(number):
@@ -32,22 +17,6 @@ def _state(number):
 def _whole(number):
     ranks_ = {f"r{rank}": torch.full((500,), float(number)) for rank in range(2)}
     return {**ranks_, "all": torch.ones(3)}
-
-
-@ranks(2)
-def test_a_link_that_changes_before_the_publication(shared_dir):
-    link = shared_dir / "link"
-    if dist.get_rank() == 0:
-        for name in ("first", "second"):
-            (shared_dir / name).mkdir()
-        link.symlink_to("first")
-    dist.barrier()
-    by = _Repointing(link / "c", host_cache_size=CACHE)
-    by.link = link
-    dcp.save(_state(1), storage_writer=by, process_group=own_group())
-    dist.barrier()
-    assert_same(load_everything(shared_dir / "first/c"), _whole(1))
-    assert not any((shared_dir / "second").iterdir())
 
 
 @ranks(2)

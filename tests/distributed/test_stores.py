@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from support.jobs.groups import own_group
-from support.jobs.ranks import ranks, run_on_ranks
+from support.jobs.ranks import run_on_ranks
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -173,10 +173,3 @@ def _no_bucket(url: str) -> None:
 
 def test_a_bucket_that_is_missing_fails_all_ranks_at_planning(s3_root):
     run_on_ranks(2, _no_bucket, url=endpoint())
-
-
-@ranks(2)
-def test_a_store_whose_library_is_missing_is_refused_at_the_call():
-    with raises(dcp_datastates.ConfigurationError, "unknown-scheme://bucket"):
-        dcp_datastates.save(_state(), "unknown-scheme://bucket/step-1", host_cache_size=CACHE)
-    dist.barrier()

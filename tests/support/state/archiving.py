@@ -12,7 +12,7 @@ import torch.distributed as dist
 import dcp_datastates
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.tiers import carrying
+from dcp_datastates.tiers import archive, carrying
 from dcp_datastates.tiers.archive import archive_save
 from support.state.checkpoints import CACHE, assert_same
 from support.state.saving import SMALL, checkpoint, part
@@ -26,6 +26,13 @@ def archived_save(
     by = dcp_datastates.DataStatesWriter(path, **options)
     by.on_begin = lambda save: archive_save(save, locate(slow), rate)
     return dcp_datastates.async_save(state, writer=by)
+
+
+def restart() -> None:
+    """What a restart leaves of this process: nothing but the tiers."""
+    for each in archive._archives.values():
+        each.close()
+    archive._archives.clear()
 
 
 def begin(fast: str, slow: str, number: int) -> Any:

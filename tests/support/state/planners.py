@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -41,6 +42,18 @@ def forget_cached_plans() -> None:
     for name, value in vars(SavePlanner).items():
         if name.startswith("_cached") and isinstance(value, dict):
             value.clear()
+
+
+class LatePlanner(DefaultSavePlanner):
+    """Plans when it is told to, by :attr:`may_plan`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_plan = threading.Event()
+
+    def create_local_plan(self) -> SavePlan:
+        assert self.may_plan.wait(60)
+        return super().create_local_plan()
 
 
 class PlannerRefusal(RuntimeError):

@@ -377,12 +377,6 @@ def test_metadata_that_contradict_themselves_or_the_file_are_damage(contradictio
 # --- what is not damage -----------------------------------------------------------------------------
 
 
-def test_a_stock_checkpoint_is_named_as_such(tmp_path):
-    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    with raises(ForeignCheckpointError, "stock", "FileSystemReader"):
-        verify(tmp_path)
-
-
 def test_a_stock_checkpoint_is_named_as_such_also_where_a_save_was_begun(tmp_path):
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     (tmp_path / "ffffffffffffffff-00000001").mkdir()

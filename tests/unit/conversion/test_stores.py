@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.checkpoints import assert_same, load_everything, save
 from support.state.states import filled
-from support.stores.proxy import Proxy, answered
-from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
+from support.stores.server import BUCKET, Bucket, endpoint
 
 import dcp_datastates
 from dcp_datastates import (
@@ -222,19 +221,6 @@ def test_prefixes_that_hold_something_else_are_refused(model, store, path):
     pin(path, "eval")
     with pytest.raises(ConfigurationError, match="pinned"):
         convert(model, path, overwrite=True, **SMALL)
-
-
-def test_a_busy_server_is_waited_for(model):
-    proxy = Proxy(endpoint())
-    try:
-        url = bucket_behind(proxy.url)
-        fault = proxy.inject(answered(503, "SlowDown"), "PUT", "partNumber=2", times=2)
-        convert(model, f"{url}/step-1", **SMALL)
-        assert fault.seen == 2
-        assert diff(model, f"{url}/step-1").same
-    finally:
-        proxy.close()
-        use(endpoint())
 
 
 # ---- comparisons -------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import gc
-import os
 import queue
 import threading
 import time
@@ -78,13 +77,6 @@ def test_wait_before_any_save_returns_at_once():
     writer().wait()
 
 
-def test_one_writer_per_save(tmp_path):
-    for number in range(5):
-        async_save({"n": torch.tensor(number)}, tmp_path / str(number)).result(60)
-    for number in range(5):
-        assert load_everything(tmp_path / str(number))["n"].item() == number
-
-
 @pytest.mark.parametrize("window", ["backward", "immediate"])
 def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window, tmp_path):
     ours = writer(read_window=window, read_deadline=0.2)
@@ -150,34 +142,6 @@ def test_checkpoint_id_equal_to_the_path_saves_there_again(tmp_path):
     for number in range(3):
         async_save({"n": torch.tensor(number)}, None, by=ours, checkpoint_id=tmp_path).result(60)
         assert load_everything(tmp_path)["n"].item() == number
-
-
-def test_the_writer_given_a_path_needs_no_checkpoint_id(tmp_path):
-    dcp.save({"n": torch.tensor(5)}, storage_writer=writer(str(tmp_path)), no_dist=True)
-    assert load_everything(str(tmp_path))["n"].item() == 5
-
-
-def test_relative_paths_mean_the_directory_at_the_call(tmp_path, monkeypatch):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    monkeypatch.chdir(tmp_path / "one")
-    future = async_save({"n": torch.ones(100_000)}, "c", read_deadline=0.3)
-    monkeypatch.chdir(tmp_path / "two")
-    future.result(60)
-    assert committed(tmp_path / "one" / "c")
-    assert os.listdir(tmp_path / "two") == []
-
-
-def test_captured_resolves_when_the_state_may_change(tmp_path):
-    ours = writer(tmp_path, read_window="immediate")
-    state = large(16)
-    expected = {name: tensor.clone() for name, tensor in state.items()}
-    future = async_save(state, tmp_path, by=ours)
-    assert ours.captured.result(60) is None
-    for tensor in state.values():
-        tensor.zero_()
-    future.result(60)
-    assert_same(load(zeros(state), tmp_path), expected)
 
 
 def test_last_save_tells_what_was_written(tmp_path):

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.state.archiving import restart
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, ConfigurationError, Keep, verify
@@ -50,12 +51,6 @@ def _run(fast, slow, steps, **options):
     return resumed, model.weight.detach().clone(), kept
 
 
-def _restart():
-    for each in archive._archives.values():
-        each.close()
-    archive._archives.clear()
-
-
 def _steps_in(store):
     return sorted({int(key.split("/")[1][5:]) for key in store.objects if "/step-" in f"/{key}"})
 
@@ -71,7 +66,7 @@ def test_every_third_is_archived_and_each_tier_keeps_what_it_is_told_to(tmp_path
 def test_a_run_goes_on_from_the_archive_if_the_fast_tier_is_lost(tmp_path, slow):
     _, whole, _ = _run(tmp_path / "whole", f"{slow}/whole", range(6))
     _run(tmp_path / "fast", f"{slow}/parts", range(4))
-    _restart()
+    restart()
     shutil.rmtree(tmp_path / "fast")
     resumed, weights, _ = _run(tmp_path / "fast", f"{slow}/parts", range(4, 6))
     assert resumed == 3
@@ -80,7 +75,7 @@ def test_a_run_goes_on_from_the_archive_if_the_fast_tier_is_lost(tmp_path, slow)
 
 def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
     _run(tmp_path, slow, range(3))
-    _restart()
+    restart()
     read: list[str] = []
 
     def note(request: Request) -> Fate:
@@ -96,7 +91,7 @@ def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
 
 def test_a_damaged_file_comes_from_the_archive(tmp_path, slow):
     _, weights, _ = _run(tmp_path, slow, range(3))
-    _restart()
+    restart()
     (path,) = (tmp_path / "step-2").glob("*/*.safetensors")
     path.write_bytes(path.read_bytes()[:-8])
     resumed, now, _ = _run(tmp_path, slow, range(0))
@@ -139,7 +134,7 @@ def test_a_save_that_is_not_archived_says_so(tmp_path, slow):
 def test_another_run_is_refused_at_once(tmp_path, slow):
     _run(tmp_path / "a", f"{slow}/a", range(1))
     _run(tmp_path / "b", f"{slow}/b", range(1))
-    _restart()
+    restart()
     with pytest.raises(ConfigurationError, match="belongs to run"):
         CheckpointManager(tmp_path / "a", every=1, archive=f"{slow}/b")
 
@@ -269,7 +264,7 @@ def test_what_was_never_archived_is_not_evicted(tmp_path, slow, monkeypatch, cap
 def _leave_unarchived(fast, slow, steps):
     """As a job leaves them that is killed before its checkpoints are archived."""
     _run(fast, slow, [])  # makes the identities
-    _restart()
+    restart()
     with CheckpointManager(fast, every=1) as manager:
         for step in steps:
             manager.save(step, {"w": torch.full((1000,), float(step))})
@@ -307,30 +302,9 @@ def test_pins_of_attempts_that_died_go_with_the_archived_one(tmp_path, slow, sto
     assert not list((fast / "step-1").glob("pin.*"))
 
 
-def test_two_managers_do_not_share_an_archive(tmp_path, slow, store):
-    def state(value):
-        return {"w": torch.full((1000,), float(value))}
-
-    with CheckpointManager(tmp_path / "generator", every=1, archive=slow) as first:
-        with (
-            pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"),
-            CheckpointManager(
-                tmp_path / "critic", every=1, archive=slow, save_last=False
-            ) as second,
-        ):
-            second.save(1, state(-1))
-        first.save(1, state(1))
-        first.wait()
-    shutil.rmtree(tmp_path / "generator")
-    found = state(0)
-    with CheckpointManager(tmp_path / "generator", every=1, archive=slow, save_last=False) as again:
-        assert again.restore_latest(found) == 1
-    assert torch.equal(found["w"], state(1)["w"])
-
-
 def test_a_run_goes_on_from_the_archive_with_a_fast_tier_elsewhere(tmp_path, slow, store):
     _run(tmp_path / "job-1", slow, [0, 1])
-    _restart()
+    restart()
     resumed, _, _ = _run(tmp_path / "job-2", slow, [2])
     assert resumed == 1
     assert _steps_in(store) == [0, 1, 2]

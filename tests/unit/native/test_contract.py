@@ -65,16 +65,26 @@ def test_a_forked_child_is_refused_and_may_drop_all_it_inherited(engine, data, t
     assert job.fault is None
 
 
-def test_a_wait_hears_signals(engine, data, tmp_path):
+def _wait_for_a_job(engine, data, path):
+    save(engine, path, data, _native.Window(NEVER)).wait(60)
+
+
+def _wait_for_a_segment(engine, data, path):
+    file = _native.SaveFile("s3://a", 4, _native.Transfer())
+    job = engine.save_streamed([file], 0, _native.Window(NEVER), None)
+    next(job.stream(0))
+
+
+@pytest.mark.parametrize("wait", [_wait_for_a_job, _wait_for_a_segment])
+def test_a_wait_hears_signals(wait, engine, data, tmp_path):
     def interrupt(*_):
         raise InterruptedError("heard")
 
-    job = save(engine, tmp_path / "file", data, _native.Window(NEVER))
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(InterruptedError, match="heard"):
-            job.wait(60)
+            wait(engine, data, tmp_path / "file")
     finally:
         signal.signal(signal.SIGALRM, before)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -13,14 +12,9 @@ import pytest
 import torch
 from support.crashes.failing import armed, fired
 from support.jobs.scripts import run_script
-from support.state.checkpoints import assert_same, causes, load_everything, raises, save
-from support.waiting import await_that
-from torch.distributed.checkpoint.api import CheckpointException
+from support.state.checkpoints import assert_same, load_everything, raises, save
 
 from dcp_datastates import StorageError
-from dcp_datastates.io import engine
-
-SECONDS = 20.0
 
 SAVE = """
 state = {"w": torch.full((1_000_000,), 4.0), "more": torch.zeros(4_000_000)}
@@ -32,40 +26,11 @@ def _state(number):
     return {"w": torch.full((1_000_000,), float(number)), "more": torch.zeros(4_000_000)}
 
 
-def _open_below(path):
-    found = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
-    return [at for at in found if at.startswith(str(path))]
-
-
-def _is_given_back(path):
-    """The commit thread tidies up behind the error."""
-    stats = engine.stats()
-    return stats.free_segments == stats.total_segments and not _open_below(path)
-
-
 @pytest.fixture
 def log(tmp_path, monkeypatch):
     path = tmp_path / "log"
     monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS_LOG", str(path))
     return path
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("flush.write.before", "EIO"), ("flush.close.after", "ENOSPC"), ("read.before", "ENOMEM")],
-)
-def test_an_error_fails_the_save_and_the_next_one_works(name, error, tmp_path):
-    log = tmp_path / "log"
-    with armed(f"{name}@1=error:{error}", natively=True, log=log):
-        with pytest.raises(CheckpointException) as caught:
-            save(_state(1), tmp_path / "c")
-        (cause,) = causes(caught.value)
-        assert isinstance(cause, StorageError)
-        assert cause.errno == getattr(errno, error)
-        await_that(lambda: _is_given_back(tmp_path / "c"), SECONDS)
-        save(_state(2), tmp_path / "c")
-        assert_same(load_everything(tmp_path / "c"), _state(2))
-    assert fired(log) == [name]
 
 
 def test_a_kill_comes_at_the_hit_that_was_asked_for(tmp_path, monkeypatch, log):

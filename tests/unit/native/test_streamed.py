@@ -1,8 +1,7 @@
-"""Streamed saves and restores as Python sees them: buffers, signals, forks, garbage, the end of the engine."""
+"""Streamed saves and restores as Python sees them: buffers, forks, garbage, the end of the engine."""
 
 import gc
 import os
-import signal
 import threading
 import weakref
 from pathlib import Path
@@ -112,21 +111,6 @@ def test_streams_are_refused_for_files_that_are_not_there(engine, tmp_path):
     local = engine.save([], [], 0, _native.Window(0), None)
     with pytest.raises(ValueError, match="writes its files itself"):
         local.stored(0)
-
-
-def test_a_stream_hears_signals(engine):
-    def interrupt(*_):
-        raise InterruptedError("heard")
-
-    file = _native.SaveFile("s3://a", 4, _native.Transfer())
-    job = engine.save_streamed([file], 0, _native.Window(1000.0), None)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(InterruptedError, match="heard"):
-            next(job.stream(0))
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_shutdown_does_not_wait_for_what_is_held():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.jobs.scripts import run_script
 from support.state.checkpoints import committed, load
-from support.tiers import sampled
+from support.tiers import sampled, tries
 
 
 def _committed_or_absent(path, number):
@@ -37,13 +37,14 @@ def test_an_interpreter_that_only_imports_or_makes_a_writer_ends_cleanly(tmp_pat
     assert not (tmp_path / "c").exists()
 
 
-def test_children_that_come_and_go_while_saves_are_written_harm_neither(tmp_path):
+@pytest.mark.parametrize("saves", tries(4, 10))
+def test_children_that_come_and_go_while_saves_are_written_harm_neither(saves, tmp_path):
     path = tmp_path / "c"
     run_script(
-        """
+        f"""
         state, optimizer = owned(0)
         ours = writer(read_window="immediate")
-        for number in range(10):
+        for number in range({saves}):
             expected = state["w"].detach().clone()
             future = dcp.async_save(state, storage_writer=ours)
             children = []
@@ -63,26 +64,6 @@ def test_children_that_come_and_go_while_saves_are_written_harm_neither(tmp_path
     ).assert_clean()
 
 
-def test_a_child_that_exits_through_python_leaves_the_parents_save_alone(tmp_path):
-    path = tmp_path / "c"
-    run_script(
-        """
-        state, optimizer = owned(1)
-        ours = writer(read_deadline=3600)
-        future = dcp.async_save(state, storage_writer=ours)
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)  # runs every exit handler that the parent registered
-        assert os.waitpid(child, 0)[1] == 0
-        assert not future.done()
-        optimizer.step()
-        future.result(30)
-        assert number_at() == 1.0
-        """,
-        path,
-    ).assert_clean()
-
-
 def test_data_loader_workers_run_beside_a_save(tmp_path):
     path = tmp_path / "c"
     run_script(
@@ -97,17 +78,6 @@ def test_data_loader_workers_run_beside_a_save(tmp_path):
             assert number_at() == 1.0
         """,
         path,
-    ).assert_clean()
-
-
-def test_a_step_works_while_the_interpreter_has_no_save_at_all(tmp_path):
-    run_script(
-        """
-        state, optimizer = owned(1)
-        optimizer.step()
-        assert not os.path.exists(path)
-        """,
-        tmp_path / "c",
     ).assert_clean()
 
 
@@ -155,7 +125,7 @@ def test_a_save_that_the_end_of_the_process_cannot_wait_for_is_named(tmp_path):
     ended = run_script(
         """
         import dcp_datastates
-        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:6"
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:3"
         dcp_datastates.async_save({"w": torch.ones(10)}, path, exit_timeout=1)
         """,
         path,
@@ -170,7 +140,9 @@ def test_the_end_of_the_process_says_what_it_waits_for(tmp_path):
     ended = run_script(
         """
         import dcp_datastates
-        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:5"
+        from dcp_datastates.saving import admission
+        admission._FIRST_LINE_SECONDS = 0.5
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:2"
         dcp_datastates.async_save({"w": torch.ones(10)}, path)
         """,
         path,
@@ -205,6 +177,8 @@ def test_a_process_whose_storage_hangs_ends_with_its_own_status(
         f"""
         import atexit
         import dcp_datastates
+        from dcp_datastates.commit import group
+        group._CANCEL_SECONDS = 1.0  # the writes do not end, however long it waits
         atexit.register(print, "the program's own function at exit ran")
         state, optimizer = owned(1)
         future = {call}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,9 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
+from support.state.planners import LatePlanner
 from support.waiting import await_that
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,18 +29,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dcp_datastates import SaveStalledError, track
 
 SECONDS = 60.0
-
-
-class Slow(DefaultSavePlanner):
-    """Plans when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_plan = threading.Event()
-
-    def create_local_plan(self) -> Any:
-        assert self.may_plan.wait(SECONDS)
-        return super().create_local_plan()
 
 
 def _owned(number: float) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
@@ -57,7 +43,7 @@ def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state, optimizer = _owned(2.0)
-    planner = Slow()
+    planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
     optimizer.step()
     assert state["w"][0] == 1.0
@@ -72,7 +58,7 @@ def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
 
 def test_moving_memory_waits_no_longer_than_a_step(tmp_path: Path) -> None:
     state, _optimizer = _owned(2.0)
-    planner = Slow()
+    planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
     state["w"].share_memory_()
     planner.may_plan.set()

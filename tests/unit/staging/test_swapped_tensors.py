@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,9 @@ import pytest
 import torch
 from support.jobs.ranks import ranks
 from support.state.checkpoints import writer
+from support.state.planners import LatePlanner
 from support.tiers import sampled
 from support.waiting import await_that
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -144,25 +143,13 @@ def test_a_conversion_during_a_save_never_changes_what_is_committed(
     _assert_holds(tmp_path / "2", now)
 
 
-class Slow(DefaultSavePlanner):
-    """Plans when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_plan = threading.Event()
-
-    def create_local_plan(self) -> Any:
-        assert self.may_plan.wait(SECONDS)
-        return super().create_local_plan()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
     tmp_path: Path, kind: str
 ) -> None:
     """Plans are cached for states that look alike: the look at the call, and the plan later, must be of one state."""
     model, _optimizer = _trained(kind)
-    ours, slow = writer(read_deadline=3600), Slow()
+    ours, slow = writer(read_deadline=3600), LatePlanner()
     before = dcp_datastates.async_save(
         {"other": torch.zeros(3)}, tmp_path / "0", writer=ours, planner=slow
     )

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
-from support.state.archiving import archived_save
+from support.state.archiving import archived_save, restart
 from support.state.checkpoints import raises, save
 from support.state.states import filled
 
@@ -29,7 +29,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.tiers import archive, carrying, run_identity
+from dcp_datastates.tiers import carrying, run_identity
 
 STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
 
@@ -64,13 +64,6 @@ def _pin(path):
     """As the checkpoint was committed by an earlier process, and not archived."""
     (attempt,) = (each.name for each in path.iterdir() if each.is_dir())
     dcp_datastates.pin(path, f"archive.{attempt}")
-
-
-def _restart():
-    """What a restart leaves of this process: nothing but the tiers."""
-    for each in archive._archives.values():
-        each.close()
-    archive._archives.clear()
 
 
 def test_a_committed_checkpoint_comes_to_be_in_the_archive(tmp_path, either):
@@ -163,7 +156,7 @@ def test_what_the_end_of_the_process_cuts_off_is_pinned(tmp_path, slow, store):
     handle = _save(tmp_path / "fast/step-1", slow)
     handle.result(30)
     assert pins(tmp_path / "fast/step-1")
-    _restart()
+    restart()
     with pytest.raises(dcp_datastates.SaveAbandonedError):
         handle.archived.result(30)
     store.on_request = lambda request: Fate.DONE
@@ -248,7 +241,7 @@ def test_a_rate_holds_the_carrying_back(tmp_path, slow, monkeypatch):
 def test_a_reused_directory_is_of_another_run(tmp_path, slow):
     _save(tmp_path / "fast/step-1", slow).archived.result(30)
     _save(tmp_path / "reused/step-1", f"{slow}/other").archived.result(30)
-    _restart()
+    restart()
     with pytest.raises(ConfigurationError, match="belongs to run"):
         _save(tmp_path / "reused/step-2", slow).archived.result(30)
     assert latest(slow).name == "step-1"
