@@ -115,10 +115,11 @@ class Fitting:
                 f"only, or trust the checkpoint with allow_objects=True"
             )
         values = [matched[name] for name in tensors]
-        return [
-            *stored.into(list(tensors.values()), values, self.fit.cast, list(tensors)),
-            *(stored.object(old, name) for name, old in objects.items()),
-        ]
+        found = stored.into(list(tensors.values()), values, self.fit.cast, list(tensors))
+        found += [stored.object(old, name) for name, old in objects.items()]
+        # Dicts that the program did not have get their values in the order in which they are read.
+        place = {name: number for number, name in enumerate(matched)}
+        return sorted(found, key=lambda each: place[each.key])
 
     def _matched(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The values of the state that are to be loaded, by their names. Raises if they cannot be."""
