@@ -7,6 +7,7 @@ engine, which verifies their checksums and copies them into tensors, in the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from typing_extensions import Buffer
@@ -32,7 +33,7 @@ def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> Non
         StorageError: ``read_range`` has returned more bytes, or fewer, than asked for.
     """
     try:
-        work((_unit(job, request, read_range) for request in job.requests()), 0, threads, None)
+        work(map(partial(_unit, job, read_range), job.requests()), 0, threads, None)
     except BaseException as error:
         release_frames(error)  # they hold requests, and so segments
         raise
@@ -40,8 +41,9 @@ def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> Non
         job.cancel()  # does nothing if it is done; after an interrupt, nobody fetches the rest
 
 
-def _unit(job: RestoreJob, request: ReadRequest, read_range: ReadRange) -> Unit:
+def _unit(job: RestoreJob, read_range: ReadRange, request: ReadRequest) -> Unit:
     def run(done: Done) -> None:
+        nonlocal request
         begin, end = request.offset, request.offset + request.nbytes
         try:
             data = read_range(request.path, begin, end)
@@ -53,6 +55,8 @@ def _unit(job: RestoreJob, request: ReadRequest, read_range: ReadRange) -> Unit:
             request.fill(data)
         except BaseException as error:
             fail(job, error, request.path)
+            # The error may keep this frame until a garbage collection, and loads would wait for the request's segment.
+            del request
             raise
 
     return run

@@ -13,6 +13,7 @@ from support.waiting import await_that
 from dcp_datastates import _native
 from dcp_datastates.errors import StorageError
 from dcp_datastates.io.download import fetch
+from dcp_datastates.process.garbage import collection_paused
 
 SEGMENT = _native.SEGMENT_BYTES
 
@@ -71,22 +72,28 @@ def test_many_ranges_are_fetched_at_once(engine: _native.Engine) -> None:
     check_restores(engine, objects, names, data)
 
 
-@pytest.mark.parametrize("part", [SEGMENT, 12 * SEGMENT])
-def test_an_error_fails_the_restore_and_leaves_nothing(engine: _native.Engine, part: int) -> None:
+@pytest.mark.parametrize(("part", "errors"), [(SEGMENT, 8), (12 * SEGMENT, 1)])
+def test_an_error_fails_the_restore_and_leaves_nothing(
+    engine: _native.Engine, part: int, errors: int
+) -> None:
     objects, names, data = saved(engine, 12 * SEGMENT)
+    together = threading.Barrier(errors, timeout=60)
 
     def fail(name: str, begin: int) -> None:
-        if begin == part:
-            raise OSError(5, "the store refuses")
+        if part <= begin < part + 8 * SEGMENT:
+            together.wait()
+            kept = OSError(5, "the store refuses")  # with its frames, until a garbage collection
+            raise kept
 
     objects.meanwhile = fail
     job = restore(engine, objects, names, [np.zeros_like(each) for each in data])
-    with pytest.raises(OSError, match="the store refuses"):
-        fetch(job, objects.read_range)
-    assert job.wait(60)
+    with collection_paused():
+        with pytest.raises(OSError, match="the store refuses"):
+            fetch(job, objects.read_range)
+        assert job.wait(60)
+        check_nothing_left(engine)
     assert job.fault is not None
     assert (job.fault.kind, job.fault.errno, job.fault.path) == ("io", 5, names[0])
-    check_nothing_left(engine)
     objects.meanwhile = lambda name, begin: None
     check_restores(engine, objects, names, data)
 
