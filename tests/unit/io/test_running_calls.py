@@ -87,7 +87,13 @@ def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> 
         assert tensor._version == 1
 
 
-def test_a_thread_that_sleeps_is_not_waited_for_long() -> None:
+@pytest.mark.parametrize("beside", ["none", "threads that never rest"])
+def test_a_thread_that_sleeps_is_not_waited_for_long(
+    beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside != "none":
+        monkeypatch.setattr(running_calls, "_WORKERS_SECONDS", 0.3)
+        monkeypatch.setattr(running_calls, "_workers_can_run", lambda: True)
     held = threading.Lock()
     held.acquire()
     with running(lambda: held.acquire(timeout=60)) as thread:
@@ -170,18 +176,3 @@ def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for() ->
             assert tensor._version > versions[0]
     finally:
         torch.set_num_threads(threads)
-
-
-def test_a_thread_that_sleeps_is_not_waited_for_long_beside_threads_that_never_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(running_calls, "_WORKERS_SECONDS", 0.3)
-    monkeypatch.setattr(running_calls, "_workers_can_run", lambda: True)
-    held = threading.Lock()
-    held.acquire()
-    with running(lambda: held.acquire(timeout=60)) as thread:
-        await_that(lambda: thread.ident in places())
-        calls = RunningCalls()
-        await_that(calls.ended)
-        assert thread.is_alive()
-        held.release()

@@ -123,7 +123,7 @@ def test_memory_is_bounded_by_the_cache_whatever_the_size_of_the_state(
     assert int(ended.stdout) < 64, "of 160 MiB; the cache is in the process's size before"
 
 
-KILLED = """
+SOME = """
 import dcp_datastates as ds
 from dcp_datastates.storage.object_path import locate
 
@@ -134,14 +134,18 @@ send = store.put_stream
 def send_some(key, pieces, **options):
     def some():
         yield next(pieces)
-        print("sending", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        {then}
     send(key, some(), **options)
+"""
 
+KILLED = (
+    SOME.format(then='print("sending", flush=True); os.kill(os.getpid(), signal.SIGKILL)')
+    + """
 ds.save({"w": torch.zeros(6 << 20)}, root + "/step-1", host_cache_size="64MiB")
 store.put_stream = send_some
 ds.save({"w": torch.ones(6 << 20)}, root + "/step-1", host_cache_size="64MiB")
 """
+)
 
 
 def test_a_process_killed_in_an_upload_leaves_the_old_checkpoint_and_the_next_save_works(
@@ -157,21 +161,9 @@ def test_a_process_killed_in_an_upload_leaves_the_old_checkpoint_and_the_next_sa
     assert_same(dcp_datastates.load(path), {"w": torch.full((6 << 20,), 2.0)})
 
 
-FAILED = """
-import dcp_datastates as ds
-from dcp_datastates.storage.object_path import locate
-
-root = os.environ["ROOT"]
-store = locate(root).store
-send = store.put_stream
-
-def send_some(key, pieces, **options):
-    def some():
-        yield next(pieces)
-        yield next(pieces)
-        raise OSError(5, "the network is gone")
-    send(key, some(), **options)
-
+FAILED = (
+    SOME.format(then='yield next(pieces); raise OSError(5, "the network is gone")')
+    + """
 store.put_stream = send_some
 try:
     ds.save({"w": torch.ones(8 << 20)}, root + "/step-1", host_cache_size="64MiB")
@@ -179,6 +171,7 @@ except ds.StorageError as error:
     assert ".safetensors" in str(error), error
     print("failed")
 """
+)
 
 
 def test_a_failed_upload_leaves_no_parts_and_no_objects(s3_root, tmp_path, monkeypatch):
