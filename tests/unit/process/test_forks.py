@@ -26,9 +26,9 @@ import inspect, threading
 import dcp_datastates as ds
 
 HARMLESS = {
-    *("on_save", "parse_size", "track"),  # they note, or compute
+    *("on_load", "on_save", "parse_size", "track"),  # they note, or compute
     *("Keep", "AutoInterval", "PerRank", "RngState", "Trainable", "Report", "Damage", "Comparison", "Conversion"),
-    *("Difference", "SaveRecord", "SaveStats", "SaveHandle", "DataStatesSavePlanner"),  # values, made by other calls
+    *("Difference", "LoadRecord", "SaveRecord", "SaveStats", "SaveHandle", "DataStatesSavePlanner"),  # values
     *("validate_checkpoint_id", "checkpoint_id", "rank_set", "config", "path", "path_of", "root", "interval"),
     *("close", "failures", "stats", "record", "last_save", "enter", "add", "should_synchronize_after_execute"),
     *("captured", "committed", "archived", "staging_completion", "upload_completion"),  # futures, which are asked below
