@@ -278,6 +278,17 @@ def _emptied(value):
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
+def test_all_that_have_another_dtype_are_named(tmp_path):
+    save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2)}, tmp_path / "c")
+    state = {"a": torch.zeros(2).double(), "b": torch.zeros(3), "c": torch.zeros(2).half()}
+    with pytest.raises(IncompatibleStateError) as raised:
+        load(tmp_path / "c", state)
+    assert raised.value.unfit == {
+        "a": "saved as torch.float32, here torch.float64",
+        "c": "saved as torch.float32, here torch.float16",
+    }
+
+
 @pytest.mark.parametrize("examples", tries(40, 500))
 def test_random_states(examples, tmp_path_factory):
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
