@@ -21,6 +21,7 @@ from dcp_datastates import (
     UnsafeObjectError,
     load,
 )
+from dcp_datastates.loading import regions
 
 
 def _state():
@@ -120,10 +121,14 @@ def test_keys_that_are_no_names_are_refused(keys, path):
         load(path, only=keys)
 
 
-def test_shards_of_many_ranks_are_put_together(tmp_path):
+@pytest.mark.parametrize("pairs", [1, 1 << 18])
+def test_shards_of_many_ranks_are_put_together(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(regions, "_MOST_PAIRS", pairs)  # compared in one pass
     state = {"w": filled((30, 41), torch.float32), "v": filled((64,), torch.int64, 1)}
+    state["u"] = filled((30, 41), torch.float32, 2)
     w, v = boxes((30, 41), ([7, 20], [11])), boxes((64,), ([1, 63],))
-    of_ranks = [{"w": (state["w"], w[n::3]), "v": (state["v"], v[n::3])} for n in range(3)]
+    parts = {"w": w, "v": v, "u": w}
+    of_ranks = [{k: (state[k], part[n::3]) for k, part in parts.items()} for n in range(3)]
     save_by_ranks(tmp_path, of_ranks)
     assert_same(load(tmp_path), state)
 
