@@ -38,6 +38,7 @@ class NamePatterns:
         self.given: Final = as_keys(option, given)
         globs = sorted(each for each in self.given if _SPECIAL.search(each))
         self._plain = self.given.difference(globs)
+        self._below = tuple(f"{each}." for each in self._plain)
         self._globs = {each: _regex(each) for each in globs}
 
     def __bool__(self) -> bool:
@@ -50,8 +51,7 @@ class NamePatterns:
     def others(self, names: Iterable[str]) -> list[str]:
         """The ``names`` that do not match, in their order."""
         if len(self._plain) <= _FEW:
-            below = tuple(f"{each}." for each in self._plain)
-            rest = [n for n in names if n not in self._plain and not n.startswith(below)]
+            rest = [n for n in names if n not in self._plain and not n.startswith(self._below)]
         else:
             rest = [name for name in names if self._plain.isdisjoint(prefixes_of(name))]
         for glob in self._globs.values():
