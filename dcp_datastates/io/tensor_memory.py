@@ -136,7 +136,7 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _DTYPE, _LAYOUT, _IS_META, _IS_NESTED = map(
     operator.attrgetter, ("dtype", "layout", "is_meta", "is_nested")
 )
@@ -144,13 +144,13 @@ _DTYPE, _LAYOUT, _IS_META, _IS_NESTED = map(
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """:func:`local_tensor` of each."""
-    return tensors if set(map(type, tensors)) <= _PLAIN_TYPES else list(map(local_tensor, tensors))
+    return tensors if set(map(type, tensors)) <= PLAIN_TYPES else list(map(local_tensor, tensors))
 
 
 def are_unusual(locals_: Sequence[torch.Tensor]) -> list[bool]:
     """:func:`is_unusual` of each. Of usual ones, it is asked in passes over all: 0.3 us for each, not 2."""
     if (
-        set(map(type, locals_)) <= _PLAIN_TYPES
+        set(map(type, locals_)) <= PLAIN_TYPES
         and set(map(_DTYPE, locals_)) <= PLAIN_DTYPES
         and set(map(_LAYOUT, locals_)) <= {torch.strided}
         and not any(map(_IS_META, locals_))
@@ -164,7 +164,7 @@ def are_unusual(locals_: Sequence[torch.Tensor]) -> list[bool]:
 def is_unusual(local: torch.Tensor) -> bool:
     """Whether the memory at ``data_ptr()`` does not hold the plain values, dense or strided."""
     return (
-        type(local) not in _PLAIN_TYPES  # first: an uninitialized one refuses further questions
+        type(local) not in PLAIN_TYPES  # first: an uninitialized one refuses further questions
         or local.dtype not in PLAIN_DTYPES
         or local.device.type == "meta"
         or local.layout is not torch.strided

@@ -21,8 +21,9 @@ from dcp_datastates.format.nesting import put
 from dcp_datastates.format.stored_names import is_under, prefixes_of
 from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.requests import Request
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.regions import PLAIN, is_elsewhere
+from dcp_datastates.loading.regions import is_elsewhere
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
 
@@ -254,7 +255,7 @@ class Fitting:
         if name not in self._values or not is_under(name, self._replaced):
             return False
         value = self._values[name]
-        return not isinstance(value, torch.Tensor) or type(value) in PLAIN
+        return not isinstance(value, torch.Tensor) or type(value) in PLAIN_TYPES
 
     def _unasked(self) -> list[str]:
         """The names to load that the state does not have, neither itself nor in a wrapper."""

@@ -16,10 +16,8 @@ from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import distinct, positions, starts_of
 from dcp_datastates.format.stored_names import Box
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
-from dcp_datastates.io.tensor_memory import holds_shards
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, holds_shards
 from dcp_datastates.io.wrappers import box
-
-PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _MOST_PAIRS: Final = 1 << 18
 """How many shards are compared with a chunk each in one pass, which bounds its memory: 100 bytes for each dimension."""
@@ -53,33 +51,40 @@ class Shards:
 def shards_of(names: Sequence[str], values: Sequence[Any]) -> Shards:
     """What this rank holds of tensors of the state, which are called ``names``. Nothing outside a mesh."""
     found = Shards()
-    begins: dict[Any, Sizes | None] = {}
+    places: dict[Any, tuple[Sizes, Sizes] | None] = {}
     """Of DTensors that are placed alike: torch reckons it in 20 us. None outside a mesh."""
     for number, (name, value) in enumerate(zip(names, values, strict=True)):
         kind = type(value)
-        if kind in PLAIN and not holds_shards(value):
+        if kind in PLAIN_TYPES and not holds_shards(value):
             found.add(number, (0,) * value.dim(), value.shape, value)
-        elif kind is DTensor and type(value._local_tensor) in PLAIN:
+        elif kind is DTensor and type(value._local_tensor) in PLAIN_TYPES:
             spec, local = value._spec, value._local_tensor
-            if spec not in begins:
-                begins[spec] = _begin(name, value)
-            if (begin := begins[spec]) is not None:
-                found.add(number, begin, local.shape, local)
+            if spec not in places:
+                places[spec] = _place(name, value)
+            if (place := places[spec]) is None:
+                continue
+            if local.shape != place[1]:
+                raise IncompatibleStateError(
+                    f"{name!r} cannot be loaded: its local tensor has the shape {tuple(local.shape)}, and the shard "
+                    f"that it stands for {place[1]}"
+                )
+            found.add(number, *place, local)
         else:
             for begin, size, memory in shards_as_dcp_sees_them(name, value):
                 found.add(number, begin, size, memory)
     return found
 
 
-def _begin(name: str, value: DTensor) -> Sizes | None:
-    """Where this rank's part of a DTensor begins, in elements; None outside its mesh."""
+def _place(name: str, value: DTensor) -> tuple[Sizes, Sizes] | None:
+    """Where this rank's part of a DTensor begins, and its sizes, in elements; None outside its mesh."""
     if is_elsewhere(value):
         return None
     if any(placement.is_partial() for placement in value.placements):
         raise IncompatibleStateError(
             f"{name!r} cannot be loaded: the state has partial sums of it ({value.placements}); redistribute() it"
         )
-    return tuple(begin for begin, _ in box(value))
+    place = box(value)
+    return tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)
 
 
 class Overlaps(NamedTuple):

@@ -22,7 +22,8 @@ from dcp_datastates.format.nesting import path_of
 from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.requests import Request, aim
-from dcp_datastates.loading.regions import PLAIN, cut, overlaps, rows_of, shards_of
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES
+from dcp_datastates.loading.regions import cut, overlaps, rows_of, shards_of
 
 _DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
 
@@ -94,7 +95,7 @@ class Stored(Mapping[str, Described | None]):
         """Whether ``values`` are tensors with the sizes and dtypes of those called ``names``: asked in passes over all.
         False also for some that are.
         """
-        if not set(map(type, values)) <= {*PLAIN, DTensor}:
+        if not set(map(type, values)) <= {*PLAIN_TYPES, DTensor}:
             return False
         numbers, catalog = self._numbers(names), self.table.catalog
         sizes = list(chain.from_iterable(map(_SHAPE, values)))
