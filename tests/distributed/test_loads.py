@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from support.jobs.groups import forbid_collectives
 from support.jobs.ranks import ranks
-from support.state.checkpoints import save
+from support.state.checkpoints import raises, save
 from support.waiting import await_that, lines
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from dcp_datastates import (
     CheckpointManager,
@@ -194,3 +194,15 @@ def test_a_slow_rank_that_makes_progress_is_waited_for(shared_dir):
             patch.setattr(restore, "_await", slow)
         load(shared_dir / "c", found, timeout=5)
     assert found["w"].all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_local_tensor_that_is_not_the_shard_of_its_placements_is_refused(rows, shared_dir):
+    save({"w": torch.arange(4.0)}, shared_dir / "c")
+    mesh, local = init_device_mesh("cpu", (2,)), torch.zeros(rows)
+    shape = {"shape": torch.Size((4,)), "stride": (1,)}
+    value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **shape)
+    with raises(IncompatibleStateError, "'w'", f"({rows},)", "(2,)"):
+        load(shared_dir / "c", {"w": value})
+    assert not local.any()
