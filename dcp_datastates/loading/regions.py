@@ -63,7 +63,7 @@ def shards_of(names: Sequence[str], values: Sequence[Any]) -> Shards:
                 places[spec] = _place(name, value)
             if (place := places[spec]) is None:
                 continue
-            if local.shape != place[1]:
+            if local.shape != place[1] and 0 not in place[1]:  # an empty shard may have any shape
                 raise IncompatibleStateError(
                     f"{name!r} cannot be loaded: its local tensor has the shape {tuple(local.shape)}, and the shard "
                     f"that it stands for {place[1]}"
