@@ -112,7 +112,6 @@ class Stored(Mapping[str, Described | None]):
         (file,), (begin,), (nbytes,) = self._places(row)
         return Request(name, file, begin, nbytes, key)
 
-    @torch.no_grad()  # a part of a parameter is no part of a graph
     def into(
         self, names: Sequence[str], values: Sequence[Any], cast: bool, keys: Sequence[Any] = ()
     ) -> list[Request]:
@@ -145,7 +144,7 @@ class Stored(Mapping[str, Described | None]):
             nelements = found.lengths.prod(axis=1)
             for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
                 part = found.in_shard[at].tolist(), found.lengths[at].tolist()
-                memories[at] = cut(memories[at], *part)
+                memories[at] = cut(memories[at].detach(), *part)  # no part of a graph
             targets += memories
             np.subtract.at(left, found.shard, nelements)
         for at in np.flatnonzero(left)[:1].tolist():

@@ -176,10 +176,9 @@ def _way_out(name: str) -> str:
     )
 
 
-@torch.no_grad()
 def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_in: _Parts) -> None:
     """Copy the stored shards into the local shard of ``value``."""
-    place, local = box(value), local_tensor(value)
+    place, local = box(value), local_tensor(value).detach()
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
     left = volume(place)
     for prefix, there in sources.items():

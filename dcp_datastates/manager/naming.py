@@ -204,7 +204,6 @@ def _without_wrapped(key: str) -> str:
     return key
 
 
-@torch.no_grad()
 def _fill_meta(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     below = _below_ddp(module)
     named = [
