@@ -144,7 +144,7 @@ class Stored(Mapping[str, Described | None]):
             nelements = found.lengths.prod(axis=1)
             for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
                 part = found.in_shard[at].tolist(), found.lengths[at].tolist()
-                memories[at] = cut(memories[at].detach(), *part)  # no part of a graph
+                memories[at] = cut(memories[at], *part)
             targets += memories
             np.subtract.at(left, found.shard, nelements)
         for at in np.flatnonzero(left)[:1].tolist():
