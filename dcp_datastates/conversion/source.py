@@ -80,10 +80,11 @@ class Source(abc.ABC):
         Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
 
-    def whole(self, name: str) -> torch.Tensor:
-        """A tensor, in memory of its own or mapped."""
-        shape = tuple(self.tensors[name].shape)
-        return self.read([Box(name, (0,) * len(shape), shape)])[0]
+    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The tensors of these names, in memory of their own or mapped."""
+        shapes = [tuple(self.tensors[name].shape) for name in names]
+        pairs = zip(names, shapes, strict=True)
+        return self.read([Box(name, (0,) * len(shape), shape) for name, shape in pairs])
 
     @abc.abstractmethod
     def object_bytes(self, name: str) -> bytes:

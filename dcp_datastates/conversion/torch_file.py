@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_datastates.conversion.files import local_file, opened, stream_of
 from dcp_datastates.conversion.pickles import loaded, value_of
-from dcp_datastates.conversion.source import Box, Source, shape_of
+from dcp_datastates.conversion.source import Box, Source, shape_of, shards
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
@@ -29,6 +29,9 @@ from dcp_datastates.storage.object_path import Location
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
+
+_READ_BYTES: Final = 64 << 20
+"""What is read at a time of a state that goes to such a file, at least a tensor."""
 
 
 class TorchSource(Source):
@@ -158,7 +161,9 @@ def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
     ``allow_objects``.
     """
-    values: dict[str, Any] = {name: own(source.whole(name)) for name in source.tensors}
+    values: dict[str, Any] = {}
+    for names in shards(source, _READ_BYTES):
+        values |= zip(names, map(own, source.whole(names)), strict=True)
     values |= {name: value_of(source, name, allow_objects) for name in source.objects}
     state = source.nested(values)
     with explained("writing", target, source.nbytes), target.open("xb") as file:
