@@ -28,9 +28,8 @@ from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
-from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.outcome import conclude_call
+from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.paths import writable
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan

@@ -27,10 +27,10 @@ from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
 from dcp_datastates.saving.agreement import NotAgreed
-from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import new_call, stage_in_place, state_to_plan
+from dcp_datastates.saving.start import stage_in_place, state_to_plan
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
@@ -114,7 +114,7 @@ class DcpSave:
     def _planning(self, planner: SavePlanner) -> SavePlanning | None:
         """How the save is planned; None if it has failed on this rank."""
         save, plan, self._plan = self.save, self._plan, None
-        if save.failed or plan is None:
+        if save.error is not None or plan is None:
             return None
         try:
             if options_in_columns(planner) is None:
@@ -167,7 +167,7 @@ class DcpSave:
         be in DCP's collectives. Alone, there are none.
         """
         save = self.save
-        if not save.call.asynchronous or save.call.group.rank_set.world == 1:
+        if not save.asynchronous or save.group_of_call.rank_set.world == 1:
             end_here()
 
 
@@ -190,11 +190,11 @@ def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}
     try:
-        if not save.failed:
+        if save.error is None:
             reads.begin()
         turn.wait(lambda: log.look("its turn; the threads of the saves before it have not ended"))
         save.begin()
-        if not save.failed:
+        if save.error is None:
             state = reads.state()
     except Exception as error:
         save.record_error(error)
@@ -211,7 +211,7 @@ def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location |
     step_gate.open_windows()  # no backward pass can begin while this thread waits
     stats = SaveStats()
     stats.timeline.begin("queue")
-    save = SaveOperation(new_call(group, config, SaveOrigin.DCP, path, {}), stats)
+    save = SaveOperation(group, config, SaveOrigin.DCP, path, stats, {})
     bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)

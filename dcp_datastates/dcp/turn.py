@@ -57,7 +57,7 @@ class Turn:
         with _lock:
             _turns.append(self)
         when_done(save.committed, self._told)
-        if not context_of(save.call.group).hold(self._hold):  # the process is ending
+        if not context_of(save.group_of_call).hold(self._hold):  # the process is ending
             self._has_begun.set()
         _watch_until_ended(self)
 
@@ -107,7 +107,7 @@ class Turn:
     def _told(self, outcome: Future[None]) -> None:
         # After a commit, DCP's last collective takes a moment. After a failure, it may wait for a lost rank.
         failed = self.save.committed.peek() is not None
-        patience = self.save.call.config.commit_timeout if failed else 0.0
+        patience = self.save.config.commit_timeout if failed else 0.0
         self._until = time.monotonic() + max(_LEAVE_SECONDS, patience)
 
     def _hold(self) -> None:
@@ -158,13 +158,13 @@ def _release_gates() -> None:
         save, present = turn.save, turns[0].save
         if turn.have_all_come or save.reads is None or save.reads.gate_waits < GATE_SECONDS:
             continue
-        detector, call = save.call.group.detector, save.call
-        if detector is not None and (absent := detector.absent(call.number, own=False)):
+        detector = save.group_of_call.detector
+        if detector is not None and (absent := detector.absent(save.number, own=False)):
             ranks = ", ".join(map(str, absent[:3]))
             turn.give_up(f"rank {ranks} has not called dcp.async_save as often as this one")
         elif (
             save is not present
-            and present.call.group is call.group
+            and present.group_of_call is save.group_of_call
             and present.committed.peek() is not None
         ):
             turn.give_up("DCP still waits for other ranks in a save that has failed")
@@ -241,7 +241,7 @@ def end_here(*, asynchronous: bool = True) -> None:
     ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
     """
     save = _here.save
-    if save is not None and (asynchronous or not save.call.asynchronous):
+    if save is not None and (asynchronous or not save.asynchronous):
         _here.save = None
         save.end()
 

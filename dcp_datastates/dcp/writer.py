@@ -40,9 +40,8 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.admission import Saves
-from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.outcome import conclude_call
+from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.paths import check_path, writable
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
@@ -368,7 +367,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = running.save
         if path is not None:
             try:
-                save.set_path(self._checked(path, save.call.working_directory))
+                save.path = self._checked(path, save.working_directory)
             except DataStatesError as error:
                 save.record_error(error)
         if save.error is not None:

@@ -92,10 +92,10 @@ def _finish_in_flight() -> None:
     while saves := in_flight():
         oldest = saves[0]
         waited = time.monotonic() - began
-        if waited >= oldest.exit_timeout:
+        if waited >= oldest.config.exit_timeout:
             oldest.give_up(f"the process ends, and has waited for {waited:.0f} s: {oldest.doing}")
             continue
-        oldest.wait_briefly(min(_POLL_SECONDS, oldest.exit_timeout - waited))
+        oldest.wait_briefly(min(_POLL_SECONDS, oldest.config.exit_timeout - waited))
         log.look("; ".join(f"{_named(save)} ({save.doing})" for save in saves[:3]))
 
 
@@ -136,12 +136,10 @@ class Saves:
         with self._lock:
             self._kept = [save for save in self._kept if save not in saves]
         for save in saves:
-            if save.call.own and not save.committed.asked:
+            if save.own and not save.committed.asked:
                 save.committed.result()
 
 
 def _is_told(save: SaveOperation) -> bool:
     """Whether the save is over, and the caller knows its outcome or need not be told."""
-    return save.over and (
-        not save.call.own or save.committed.asked or save.committed.peek() is None
-    )
+    return save.over and (not save.own or save.committed.asked or save.committed.peek() is None)

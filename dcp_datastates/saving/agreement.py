@@ -21,8 +21,7 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.ranks.meetings import Met
-from dcp_datastates.saving.call import LEFT_OUT
-from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.storage.attempt import Ticket
 
 _OTHER_PLANNERS: Final = (
@@ -263,7 +262,7 @@ class PeerWatch:
         self._losses = None if group.detector is None else LossWatch(group.detector)
         self._timeout = timeout
         self._number = number
-        self._own = save is None or save.call.own
+        self._own = save is None or save.own
         self._check_open = check_open
         self._save = save
         self._log = WaitLog(logger, what)

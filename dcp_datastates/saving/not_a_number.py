@@ -39,13 +39,13 @@ def look_for_nan(save: SaveOperation, staged: StagedState | None) -> None:
     """
     found = []
     if save.group.rank_set.rank == 0:  # whose metrics are stored
-        numbers = save.call.metrics.items()
+        numbers = save.metrics.items()
         found += [f"metrics.{name}" for name, number in numbers if math.isnan(number)]
     if staged is not None:
-        found += [*_copied(staged), *_read_later(staged, save.call.number)]
+        found += [*_copied(staged), *_read_later(staged, save.number)]
     if not found:
         return
-    if save.call.config.on_nan == "refuse":
+    if save.config.on_nan == "refuse":
         raise SaveFailedError(
             f'there is NaN in {some_of(found)}, and on_nan="refuse" fails such saves; older checkpoints stay'
         )

@@ -15,15 +15,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from enum import IntEnum
 from typing import Final, TypeVar
 
 from dcp_datastates._native import SaveJob
-from dcp_datastates.commit.group import commit_group
+from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Part, Round
+from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -32,16 +33,17 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import save_trace
 from dcp_datastates.format.metadata_table import Compose
+from dcp_datastates.io.engine import next_order
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import SaveCall
-from dcp_datastates.saving.outcome import conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveRecord, SaveStats
+from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
@@ -53,48 +55,71 @@ T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.1
 
+LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
+"""Why a save is left out."""
+
 
 class SaveOperation:
     """One save on this rank. The methods are grouped by the threads that call them, in the order of a save's life.
 
     Args:
-        reads: the deferred reads of a staged state; None if the planner resolves its data in place.
-        error: the error with which the save has already failed on this rank.
+        group: the ranks of the call.
+        path: the checkpoint's directory; None until DCP names it.
+        stats: made when the call began.
+        metrics: the numbers by which the user compares checkpoints.
         left_out: whether this rank leaves the save out.
     """
 
     def __init__(
         self,
-        call: SaveCall,
+        group: CommitGroup,
+        config: WriterConfig,
+        origin: SaveOrigin,
+        path: Location | None,
         stats: SaveStats,
-        reads: DeferredReads | None = None,
-        error: BaseException | None = None,
+        metrics: Mapping[str, float],
+        *,
         left_out: bool = False,
     ) -> None:
-        self.call: Final = call
-        self.group = call.group
-        """The ranks that save together."""
+        self.group_of_call: Final = group
+        self.group = group
+        """The ranks that save together: those of the call, or this process alone (:meth:`save_alone`)."""
+        self.config: Final = config
+        self.origin: Final = origin
         self.stats: Final = stats
-        self.reads = reads
+        self.metrics: Final = metrics
+        self.working_directory: Final = local.working_directory()
+        """The process's, at the call."""
+        self.order: Final = next_order()
+        """Sequence number in this process."""
+        self.unused_writers: Final = 0 if self.own else group.unused_writers
+        """For a save that DCP runs: how many writers the program had made and not used."""
+        self.number: Final = group.count_call(self.own)
+        """Of this save, among the saves of these ranks in this process that this package runs, or (:attr:`own` is
+        false) DCP.
+        """
+        self.reads: DeferredReads | None = None
+        """The deferred reads of a staged state; None if the planner resolves its data in place."""
         self.fingerprint: Fingerprint | None = None
         """Of the staged state, at the call; None if plans for it are not cached."""
         self.left_out: Final = left_out
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.archived: SharedFuture | None = None
         """Done when the checkpoint is in the archive; None if there is none."""
-        self._until = time.monotonic() + call.config.read_deadline
+        self._until = time.monotonic() + config.read_deadline
         """Until then, waiting for the read window counts as progress."""
         self._steps = 0
         self._job: SaveJob | None = None
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
-        self._path = call.path
+        self.path = path
+        """The checkpoint's directory, as the user named it; None until DCP passes it."""
         self._resolved_path: Location | None = None
         # Keeps the store alive if the job destroys its process group meanwhile.
-        self._store = call.group.rank_set.store
+        self._store = group.rank_set.store
         self._lock = threading.RLock()  # guards what follows
         self._phase = Phase.STAGED
-        self._error = error
+        self._error: BaseException | None = None
         self._listens = False  # whether the failure detector calls _lost()
         self._ended = threading.Event()  # the part before the commit
         self._given_up = False
@@ -107,9 +132,14 @@ class SaveOperation:
     # ---- any thread ----------------------------------------------------------------------------------
 
     @property
-    def path(self) -> Location | None:
-        """The checkpoint's directory, as the user named it; None until DCP passes it."""
-        return self._path
+    def own(self) -> bool:
+        """Whether this package runs the save, rather than DCP."""
+        return self.origin is SaveOrigin.PACKAGE
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the call returns before the save is committed."""
+        return self.origin is not SaveOrigin.DCP
 
     @property
     def attempt(self) -> Attempt | None:
@@ -133,10 +163,6 @@ class SaveOperation:
         return self._error
 
     @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    @property
     def record(self) -> SaveRecord | None:
         """What came of the save; None until the outcome is known."""
         if not self.committed.done():
@@ -147,11 +173,6 @@ class SaveOperation:
                 made = self._recorded(self.committed.peek())
                 self._record = self._record or made  # a signal handler may have come in between
             return self._record
-
-    @property
-    def exit_timeout(self) -> float:
-        """How long the end of the process waits for the save, in seconds."""
-        return self.call.config.exit_timeout
 
     @property
     def over(self) -> bool:
@@ -215,17 +236,13 @@ class SaveOperation:
             detector.save_started()
             detector.listen(self._lost)
 
-    def set_path(self, path: Location) -> None:
-        """Set the checkpoint's directory, which DCP passes."""
-        self._path = path
-
     def directory(self) -> Location:
         """The checkpoint's directory. Raises :class:`ConfigurationError` if no path was given."""
-        if self._path is None:
+        if self.path is None:
             raise ConfigurationError(
                 "no path to save to: construct DataStatesWriter(path), or pass checkpoint_id"
             )
-        return self._path
+        return self.path
 
     def resolved_path(self) -> Location:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
@@ -238,7 +255,7 @@ class SaveOperation:
         """Run ``function``, which operates on the directory, within ``commit_timeout``."""
         path = self._resolved_path or self.directory()
         check_not_hung(path)
-        return bounded(what, path, self.call.config.commit_timeout, function)
+        return bounded(what, path, self.config.commit_timeout, function)
 
     def step(self) -> None:
         """Count one more resolved item as progress."""
@@ -250,13 +267,13 @@ class SaveOperation:
 
     def save_alone(self) -> None:
         """Save with this process alone, whatever the group of the call."""
-        self.call.group.count_call(self.call.own, -1)  # other ranks need not make such a call
+        self.group.count_call(self.own, -1)  # other ranks need not make such a call
         self.group = commit_group(ALONE)
 
     def draw_ticket(self) -> Ticket:
         """Coordinator: claim an attempt at the path."""
         place, group = Place(self.resolved_path()), self.group
-        overwrite = self.call.config.overwrite
+        overwrite = self.config.overwrite
         claimed = self.on_storage("claiming", lambda: place.claim(group.neighbours, overwrite))
         ticket = Ticket(claimed.attempt, group.draw(), group.first)
         self.agree(ticket, claimed)
@@ -273,11 +290,6 @@ class SaveOperation:
             if not self._ended.is_set():
                 self.group.announce(ticket.number)  # first: another thread may vote at once
                 self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether this rank has the coordinator's ticket."""
-        return self._ticket is not None
 
     def ticket(self) -> Ticket:
         """The coordinator's ticket. Raises if the save was given up before it came."""
@@ -326,11 +338,11 @@ class SaveOperation:
         if self.reads is not None:
             self.reads.fail(error)
         self.submit_failure(error)
-        if self._phase is not Phase.COMMITTING and not self.call.own:
+        if self._phase is not Phase.COMMITTING and not self.own:
             self.fail(error)
-        if listens and self.call.group.detector is not None:
-            self.call.group.detector.save_ended()
-            self.call.group.detector.forget(self._lost)
+        if listens and self.group_of_call.detector is not None:
+            self.group_of_call.detector.save_ended()
+            self.group_of_call.detector.forget(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
         """Vote against the save, unless this rank's part is submitted. Any thread."""
@@ -339,15 +351,15 @@ class SaveOperation:
     # ---- within ------------------------------------------------------------------------------------
 
     def _round_with(self, part: Part, report: bytes, compose: Compose | None) -> Round:
-        ticket, config = self._ticket, self.call.config
+        ticket, config = self._ticket, self.config
         assert ticket is not None
         return Round(
             ticket.number,
             ticket.attempt,
-            self._resolved_path or self._path,
+            self._resolved_path or self.path,
             part,
             timeout=config.commit_timeout,
-            path=self._path,
+            path=self.path,
             claim=self._claim,
             overwrite=config.overwrite,
             first=ticket.first,
@@ -379,7 +391,7 @@ class SaveOperation:
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name
-        return record_of(self.call.origin, ranks, self.path, name, self.stats, error)
+        return record_of(self.origin, ranks, self.path, name, self.stats, error)
 
     def _lost(self, losses: list[Loss]) -> None:
         """Called by the failure detector's thread: ranks are lost, and DCP may wait for them until its process group
@@ -387,7 +399,7 @@ class SaveOperation:
 
         Once the ticket is here, all ranks have a round, which decides the outcome: this rank votes against the save.
         """
-        if self.group is not self.call.group:
+        if self.group is not self.group_of_call:
             return  # this process saves alone
         if self._phase is Phase.COMMITTING or self.committed.done():
             return
@@ -407,7 +419,7 @@ class SaveOperation:
             ).start()
 
     def __repr__(self) -> str:
-        return f"SaveOperation({self.call.order}, {self.path}, {self._phase.name})"
+        return f"SaveOperation({self.order}, {self.path}, {self._phase.name})"
 
 
 class Phase(IntEnum):

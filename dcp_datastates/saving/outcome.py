@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Final
 
 from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
 
 listeners: Final[Listeners[SaveRecord]] = Listeners()
+
+
+class SaveOrigin(Enum):
+    """Which API and which thread run a save."""
+
+    PACKAGE = "dcp_datastates.async_save"
+    """This package's planning thread."""
+    DCP_ASYNC = "dcp.async_save"
+    """DCP, in a thread that it starts."""
+    DCP = "dcp.save"
+    """DCP, in the thread of the call."""
 
 
 def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:

@@ -81,7 +81,7 @@ def check_path(save: SaveOperation) -> None:
         directory = location
 
         def look() -> None:
-            Place(directory).check_overwrite(save.call.config.overwrite)
+            Place(directory).check_overwrite(save.config.overwrite)
             local.check_writable(directory)
 
         save.on_storage("looking at the path", look)

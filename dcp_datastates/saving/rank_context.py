@@ -119,8 +119,8 @@ class RankContext:
 
         def wait() -> None:
             begun.set()
-            until = time.monotonic() + save.call.config.commit_timeout
-            while not (save.is_agreed or save.await_end(_POLL_SECONDS)):
+            until = time.monotonic() + save.config.commit_timeout
+            while not (save.attempt is not None or save.await_end(_POLL_SECONDS)):
                 if time.monotonic() > until:
                     return
 
@@ -200,12 +200,12 @@ class RankContext:
         ``planning`` is None if the save has failed on this rank. If this raises, the save has failed on all ranks, or
         this rank has voted against it.
         """
-        group, timeout = save.group, save.call.config.commit_timeout
+        group, timeout = save.group, save.config.commit_timeout
         what = f"the save to {str(save.path)!r}"
         propose = functools.partial(_propose, save, planning)
-        watch = self._watch(what, timeout, save.call.number, save)
+        watch = self._watch(what, timeout, save.number, save)
         try:
-            meet = self._meet if save.call.own else self._meet_in_dcp
+            meet = self._meet if save.own else self._meet_in_dcp
             agreed, assignment, failure = agree(
                 functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
             )
@@ -315,7 +315,7 @@ class RankContext:
     def _watch(
         self, what: str, timeout: float, number: int, save: SaveOperation | None = None
     ) -> PeerWatch:
-        if save is None or save.call.own:
+        if save is None or save.own:
             number += self._moved_on
         return PeerWatch(
             self.group, what, timeout, number, self.check_open, save, self._gate_seconds
@@ -380,7 +380,7 @@ def _propose(
     assert planning is not None
     check_path(save)
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    name = SaveName(save.directory().name, planning.kind, save.call.unused_writers)
+    name = SaveName(save.directory().name, planning.kind, save.unused_writers)
     return name, planning, plan
 
 

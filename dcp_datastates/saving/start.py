@@ -10,21 +10,20 @@ from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import capturing, open_used
-from dcp_datastates.io.engine import engine, next_order
+from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
-from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
-from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.eager_copies import EagerBuffers
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
@@ -70,29 +69,28 @@ def stage_save(
     before = stats.timeline.seconds
     left_out = make_room(config.max_in_flight, config.when_behind)
     stats.room_seconds = stats.timeline.seconds - before
-    call = new_call(group, config, origin, path, metrics)
+    save = SaveOperation(group, config, origin, path, stats, metrics, left_out=left_out)
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT) if left_out else None
-    reads: DeferredReads | None = None
-    fingerprint: Fingerprint | None = None
     try:
         hit("stage.before")
         if failure is None:
             with collection_paused():
-                reads = _stage(call, state_dict, stats, config.defer, config.read_window)
+                save.reads = _stage(save, state_dict, config.defer, config.read_window)
                 if in_columns:
-                    fingerprint = reads.staged.fingerprint()
+                    save.fingerprint = save.reads.staged.fingerprint()
         hit("stage.after")
     except BaseException as error:
         failure = error
-    if reads is None:
-        reads = DeferredReads(None, None, Window(0.0), call.order, stats, config.commit_timeout)
+    if save.reads is None:
+        save.reads = DeferredReads(
+            None, None, Window(0.0), save.order, stats, config.commit_timeout
+        )
     if failure is not None:
-        reads.fail(failure)
+        save.reads.fail(failure)
         alone = group.rank_set.world == 1 and not left_out
         if alone or not isinstance(failure, Exception):
             raise failure
-    save = SaveOperation(call, stats, reads, failure, left_out)
-    save.fingerprint = fingerprint
+        save.record_error(failure)
     try:
         enter(save)
     except BaseException as error:  # an interrupt: no thread will plan the save
@@ -109,35 +107,18 @@ def stage_in_place(save: SaveOperation, state_dict: Mapping[str, Any]) -> None:
 
     Raises :class:`UnsupportedTensorError` and the like.
     """
-    save.reads = _stage(save.call, state_dict, save.stats, "all", "immediate")
+    save.reads = _stage(save, state_dict, "all", "immediate")
     save.fingerprint = save.reads.staged.fingerprint()
     save.reads.begin()
 
 
-def new_call(
-    group: CommitGroup,
-    config: WriterConfig,
-    origin: SaveOrigin,
-    path: Location | None,
-    metrics: Mapping[str, float],
-) -> SaveCall:
-    """Describe a call that is made now."""
-    own = origin is SaveOrigin.PACKAGE
-    unused, number = 0 if own else group.unused_writers, group.count_call(own)
-    return SaveCall(group, config, origin, path, next_order(), number, unused, metrics)
-
-
 def _stage(
-    call: SaveCall,
-    state_dict: Mapping[str, Any],
-    stats: SaveStats,
-    defer: Defer,
-    read_window: ReadWindow,
+    save: SaveOperation, state_dict: Mapping[str, Any], defer: Defer, read_window: ReadWindow
 ) -> DeferredReads:
-    config = call.config
-    check_at_call(call.path, config)
+    config, stats = save.config, save.stats
+    check_at_call(save.path, config)
     native = engine(config.host_cache_bytes)
-    buffers = EagerBuffers(native, call.order)
+    buffers = EagerBuffers(native, save.order)
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
     immediate = read_window == "immediate"
     window = Window(0.0 if immediate else config.read_deadline)
@@ -148,11 +129,11 @@ def _stage(
             defer,
             native,
             buffers.allocate,
-            call.order,
+            save.order,
             config.audit,
         )
         reads = DeferredReads(
-            staged, buffers.slab, window, call.order, stats, config.commit_timeout
+            staged, buffers.slab, window, save.order, stats, config.commit_timeout
         )
     except BaseException:
         buffers.release()

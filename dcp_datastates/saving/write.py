@@ -178,11 +178,11 @@ class Writing:
         job = part.job
         try:
             if save.reads is None:
-                stall = Stall(logger, f"save {save.call.order}", save.call.config.commit_timeout)
+                stall = Stall(logger, f"save {save.order}", save.config.commit_timeout)
                 await_reads(job, -1, stall)
             else:
                 try:
-                    save.reads.settle(save.call.config.read_deadline)
+                    save.reads.settle(save.config.read_deadline)
                 finally:
                     save.reads.raise_failure()
             if (error := part.error) is not None:
@@ -194,7 +194,7 @@ class Writing:
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content.report, self._samples)
-        save.submit(part, report, planning.compose(save.call.metrics))
+        save.submit(part, report, planning.compose(save.metrics))
 
 
 def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
@@ -211,7 +211,7 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
 def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
-    native = engine(save.call.config.host_cache_bytes)
+    native = engine(save.config.host_cache_bytes)
     look_for_nan(save, None if reads is None else reads.staged)
     synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
     try:
@@ -221,7 +221,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
             reads.check_unchanged()
         raise
     if reads is not None and reads.fences:  # from devices
-        _fit_cache(save.call.config, content)
+        _fit_cache(save.config, content)
     stats.steady = planning.is_cached and content.is_known
     begun: list[Writing] = []
 
@@ -233,7 +233,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
             synced,
             content,
             stats,
-            order=save.call.order,
+            order=save.order,
             window=window,
             expected=None if reads is None else reads.staged.expected,
         )

@@ -295,7 +295,7 @@ def archive_save(
         # DCP may have said meanwhile that this process saves alone.
         archive = archive_of(slow, save.group)
         archive.set_rate(rate)
-        archive.exit_timeout = save.call.config.exit_timeout
+        archive.exit_timeout = save.config.exit_timeout
         archive.saved(save, archived, then)
 
     save.archived = archived

@@ -30,10 +30,9 @@ from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
-from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
-from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -159,10 +158,8 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         zip(plannings, plannings[0].assign(proposals), strict=True)
     ):
         planning.take(answer)
-        call = SaveCall(
-            commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order(), 1
-        )
-        save = SaveOperation(call, SaveStats())
+        config, alone = WriterConfig(64 << 20), commit_group(ALONE)
+        save = SaveOperation(alone, config, SaveOrigin.DCP, path, SaveStats(), {})
         group = _Group(RankSet(rank, tuple(range(ranks)), None))
         save.group = cast("CommitGroup", group)
         save.agree(Ticket(claimed.attempt, 0, 0), claimed)

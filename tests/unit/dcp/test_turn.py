@@ -10,10 +10,9 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp import turn
 from dcp_datastates.dcp.turn import Turn
-from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.stats import SaveStats
 
 
@@ -29,10 +28,8 @@ def order():
 
 
 def _save():
-    call = SaveCall(
-        commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP_ASYNC, None, next_order(), 1
-    )
-    return SaveOperation(call, SaveStats())
+    group, config = commit_group(ALONE), WriterConfig(64 << 20)
+    return SaveOperation(group, config, SaveOrigin.DCP_ASYNC, None, SaveStats(), {})
 
 
 def _run(mine, order, go_on=None, end=None):

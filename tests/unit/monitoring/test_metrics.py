@@ -19,8 +19,7 @@ from dcp_datastates import CheckpointSkipped, ConfigurationError, DataStatesErro
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveAbandonedError
 from dcp_datastates.monitoring import register_metrics
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import SaveOrigin
-from dcp_datastates.saving.outcome import conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.stats import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.tiers import archive
 

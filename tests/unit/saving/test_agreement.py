@@ -12,7 +12,7 @@ from dcp_datastates import CheckpointSkipped, ConfigurationError, SaveFailedErro
 from dcp_datastates.commit.vote import Reason
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
-from dcp_datastates.saving.call import LEFT_OUT
+from dcp_datastates.saving.operation import LEFT_OUT
 from dcp_datastates.storage.attempt import Attempt, Ticket
 
 TEXT = st.text(st.characters(codec="utf-8"))

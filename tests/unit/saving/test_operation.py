@@ -16,10 +16,9 @@ import dcp_datastates
 from dcp_datastates import StorageError
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import Phase, SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.stats import SaveStats
 
 
@@ -129,10 +128,8 @@ def test_save_copies_nothing_that_can_be_read_in_place(tmp_path):
 
 
 def _synchronous(path):
-    call = SaveCall(
-        commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order(), 1
-    )
-    return SaveOperation(call, SaveStats())
+    config, stats = WriterConfig(64 << 20), SaveStats()
+    return SaveOperation(commit_group(ALONE), config, SaveOrigin.DCP, path, stats, {})
 
 
 def test_a_save_that_was_ended_while_it_claimed_holds_up_no_later_one(tmp_path):

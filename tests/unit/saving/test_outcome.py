@@ -10,8 +10,7 @@ import pytest
 from dcp_datastates import CheckpointSkipped, StorageError
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.saving.call import SaveOrigin
-from dcp_datastates.saving.outcome import conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.stats import SaveStats, Timeline
 
 PATH = Path("/ckpt/step-7")

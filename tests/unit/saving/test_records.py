@@ -25,12 +25,11 @@ from dcp_datastates import (
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CommitOutcomeUnknown
-from dcp_datastates.io.engine import next_order
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving import start
-from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.stats import PHASES, SaveStats, Timeline
 
 STATE = {"w": torch.arange(100_000.0)}
@@ -188,11 +187,9 @@ def test_a_call_that_waits_for_earlier_saves_says_for_how_long(tmp_path):
 )
 def test_a_save_that_ends_early_has_one_record(end, outcome, tmp_path):
     with recorded() as records:
-        call = SaveCall(
-            *(commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, tmp_path / "a"),
-            *(next_order(), 1),
-        )
-        ended = SaveOperation(call, SaveStats())
+        config, path = WriterConfig(64 << 20), tmp_path / "a"
+        group, stats = commit_group(ALONE), SaveStats()
+        ended = SaveOperation(group, config, SaveOrigin.DCP, path, stats, {})
         ended.begin()
         end(ended)
         ended.end()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from dcp_datastates import StorageError
@@ -13,7 +11,7 @@ from dcp_datastates.saving.admission import Saves
 
 class _Save:
     def __init__(self, *, own=True, error=None):
-        self.call = SimpleNamespace(own=own)
+        self.own = own
         self.committed = AskedFuture(lambda: None)
         self.over = False
         self.waited = 0
