@@ -9,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import DurablePart, Round
-from dcp_datastates.conversion.dcp_source import DCPSource
 from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Box, Source, shards
-from dcp_datastates.dcp.read_requests import request_of
+from dcp_datastates.conversion.source import Box, Source, known_paths, shape_of, shards
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -26,11 +23,12 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.io.requests import Request, aim
+from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.reading import read
+from dcp_datastates.loading.regions import Shards
+from dcp_datastates.loading.stored import Stored
 from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme
@@ -40,35 +38,36 @@ from dcp_datastates.storage.decisions import DECISION_NAME
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 
 
-class DataStatesSource(DCPSource):
+class DataStatesSource(Source):
     """A committed checkpoint of this package. Every byte is verified before it is used."""
 
     format = "dcp_datastates"
 
     def __init__(self, path: Location) -> None:
         self.path = path
-        committed = open_committed(path)
-        self._table = committed.table
-        self._describe(metadata_of(committed.table))
+        self._stored = stored = Stored(open_committed(path).table)
+        shapes = {name: shape_of(each.dtype, each.size) for name, each in stored.items() if each}
+        self.tensors = shapes
+        self.objects = dict.fromkeys(name for name in stored if name not in shapes)
+        self.paths = known_paths(stored.table.catalog.mappings, stored)
 
     def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        reads = list(map(self._reads, wanted))
-        pairs = [pair for _, parts in reads for pair in parts]
-        requests = [request_of(item, self._metadata) for item, _ in pairs]
-        aim(requests, [into for _, into in pairs], cast=False)
-        self._restore(requests)
-        return [into for into, _ in reads]
+        found = Shards()
+        for number, (name, begins, sizes) in enumerate(wanted):
+            memory = torch.empty(sizes, dtype=self.tensors[name].dtype, device="cpu")
+            found.add(number, begins, sizes, memory)
+        names = [box.name for box in wanted]
+        self._restore(self._stored.into(names, found))
+        return found.memories
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
-        index, nothing = MetadataIndex(name), torch.Size([])
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        return self._restore([request_of(item, self._metadata)])
+        return self._restore([self._stored.object(name)])
 
     def _restore(self, requests: list[Request]) -> bytes:
         data = bytearray()
-        read(requests, lambda each: data.extend(each.data), self._table, [self.path])
+        read(requests, lambda each: data.extend(each.data), self._stored.table, [self.path])
         return bytes(data)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.key_paths import KeyPath, empties
+from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.object_path import Location
 
@@ -93,6 +93,17 @@ class Source(abc.ABC):
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
+
+
+def known_paths(paths: Any, names: Container[str]) -> dict[str, KeyPath]:
+    """Of the ``paths`` in metadata, those of values called ``names`` and of empty dicts, if they are well-formed."""
+    found = with_types(paths)
+    return {
+        name: path
+        for name, path in (found.items() if isinstance(found, dict) else ())
+        if type(path) is tuple and path and (name in names or path[-1] == EMPTY)
+        if set(map(type, path)) <= {str, int, tuple}
+    }
 
 
 def shape_of(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -30,18 +31,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_datastates.conversion.dcp_source import DCPSource
 from dcp_datastates.conversion.files import opened, stream_of
 from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.pickles import loaded, unsafe
-from dcp_datastates.conversion.source import Box, Source, batches, shards
+from dcp_datastates.conversion.source import Box, Source, batches, known_paths, shape_of, shards
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_columns import catalog_of
-from dcp_datastates.format.validate import validate
+from dcp_datastates.format.validate import check_covered, validate
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
@@ -61,7 +62,7 @@ _DEEPEST: Final = 8
 """Tuples in tuples, in metadata. C code hashes them by recursion, and a deep one would end the process."""
 
 
-class StockSource(DCPSource):
+class StockSource(Source):
     """A checkpoint of stock DCP. A thread reads a stored chunk as a whole, and keeps it until it reads later rows."""
 
     format = "stock DCP"
@@ -70,12 +71,20 @@ class StockSource(DCPSource):
         self.path = path
         metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
         try:
-            self._describe(metadata)
+            self._entries = dict(metadata.state_dict_metadata)
+            self.tensors = {
+                name: shape_of(entry.properties.dtype, entry.size)
+                for name, entry in self._entries.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            self.objects = dict.fromkeys(name for name in self._entries if name not in self.tensors)
+            self.paths = known_paths(metadata.planner_data, self._entries)
             wrong = validate(catalog_of(metadata), filled=False)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
+        self._places = metadata.storage_data or {}
         self._of_thread = threading.local()  # kept: its latest chunks, of one tensor
 
     def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
@@ -89,15 +98,22 @@ class StockSource(DCPSource):
             return stream_of(file, info.offset, info.length).read()
 
     def _read(self, box: Box) -> torch.Tensor:
-        into, items = self._reads(box)
+        entry = self._entries[box.name]
+        assert isinstance(entry, TensorStorageMetadata)
+        way_out = f"leave it out with exclude={box.name!r}"
+        check_covered(box.name, entry.size, (chunk.sizes for chunk in entry.chunks), way_out)
+        into = torch.empty(box.sizes, dtype=entry.properties.dtype, device="cpu")
+        if not into.numel():
+            return into
         kept: dict[MetadataIndex, torch.Tensor] = {
             index: chunk
             for index, chunk in vars(self._of_thread).get("kept", {}).items()
             if index.fqn == box.name and index.offset[0] + chunk.shape[0] > box.offsets[0]
         }
         self._of_thread.kept = kept
-        for item, part in items:
+        for item in create_read_items_for_chunk_list(box.name, entry, [box.chunk]):
             index = item.storage_index
+            part = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
             if (chunk := kept.get(index)) is None:
                 chunk = self._chunk(index)
                 if box.sizes:
@@ -129,7 +145,7 @@ class StockSource(DCPSource):
 
     def _place(self, index: MetadataIndex) -> tuple[_StorageInfo, Location]:
         """Where something is stored, which lies within a file of the checkpoint."""
-        info = (self._metadata.storage_data or {}).get(index)
+        info = self._places.get(index)
         if not isinstance(info, _StorageInfo):
             raise CheckpointCorruptError(
                 f"{self.path}: the metadata do not say where {index.fqn!r} is stored"

@@ -23,7 +23,7 @@ from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.regions import is_elsewhere
+from dcp_datastates.loading.regions import is_elsewhere, shards_of
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
 
@@ -115,8 +115,8 @@ class Fitting:
                 f"{next(iter(objects.values()))!r} is a pickled Python object and allow_objects=False; load tensors "
                 f"only, or trust the checkpoint with allow_objects=True"
             )
-        values = [matched[name] for name in tensors]
-        found = stored.into(list(tensors.values()), values, self.fit.cast, list(tensors))
+        shards = shards_of(list(tensors.values()), [matched[name] for name in tensors])
+        found = stored.into(list(tensors.values()), shards, self.fit.cast, list(tensors))
         found += [stored.object(old, name) for name, old in objects.items()]
         # Dicts that the program did not have get their values in the order in which they are read.
         place = {name: number for number, name in enumerate(matched)}

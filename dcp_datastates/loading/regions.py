@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -48,7 +48,7 @@ class Shards:
         return np.array(begins, np.int64).reshape(shape), np.array(sizes, np.int64).reshape(shape)
 
 
-def shards_of(names: Sequence[str], values: Sequence[Any]) -> Shards:
+def shards_of(names: Iterable[str], values: Iterable[Any]) -> Shards:
     """What this rank holds of tensors of the state, which are called ``names``. Nothing outside a mesh."""
     found = Shards()
     places: dict[Any, tuple[Sizes, Sizes] | None] = {}

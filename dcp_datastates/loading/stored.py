@@ -23,7 +23,7 @@ from dcp_datastates.format.ragged import positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
-from dcp_datastates.loading.regions import cut, overlaps, rows_of, shards_of
+from dcp_datastates.loading.regions import Shards, cut, overlaps, rows_of
 
 _DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
 
@@ -113,14 +113,12 @@ class Stored(Mapping[str, Described | None]):
         return Request(name, file, begin, nbytes, key)
 
     def into(
-        self, names: Sequence[str], values: Sequence[Any], cast: bool, keys: Sequence[Any] = ()
+        self, names: Sequence[str], shards: Shards, cast: bool = False, keys: Sequence[Any] = ()
     ) -> list[Request]:
-        """What reads this rank's parts of the tensors called ``names`` into ``values``, tensors of the same sizes; each
-        with its key.
+        """What reads ``shards``, of the tensors called ``names``; each with the key of its tensor.
 
         Raises :class:`IncompatibleStateError` if one cannot receive what is stored, or not all of it is stored.
         """
-        shards = shards_of(names, values)
         numbers = self._numbers(names)[shards.of]
         dtypes = [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
         needed = np.array(list(map(math.prod, shards.sizes)), np.int64)
@@ -148,9 +146,10 @@ class Stored(Mapping[str, Described | None]):
             targets += memories
             np.subtract.at(left, found.shard, nelements)
         for at in np.flatnonzero(left)[:1].tolist():
+            name = names[shards.of[at]]
             raise IncompatibleStateError(
-                f"of {names[shards.of[at]]!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank "
-                f"saved its shard alone?); choose others with only, or load it into a sharded state"
+                f"of {name!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank saved its shard "
+                f"alone?); leave it out with exclude={name!r}, or load it into a sharded state"
             )
         aim(requests, targets, cast)
         return requests

@@ -18,7 +18,7 @@ from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
 from dcp_datastates.io.wrappers import box, kind, parts
-from dcp_datastates.loading.regions import cut, overlap, volume
+from dcp_datastates.loading.regions import cut, overlap, shards_of, volume
 from dcp_datastates.loading.stored import Stored
 
 Read = Callable[[list[Request]], None]
@@ -108,7 +108,8 @@ class _Parts:
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read ``tensors``, by their full names."""
-        self.read(self.stored.into(list(tensors), list(tensors.values()), False))
+        shards = shards_of(tensors, tensors.values())
+        self.read(self.stored.into(list(tensors), shards))
 
     def new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """New tensors on the host, for parts of these names."""
