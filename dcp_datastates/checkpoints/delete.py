@@ -100,7 +100,7 @@ def delete_committed(
         raise NotDeleted(path, str(victim.problem))
     _check(path, victim, is_abandoned)
     if not dry_run:
-        with operations.during("delete"):
+        with operations.during("delete", path.folder):
             _delete(path, victim, is_abandoned, whole)
 
 
@@ -139,7 +139,7 @@ def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -
     there = attempts.survey(place)
     if dry_run:
         return True
-    with operations.during("delete"):
+    with operations.during("delete", place.folder):
         states = {attempt: withdraw(place, attempt) for attempt in there}
         if State.COMMITTED in states.values():
             raise NotDeleted(place, "it was committed a moment ago")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage import attempts, local_store, presence, store_index
+from dcp_datastates.storage import attempts, local_store, operations, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import StoredObject
@@ -137,9 +136,10 @@ def remove_all(path: Location, first: Iterable[str]) -> None:
     rest is no checkpoint if this is interrupted. Raises OSError.
     """
     place = stored(path)
-    place.store.delete([(place / name).key for name in first])
-    if place.is_local:
-        shutil.rmtree(str(place))
+    with operations.during("delete", place.folder):
+        place.store.delete([(place / name).key for name in first])
+    if place.folder is not None:
+        operations.remove_tree(place.folder)
     else:
         attempts.delete_objects(place, _all_below(place))
 

@@ -137,7 +137,7 @@ class Place:
             raise StorageError(error.errno, error.strerror, error.filename) from error
         except NotDurableError as error:
             raise CommitOutcomeUnknown(
-                f"{str(directory)!r} holds attempt {attempt.name}: {error.strerror}"
+                f"the decision to commit attempt {attempt.name} at {str(directory)!r}: {error.strerror}"
             ) from error
         except StorageError as error:
             raise CommitOutcomeUnknown(
@@ -197,7 +197,7 @@ class Place:
     ) -> None:
         """Remove the attempts that :meth:`find_older` found. Never raises."""
         try:
-            with operations.during("cleanup"):
+            with operations.during("cleanup", self._directory.folder):
                 self._tidy(round_, superseded, rank)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
@@ -257,7 +257,7 @@ class Place:
         try:
             if not self._deletes:
                 return
-            with operations.during("cleanup"):
+            with operations.during("cleanup", self._directory.folder):
                 attempts.remove_data(self._directory, round_.attempt, rank, world)
             if round_.archives and rank == 0:
                 path = self._directory / round_.attempt.archive_pin

@@ -139,10 +139,10 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
         try:
             if path.store.put_if_absent(path.key, _mark(_WITHDRAWN)):
                 return State.WITHDRAWN
-        except NotDurableError:
-            raise
-        except ObjectMissingError:  # the attempt's folder is gone, and no process makes it again
-            return State.WITHDRAWN
+        except (NotDurableError, ObjectMissingError) as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return State.WITHDRAWN  # the attempt's folder is gone, and no process makes it again
         except StorageError as error:
             failure = error
         state = state_of(directory, attempt)

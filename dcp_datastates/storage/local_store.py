@@ -87,7 +87,7 @@ class LocalStore:
                     raise
                 created = _by_directory(unfinished, path)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
-        _sync_name(path)
+        _sync_name(path, created)
         return created
 
     def put_stream(
@@ -189,7 +189,7 @@ def remove_folder(key: str, whole: bool = False) -> bool:
             continue
         with local.explained("deleting", entry.path):
             if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry)
+                operations.remove_tree(Path(entry))
             else:
                 with contextlib.suppress(FileNotFoundError):
                     operations.unlink(Path(entry), current_phase())
@@ -235,7 +235,7 @@ def discard_folder(key: str) -> bool:
                 raise
             return False
         operations.sync_directory(path.parent, current_phase())
-        shutil.rmtree(gone, ignore_errors=True)
+        operations.remove_tree(gone, ignore_errors=True)
     return True
 
 
@@ -270,7 +270,7 @@ def sweep(key: str) -> None:
             if name and name[1] == local.METADATA_NAME:
                 os.unlink(entry)
             elif name and Attempt.parse(name[1]):
-                shutil.rmtree(entry, ignore_errors=True)
+                operations.remove_tree(Path(entry), ignore_errors=True)
 
 
 def _path(key: str) -> Path:
@@ -377,11 +377,17 @@ def _by_directory(unfinished: Path, path: Path) -> bool:
     return True
 
 
-def _sync_name(path: Path) -> None:
-    """Make the name ``path`` durable. A failure is final: a second sync of a directory may succeed in spite of it."""
+def _sync_name(path: Path, created: bool = False) -> None:
+    """Make the name ``path`` durable. A failure is final: a second sync of a directory may succeed in spite of it.
+
+    ``created``: whether this call alone has made the name, by which others go from then on.
+    """
     try:
         operations.sync_directory(path.parent, current_phase())
     except FileNotFoundError:
+        if created:
+            why = "it was created, and another process has removed its folder since"
+            raise NotDurableError(errno.ENOENT, why, str(path)) from None
         raise ObjectMissingError(str(path)) from None
     except OSError as error:
         raise NotDurableError(

@@ -48,7 +48,12 @@ class ObjectPath:
     @property
     def location(self) -> Location:
         """The place as users name it: a :class:`~pathlib.Path` in the file system."""
-        return Path(self._url) if self.is_local else self
+        return self.folder or self
+
+    @property
+    def folder(self) -> Path | None:
+        """The place in the file system; None in another store."""
+        return Path(self._url) if self.is_local else None
 
     @property
     def name(self) -> str:

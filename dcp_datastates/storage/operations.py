@@ -15,6 +15,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from typing_extensions import Buffer
 
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
@@ -33,6 +35,8 @@ _NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What an fsync of a directory says where there is none, as in SMB: the server keeps the entries by itself. The native
 engine goes by the same (``output_file.cpp``).
 """
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -69,14 +73,45 @@ _current: Final = threading.local()
 
 
 @contextlib.contextmanager
-def during(phase: str) -> Iterator[None]:
-    """The operations of stores that this thread carries out until the context ends belong to ``phase``."""
-    before = current_phase()
+def during(phase: str, folder: Path | None = None) -> Iterator[None]:
+    """The operations of stores that this thread carries out until the context ends belong to ``phase``.
+
+    Below ``folder`` they reach what is in that directory now, whatever takes its name meanwhile, and follow no symbolic
+    link. Raises :class:`StorageError` if it is no directory.
+    """
+    before = vars(_current).copy()
+    if folder is not None:
+        try:
+            descriptor = os.open(folder, _DIRECTORY)
+        except OSError as error:
+            why = f"opening {folder} failed: {error.strerror}"
+            raise StorageError(error.errno, why, str(folder)) from error
+        _current.held = folder, descriptor
     _current.phase = phase
     try:
         yield
     finally:
-        _current.phase = before
+        vars(_current).clear()
+        vars(_current).update(before)
+        if folder is not None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reached(path: Path) -> Iterator[tuple[str, int | None]]:
+    """A name of ``path``, and the descriptor of the directory that it is in: those of the folder that :func:`during`
+    holds, if it lies below that. Else the path itself, and None.
+    """
+    folder, descriptor = getattr(_current, "held", (path, None))
+    if descriptor is None or folder not in path.parents:
+        yield str(path), None
+        return
+    with contextlib.ExitStack() as opened:
+        *between, name = path.relative_to(folder).parts
+        for each in between:
+            descriptor = os.open(each, _DIRECTORY, dir_fd=descriptor)
+            opened.callback(os.close, descriptor)
+        yield name, descriptor
 
 
 def current_phase() -> str:
@@ -96,15 +131,17 @@ def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]
 
 def make_directory(path: Path, phase: str) -> None:
     """Create a directory (mkdir(2)); raises FileExistsError."""
-    with _operation(phase, "mkdir", path):
-        os.mkdir(path)
+    with _operation(phase, "mkdir", path), reached(path) as (name, folder):
+        os.mkdir(name, dir_fd=folder)
 
 
 def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str) -> None:
     """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
     step()
     hit(f"{phase}.create.before")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with reached(path) as (name, folder):
+        descriptor = os.open(name, flags, 0o644, dir_fd=folder)
     try:
         _trace("create", path)
         hit(f"{phase}.create.after")
@@ -126,14 +163,22 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str) -> None:
 
 def rename(path: Path, target: Path, phase: str) -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
-    with _operation(phase, "rename", path, to=str(target)):
-        os.rename(path, target)
+    with (
+        _operation(phase, "rename", path, to=str(target)),
+        reached(path) as (old, folder),
+        reached(target) as (new, other),
+    ):
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=other)
 
 
 def link(path: Path, target: Path, phase: str) -> None:
     """Make ``target`` another name of the file ``path`` (link(2)); raises FileExistsError."""
-    with _operation(phase, "link", path, to=str(target)):
-        os.link(path, target)
+    with (
+        _operation(phase, "link", path, to=str(target)),
+        reached(path) as (old, folder),
+        reached(target) as (new, other),
+    ):
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other)
 
 
 def exchange(path: Path, target: Path, phase: str) -> None:
@@ -152,19 +197,26 @@ def exchange(path: Path, target: Path, phase: str) -> None:
 
 def unlink(path: Path, phase: str) -> None:
     """Remove a file (unlink(2))."""
-    with _operation(phase, "unlink", path):
-        os.unlink(path)
+    with _operation(phase, "unlink", path), reached(path) as (name, folder):
+        os.unlink(name, dir_fd=folder)
 
 
 def remove_directory(path: Path, phase: str) -> None:
     """Remove a directory if it is empty (rmdir(2))."""
-    with _operation(phase, "rmdir", path):
-        os.rmdir(path)
+    with _operation(phase, "rmdir", path), reached(path) as (name, folder):
+        os.rmdir(name, dir_fd=folder)
+
+
+def remove_tree(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a directory with all that is in it; follows no symbolic link."""
+    with reached(path) as (name, folder):
+        shutil.rmtree(name, ignore_errors, dir_fd=folder)  # type: ignore[call-arg]
 
 
 def sync_directory(path: Path, phase: str) -> None:
     """Make the entries of a directory durable (fsync(2)), where the file system knows that."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with reached(path) as (name, folder):
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         _sync(descriptor, path, phase, "sync_directory")
     except OSError as error:

@@ -7,10 +7,11 @@ has put there under this name stays as it is.
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.storage import presence
+from dcp_datastates.storage import operations, presence
 from dcp_datastates.storage.bounded import step
 
 NAME: Final = "README"
@@ -59,4 +60,5 @@ def remove(directory: Path) -> None:
         with open(path, "rb") as file:
             begin = file.read(len(_FIRST_LINE))
         if begin and _FIRST_LINE.startswith(begin):
-            path.unlink()
+            with operations.reached(path) as (name, folder):
+                os.unlink(name, dir_fd=folder)

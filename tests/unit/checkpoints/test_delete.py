@@ -26,9 +26,12 @@ from dcp_datastates import (
     pin,
     unpin,
 )
+from dcp_datastates.checkpoints.delete import delete_committed
+from dcp_datastates.checkpoints.find import open_found
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import DurablePart, Round
 from dcp_datastates.storage import operations
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
 
 
@@ -135,6 +138,38 @@ def _during_each_step(monkeypatch, of, do):
             assert when > 10
             return
         yield when, done[0]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_link_that_takes_a_name_meanwhile_leads_to_nothing(inner, whole, path, monkeypatch):
+    """Who may write in the root puts it where the checkpoint is, or its attempt; it leads to a copy elsewhere."""
+    (path / "others").mkdir()
+    (path / "others" / "notes.txt").write_text("mine")
+    kept, copy = path.parent.with_name("kept"), path.parent.with_name("copy")
+    (attempt,) = (entry.name for entry in path.iterdir() if Attempt.parse(entry.name))
+    for each in (kept, copy):
+        shutil.copytree(path, each)
+
+    def swap(when):
+        taken = path / attempt if inner else path
+        if taken.exists():
+            taken.rename(path.with_name("aside"))
+            taken.symlink_to(copy / attempt if inner else copy)
+
+    def remove():
+        delete_committed(open_found(path), whole=whole)
+
+    for when, step in _during_each_step(monkeypatch, remove, swap):
+        assert _files(copy) == _files(kept), f"step {when} ({step})"
+        shutil.rmtree(path.parent)
+        shutil.copytree(kept, path)
+
+
+def _files(folder):
+    return {
+        each.relative_to(folder): each.read_bytes() for each in folder.rglob("*") if each.is_file()
+    }
 
 
 def test_what_is_committed_during_a_deletion_stays(path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import FailedPart, Round
-from dcp_datastates.storage import attempts, decisions, store_index
+from dcp_datastates.storage import attempts, decisions, operations, store_index
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import stored
@@ -260,3 +261,18 @@ class TestOneWriter:
         )
         with pytest.raises(CommitOutcomeUnknown):
             _publish(round_)
+
+
+def test_what_others_have_deleted_before_its_name_was_durable_is_unknown(tmp_path, monkeypatch):
+    """They may have read the decision, and told of it, before they deleted the checkpoint."""
+    path = stored(tmp_path / "step-1")
+    round_, real = _begun(path), operations.link
+
+    def link(*arguments):
+        real(*arguments)
+        shutil.rmtree(tmp_path / "step-1")
+
+    monkeypatch.setattr(operations, "link", link)
+    with pytest.raises(CommitOutcomeUnknown, match="has removed its folder since"):
+        _publish(round_)
+    assert decisions.withdraw(path, _begun(path).attempt) is State.WITHDRAWN

@@ -54,7 +54,7 @@ def test_a_save_that_made_nothing_binds_later_ones_to_no_file_system(
     """The administrator mounts the root anew after the first save has failed."""
     with monkeypatch.context() as patched:
 
-        def fail(path, *more):
+        def fail(path, *more, **_):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
         patched.setattr(os, "mkdir", fail)

@@ -273,7 +273,7 @@ def ignores_truncation(monkeypatch):
 
 
 def replaces_by_a_link(monkeypatch):
-    monkeypatch.setattr(os, "link", shutil.copyfile)
+    monkeypatch.setattr(os, "link", lambda old, new, **_: shutil.copyfile(old, new))
 
 
 DENIED = refusing("unlink", errno.EPERM)

@@ -272,7 +272,7 @@ def test_an_archive_belongs_to_one_of_two_runs_that_begin_at_the_same_time(
 
 
 def test_a_file_system_without_links_holds_an_archive(tmp_path, monkeypatch):
-    def refuse(*ends):
+    def refuse(*ends, **_):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refuse)
