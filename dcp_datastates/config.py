@@ -247,7 +247,7 @@ class RamConfig:
             raise ConfigurationError(f"node={node!r} must be a name, or None for the host's name")
         if directory is not None and not isinstance(directory, str | os.PathLike):
             raise ConfigurationError(f"directory={directory!r} must be a path, or None")
-        place = None if directory is None else Path(os.path.abspath(directory))
+        place = None if directory is None else Path(os.path.realpath(directory))
         return RamConfig(peers, nbytes, parse_rate(rate), place, node)
 
 

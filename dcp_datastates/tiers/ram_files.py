@@ -64,10 +64,6 @@ class RamFiles:
     def __init__(self, directory: Path, most_bytes: int | None = None) -> None:
         self._directory: Final = directory
         self._make()
-        if directory == default_directory() and os.lstat(directory).st_uid != os.getuid():
-            raise PermissionError(
-                errno.EACCES, "the directory is another user's", os.fspath(directory)
-            )
         system = os.statvfs(directory)
         self._most = system.f_blocks * system.f_frsize // 2 if most_bytes is None else most_bytes
         self._lock = threading.RLock()  # guards _granted
@@ -166,6 +162,7 @@ class RamFiles:
 
     def _make(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        _check_own(self._directory)
         os.makedirs(self._directory / _UNFINISHED, mode=0o700, exist_ok=True)
 
     def _path(self, key: str) -> str:
@@ -236,6 +233,25 @@ class Unpublished:
             if os.fstat(file.fileno()).st_nlink:
                 return file
             file.close()  # another process has removed it before it was locked
+
+
+def _check_own(directory: Path) -> None:
+    """Raise PermissionError unless this user alone may change the directory: whoever made it before, under a name that
+    can be guessed, could read and forge what is stored.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            errno.EACCES,
+            f"the directory belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: it must "
+            f"be this user's ({os.getuid()}), and no other may write to it (chmod go-w); or pass another one to "
+            f"configure_ram(directory=…)",
+            os.fspath(directory),
+        )
 
 
 def _opened(path: str | Path, flags: int) -> io.FileIO:

@@ -252,8 +252,8 @@ def configure_ram(
         size: The most bytes that the directory of a node may have, such as ``"200GiB"``; beyond it a save fails. All
             processes of the node share it. ``"auto"``: half of the file system.
         rate: The most bytes per second that this process sends to other nodes, such as ``"500MB/s"``. None: no limit.
-        directory: A directory that all processes of the node see, and no other node. None: one below ``/dev/shm``, of
-            the user's own.
+        directory: A directory that all processes of the node see, and no other node, and to which this user alone may
+            write. It is made if it is missing. None: one below ``/dev/shm``.
         node: The name of what is lost at once: two copies lie in nodes of different names. None: the host's name.
 
     Raises:

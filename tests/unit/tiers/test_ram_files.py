@@ -103,3 +103,22 @@ def test_after_a_piece_that_was_refused_an_object_cannot_be_published(line):
         asked(line, ["find"])
     with pytest.raises(RefusedError):
         asked(line, ["publish", 1, False])
+
+
+@pytest.mark.parametrize("by", ["another user", "mode 0777", "a link"])
+def test_a_directory_that_others_may_have_made_is_refused_and_nothing_is_written(
+    by, tmp_path, monkeypatch
+):
+    directory, target = tmp_path / "node", tmp_path / "target"
+    target.mkdir(0o700)
+    if by == "a link":
+        directory.symlink_to(target)
+    else:
+        directory.mkdir(0o700)
+    if by == "mode 0777":
+        directory.chmod(0o777)
+    if by == "another user":
+        monkeypatch.setattr(ram_files.os, "getuid", lambda: 12345)
+    with pytest.raises(OSError, match="Not a directory" if by == "a link" else "this user's"):
+        RamFiles(directory, 1 << 20)
+    assert [*directory.iterdir(), *target.iterdir()] == []
