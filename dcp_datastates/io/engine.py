@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Final
@@ -37,6 +38,13 @@ DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 
 _SPARE_BYTES: Final = MIN_HOST_CACHE_BYTES
 """What a cache has beside a state that fits it: for the loads' share, and for copies at the call."""
+
+_INTERVENTIONS: Final = (
+    failpoints.VARIABLE,
+    failpoints.LOG_VARIABLE,
+    operations.TRACE_VARIABLE,
+    "DCP_DATASTATES_CUDA_LIBRARY",
+)
 
 _lock = threading.RLock()  # guards _engine
 _engine: Engine | None = None
@@ -120,6 +128,7 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                     failpoints=failpoints.current(),
                     trace_path=operations.trace_path(),
                 )
+                _name_interventions()
             else:
                 before = _engine.host_cache_bytes
                 _engine.grow(host_cache_bytes)
@@ -131,6 +140,17 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                 f"({error}); a checkpoint may be larger than the cache, so ask for less"
             ) from error
         return _engine
+
+
+def _name_interventions() -> None:
+    """Name the variables by which the environment decides what is done to storage, and which driver is loaded."""
+    given = [f"{each}={os.environ[each]!r}" for each in _INTERVENTIONS if os.environ.get(each)]
+    if given:
+        logger.log(
+            once_per_job(logging.INFO),
+            "the environment intervenes in saves and loads, as for tests: %s",
+            ", ".join(given),
+        )
 
 
 def fit_cache(nbytes: int, most: int) -> None:

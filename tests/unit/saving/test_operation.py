@@ -16,6 +16,7 @@ import dcp_datastates
 from dcp_datastates import StorageError
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.io.engine import engine
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
@@ -31,6 +32,7 @@ def _owned():
 
 @pytest.mark.parametrize("how", ["own", "dcp", "sync"])
 def test_an_outcome_is_one_line_whoever_asks(how, tmp_path):
+    engine()  # which has a line of its own
     with lines() as said, armed("publish.write.before=error:ENOSPC"):
         if how == "own":
             handle = dcp_datastates.async_save(

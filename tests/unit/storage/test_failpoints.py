@@ -108,3 +108,21 @@ def test_a_sleep_lets_other_threads_run_and_signals_in():
         signal.signal(signal.SIGALRM, before)
     assert ran.is_set()
     assert time.monotonic() - began < 500
+
+
+def test_the_log_names_what_intervenes(tmp_path):
+    ended = run_script(
+        """
+        import logging
+        logging.basicConfig(level=logging.INFO)
+        os.environ["DCP_DATASTATES_TRACE"] = path
+        import dcp_datastates as ds
+        for number in range(2):
+            ds.save({"w": torch.ones(10)}, f"{path}-{number}", host_cache_size="64MiB")
+        """,
+        tmp_path / "trace",
+    )
+    assert ended.returncode == 0
+    told = [line for line in ended.stderr.splitlines() if "the environment intervenes" in line]
+    assert len(told) == 1
+    assert f"DCP_DATASTATES_TRACE='{tmp_path / 'trace'}'" in told[0]
