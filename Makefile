@@ -263,7 +263,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 
 # The pages, and the files that they link to. They are copied in the repository's own tree, so that a link works on the
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
-DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md benchmarks/README.md \
+DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
     dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
 

@@ -31,6 +31,7 @@ from support.waiting import await_that
 import dcp_datastates as ds
 
 RECIPES = "docs/recipes.md"
+SECURITY = (ROOT / "SECURITY.md").read_text()
 QUICK_START = "Quick start"
 ONE_PROCESS = "One process"
 DDP = "DDP"
@@ -283,6 +284,12 @@ def test_the_index_lists_every_page():
     index = (ROOT / "docs/index.md").read_text()
     listed = {f"docs/{target}" for target in re.findall(r"\]\(([^)#]+\.md)\)", index)}
     assert set(documents()) - {"README.md", "docs/index.md"} <= listed
+
+
+@pytest.mark.parametrize("named", sorted(set(re.findall(r"`(tests/[^`]+)`", SECURITY))))
+def test_every_test_that_shows_a_promise_is_there(named):
+    file, _, name = named.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
 
 
 def test_the_reference_has_every_public_name():

@@ -26,6 +26,7 @@ from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.wire.secret import signed, verified
 
 
 class ObjectPlanning(SavePlanning):
@@ -103,12 +104,12 @@ class ObjectPlanning(SavePlanning):
 
 @collection_paused()
 def _packed(value: Any) -> bytes:
-    return pickle.dumps(value)
+    return signed(pickle.dumps(value))
 
 
 @collection_paused()
 def _unpacked(data: bytes) -> Any:
-    return pickle.loads(data)  # of a rank of this job
+    return pickle.loads(verified(data))
 
 
 def _planned(

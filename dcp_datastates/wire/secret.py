@@ -11,13 +11,14 @@ import os
 import stat
 from typing import Final, NamedTuple
 
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 
 _VARIABLE: Final = "DCP_DATASTATES_SECRET"
 _FILE_VARIABLE: Final = "DCP_DATASTATES_SECRET_FILE"
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 4096
 _TOKEN_BYTES: Final = 16
+_SIGNATURE_BYTES: Final = 32
 
 
 class Address(NamedTuple):
@@ -35,6 +36,22 @@ class Address(NamedTuple):
 def new_token() -> bytes:
     """A token for a new server."""
     return os.urandom(_TOKEN_BYTES)
+
+
+def signed(data: bytes) -> bytes:
+    """``data`` with a signature by the job's secret. Raises :class:`ConfigurationError`."""
+    return hmac.digest(_secret(), data, "sha256") + data
+
+
+def verified(message: bytes) -> bytes:
+    """The data of a message from :func:`signed`. Raises :class:`DataStatesError` if it was signed otherwise."""
+    data = message[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signed(data), message):
+        raise DataStatesError(
+            f"a message of another rank is not signed by the job's secret: {_VARIABLE}, or {_FILE_VARIABLE}, must be "
+            f"the same on all ranks; if it is, a stranger writes to the job's store"
+        )
+    return data
 
 
 def _secret() -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import pickle
 
 import pytest
 import torch
@@ -32,8 +34,10 @@ from support.tiers import sampled, tries
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, DataStatesSavePlanner
+from dcp_datastates import ConfigurationError, DataStatesError, DataStatesSavePlanner
+from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.io import engine as engine_module
+from dcp_datastates.wire.secret import signed
 
 
 def _caching():
@@ -235,3 +239,25 @@ def test_a_save_that_fails_while_dcp_plans_leaves_no_empty_plan_in_a_planners_ca
         with raises(PlannerRefusal):
             save({"other": torch.ones(5)}, tmp_path / "c", planner=planner)
         planner.stops = False
+
+
+@pytest.mark.parametrize("secret", ["", "r" * 32])
+def test_plans_of_strangers_are_not_unpickled(secret, tmp_path, monkeypatch):
+    """Who may write to the job's store does not know the job's secret."""
+    victim, planner = tmp_path / "created", HalvingPlanner()
+    planning = ObjectPlanning(planner, lambda _: planner.create_local_plan(), None)
+    monkeypatch.setenv("DCP_DATASTATES_SECRET", secret)
+    forged = signed(pickle.dumps(_Malice(victim)))
+    monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
+    for read in (planning.take, lambda data: planning.assign([data])):
+        with raises(DataStatesError, "not signed by the job's secret"):
+            read(forged)
+    assert not victim.exists()
+
+
+class _Malice:
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.victim),)
