@@ -24,8 +24,6 @@ from dcp_datastates_cli import (
 )
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
-__all__ = ["run"]
-
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "verify": verify.run,
     "inspect": describe.run,

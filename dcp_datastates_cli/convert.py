@@ -16,8 +16,6 @@ from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 
-__all__ = ["run_convert", "run_copy", "run_diff"]
-
 
 def run_convert(options: argparse.Namespace) -> int:
     """Convert ``options.source`` to ``options.target``; returns the exit status."""

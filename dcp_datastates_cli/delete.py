@@ -23,8 +23,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, date, printable, size
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 
-__all__ = ["run_pin", "run_retain", "run_rm"]
-
 
 def run_retain(options: argparse.Namespace) -> int:
     """Delete old checkpoints in ``options.root``; returns the exit status."""

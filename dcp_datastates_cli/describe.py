@@ -9,8 +9,6 @@ from typing import Any
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
 from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, print_json, say
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""

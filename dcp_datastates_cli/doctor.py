@@ -12,8 +12,6 @@ from dcp_datastates.storage.self_test import Findings, examine
 from dcp_datastates.text import columns, duration
 from dcp_datastates_cli.output import NO, OK, print_json, say
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Try what storage at ``options.root`` can do; returns the exit status."""

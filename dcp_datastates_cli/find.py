@@ -11,8 +11,6 @@ from dcp_datastates.storage.object_path import locate
 from dcp_datastates.text import printable, step_of
 from dcp_datastates_cli.output import NO, OK, complain, pipe_may_close, print_json
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Print the path of the newest checkpoint in ``options.root``; of several tiers, all its places, the nearest first.

@@ -11,17 +11,6 @@ from typing import Any, Final
 
 from dcp_datastates.text import printable
 
-__all__ = [
-    "DAMAGED",
-    "NO",
-    "OK",
-    "TROUBLE",
-    "complain",
-    "pipe_may_close",
-    "print_json",
-    "say",
-]
-
 OK: Final = 0
 DAMAGED: Final = 1
 NO: Final = 1

@@ -11,8 +11,6 @@ from dcp_datastates.stats import SaveRecord
 from dcp_datastates.text import columns, count, duration, size
 from dcp_datastates_cli.output import OK, print_json, say
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Say what the save of the checkpoint at ``options.path`` cost; returns the exit status."""

@@ -22,8 +22,6 @@ from dcp_datastates_cli.output import (
     say,
 )
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Verify what is at ``options.path``; returns the exit status."""

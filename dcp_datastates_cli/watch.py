@@ -18,8 +18,6 @@ from dcp_datastates.storage.object_path import Location, locate
 from dcp_datastates.text import columns, date, duration, numbers, printable, size
 from dcp_datastates_cli.output import OK, pipe_may_close
 
-__all__ = ["next_commit", "run", "table"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Show ``options.path`` until an interrupt, or until the reader of a pipe has gone."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, key_of, with_types
 
@@ -54,14 +52,6 @@ def _with_numbers_as_text(found: Any) -> Iterator[dict[str, Any]]:
     if isinstance(found, (dict, list)):
         for value in found.values() if isinstance(found, dict) else found:
             yield from _with_numbers_as_text(value)
-
-
-def empty_in(metadata: Metadata) -> list[str]:
-    """The names of empty dicts in the saved state, which have no value."""
-    paths, stored = with_types(metadata.planner_data), metadata.state_dict_metadata
-    return (
-        [name for name in empties(paths) if name not in stored] if isinstance(paths, dict) else []
-    )
 
 
 def path_of(name: str, paths: object) -> KeyPath:

@@ -51,8 +51,8 @@ _COLUMNS: Final = CATALOG + PLACEMENT
 
 _MOST_TIMES: Final = 4
 _FEW_BYTES: Final = 16 << 20
-"""Columns may take so many times the bytes of their file in memory, and these. Names, and offsets in files, need more than
-a byte each, so those of checkpoints take about twice the file.
+"""Columns may take so many times the bytes of their file in memory, and these. Names, and offsets in files, need more
+than a byte each, so those of checkpoints take about twice the file.
 """
 
 _MAGIC: Final = b"DCPDST"
