@@ -12,7 +12,6 @@ from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,
-    attempts,
     committed,
     load,
     load_everything,
@@ -54,19 +53,6 @@ def _filled_with(number):
         "s": torch.full((3,), number),
         "object": {"n": number},
     }
-
-
-@pytest.mark.parametrize("reuse_writer", [True, False])
-def test_cached_plans_never_mix_saves_to_one_path(reuse_writer, tmp_path):
-    ours = writer(tmp_path) if reuse_writer else None
-    planner = _caching()
-    seen = set()
-    for number in range(5):
-        async_save(_filled_with(number), tmp_path, by=ours, planner=planner).result(60)
-        assert _number(tmp_path) == number
-        names = {attempt.name for attempt in attempts(tmp_path)}
-        assert not names & seen, "an attempt's directory was used twice"
-        seen |= names
 
 
 @pytest.mark.parametrize("between", tries(30, 300))

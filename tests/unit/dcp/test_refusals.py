@@ -289,12 +289,6 @@ def test_the_process_checkpointer_is_refused_with_the_way_out(tmp_path):
     assert not committed(path)
 
 
-def test_a_nested_tensor_is_refused_by_name(tmp_path):
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with raises(UnsupportedTensorError, "outer.ragged"):
-        async_save({"outer": {"ragged": nested}}, tmp_path)
-
-
 def test_saving_without_collectives_is_refused(tmp_path):
     with raises(ConfigurationError, "use_collectives"):
         dcp.save(

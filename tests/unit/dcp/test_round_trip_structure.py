@@ -177,16 +177,6 @@ def test_a_directory_whose_name_is_not_text_is_saved_to(how, tmp_path):
     assert verify(path).whole
 
 
-def test_an_object_that_cannot_be_pickled_fails_the_save_and_the_next_works(tmp_path):
-    with pytest.raises(BaseException, match=r"(?i)pickle|copied|generator"):
-        async_save(
-            {"generator": (n for n in range(3)), "w": torch.ones(3)}, tmp_path / "bad"
-        ).result(60)
-    assert not committed(tmp_path / "bad")
-    save({"w": torch.ones(3)}, tmp_path / "good")
-    assert_same(load({"w": torch.zeros(3)}, tmp_path / "good"), {"w": torch.ones(3)})
-
-
 @pytest.mark.parametrize("mutable", ["list", "dict", "object", "tensor in tuple"])
 def test_python_values_are_those_at_the_call(mutable, tmp_path):
     values = {
