@@ -109,17 +109,6 @@ def test_state_dicts_that_alternate_do_not_push_each_other_out(shared_dir):
     )
 
 
-@ranks(2)
-def test_two_writers_and_two_planners_interleaved(shared_dir):
-    planners = [DataStatesSavePlanner(), DataStatesSavePlanner()]
-    writers = [saver(shared_dir / "a"), saver(shared_dir / "b")]
-    for number in range(6):
-        by, planner = writers[number % 2], planners[(number // 2) % 2]
-        save_by(state_of(number), by, planner)
-    for path, number in ((shared_dir / "a", 4), (shared_dir / "b", 5)):
-        assert_same(load(zeros(state_of(number)), path), state_of(number))
-
-
 @ranks(4)
 @pytest.mark.parametrize("kind", ["plain", "replicated"])
 def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):

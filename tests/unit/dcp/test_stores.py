@@ -190,26 +190,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken_for_damag
         load_everything(path, reader)
 
 
-@pytest.mark.parametrize("more", [-1, 7])
-def test_a_range_of_another_length_is_an_error_that_names_the_object(
-    more, path, store, monkeypatch
-):
-    save(LARGE, path)
-    answer = store.get_range
-    monkeypatch.setattr(store, "get_range", lambda key, begin, end: answer(key, begin, end + more))
-    with raises(StorageError, _data_key(store), "bytes for the range"):
-        load_everything(path)
-
-
-def test_a_store_that_fails_while_it_is_read_fails_the_load_by_name(path, store):
-    save(LARGE, path)
-    store.on_request = lambda asked: Fate.REFUSED if asked.kind == "get_range" else Fate.DONE
-    with raises(StorageError, _data_key(store), "503"):
-        load_everything(path)
-    store.on_request = lambda asked: Fate.DONE
-    assert_same(load_everything(path), LARGE)
-
-
 # ---- failed saves ------------------------------------------------------------------------------
 
 
