@@ -62,6 +62,14 @@ def async_save(
     return future
 
 
+def put(how: str, state: Mapping[str, Any], path: Path | str, **options: Any) -> None:
+    """:func:`save`, or :func:`async_save` and its end, as ``how`` says."""
+    if how == "save":
+        save(state, path, **options)
+    else:
+        async_save(state, path, **options).result(60)
+
+
 def load(
     state: dict[str, Any], path: Path | str, *, planner: Any = None, **options: Any
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from support.state.checkpoints import (
     committed,
     load,
     load_everything,
+    put,
     raises,
     save,
     writer,
@@ -95,10 +96,7 @@ def test_cached_plans_carry_objects_that_grow(tmp_path):
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_a_planner_that_transforms_decides_what_is_stored(how, tmp_path):
     state = {"w": torch.randn(200, 500), "n": torch.arange(100_000), "tiny": torch.randn(3)}
-    if how == "save":
-        save(state, tmp_path, planner=HalvingPlanner())
-    else:
-        async_save(state, tmp_path, planner=HalvingPlanner()).result(60)
+    put(how, state, tmp_path, planner=HalvingPlanner())
     expected = {"w": state["w"].half(), "n": state["n"], "tiny": state["tiny"].half()}
     assert_same(load(zeros(expected), tmp_path), expected)
 
@@ -141,10 +139,7 @@ def test_a_planner_around_ours_is_refused_where_dcp_calls_it(how, tmp_path):
     """It would be asked for nothing: ours plans nothing towards DCP."""
     state = {"w": torch.ones(200, 500)}
     with raises(ConfigurationError, "derive from it"):
-        if how == "save":
-            save(state, tmp_path, planner=Around())
-        else:
-            async_save(state, tmp_path, planner=Around()).result(60)
+        put(how, state, tmp_path, planner=Around())
     save(state, tmp_path, planner=DataStatesSavePlanner())
     assert_same(load(zeros(state), tmp_path), state)
 
