@@ -108,3 +108,8 @@ def test_a_part_that_is_none_is_refused():
     with pytest.raises(subprocess.CalledProcessError) as refused:
         _asked("PART=4")
     assert "PART is 1, 2 or 3, not 4" in refused.value.stderr
+
+
+def test_the_files_of_tests_that_make_names_are_there():
+    named = re.findall(r"\b(?:tests|integration)/[\w/]+\.py", (ROOT / "Makefile").read_text())
+    assert [each for each in named if not (ROOT / each).exists()] == []

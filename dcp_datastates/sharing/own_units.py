@@ -41,6 +41,8 @@ class OwnUnits:
         self._room: float = most_bytes
         self._kept: dict[int, _Kept] = {}  # by their first blocks, the oldest first
         self._gone: set[int] = set()
+        if not count:
+            self.are_gone.set()
 
     def read_ahead(self, unit: Unit) -> bool:
         """Read the unit, unless that was done before. False: there is no room now."""

@@ -201,14 +201,8 @@ class SharedReads:
         file = self._paths[path]
         if end > file.nbytes or file.name in self._left:  # the table of checksums; or all
             return self._storage(path, begin, end)
-        pieces = self._pieces(path, file, begin, end)
-        first = next(pieces)
-        if first.nbytes == end - begin:
-            return first
-        joined = bytearray(first)
-        for piece in pieces:
-            joined += piece
-        return joined
+        pieces = list(self._pieces(path, file, begin, end))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _pieces(self, path: str, file: FileBlocks, begin: int, end: int) -> Iterator[memoryview]:
         first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)

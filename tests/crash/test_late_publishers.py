@@ -195,16 +195,6 @@ def test_a_link_that_is_carried_out_and_answered_with_an_error_commits(number, t
     _assert_whole(tmp_path, [new])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_link_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
-    new = _begun(tmp_path)
-    with armed(f"publish.link.{when}=error:EIO"):
-        error = _publish(new)
-    committed = when == "after"  # what is there is read
-    assert error is None if committed else isinstance(error, CommitOutcomeUnknown)
-    assert (tmp_path / new.attempt.name / DATA).exists()
-
-
 def test_a_claim_whose_directory_another_process_makes_takes_another_number(monkeypatch, tmp_path):
     first = _begun(tmp_path)
     numbers = [first.attempt, Attempt(first.attempt.incarnation, first.attempt.sequence + 1)]

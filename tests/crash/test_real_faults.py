@@ -25,7 +25,6 @@ from support.crashes.mounts import bind_permissions, fill, remount, tmpfs
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
 from support.state.checkpoints import committed
-from support.state.planners import FailingPlanner
 from support.state.saving import save_over
 from support.tiers import sampled
 from support.waiting import await_that
@@ -415,26 +414,3 @@ def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
 
 
 # --- a planner that raises ----------------------------------------------------------------------------
-
-PLANNER = ("set_up_planner", "create_local_plan", "finish_plan", "resolve_data")
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    ("where", "victim"),
-    sampled(
-        [("create_global_plan", 0), *((where, victim) for where in PLANNER for victim in (0, 1))],
-        keep=[("create_global_plan", 0), ("create_local_plan", 1), ("resolve_data", 0)],
-    ),
-)
-def test_a_planner_that_raises(where, victim, shared_dir):
-    planner = FailingPlanner(where if dist.get_rank() == victim else "no method")
-    _all_failed(
-        fault_between_saves(
-            shared_dir / "c",
-            silence(5),
-            f"rank {victim} of 2",
-            f"refused in {where}",
-            planner=planner,
-        )
-    )

@@ -27,12 +27,9 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from dcp_datastates._native import ExpectedBytes
 from dcp_datastates.errors import ConfigurationError, DeviceError
 from dcp_datastates.io import devices, engine
-from dcp_datastates.staging import stage as capture
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.eager_copies import Expectation
 
 # ---- consistency under overlap ---------------------------------------------------------------------
 
@@ -58,10 +55,10 @@ def test_steps_right_behind_every_save(cuda: FakeCuda, tmp_path: Path, seed: int
 
 
 @pytest.mark.parametrize("saves", tries(12, 400))
-def test_hundreds_of_saves_equal_synchronous_stock_ones(
+def test_hundreds_of_saves_of_tensors_of_many_sizes(
     cuda: FakeCuda, tmp_path: Path, saves: int
 ) -> None:
-    """A save at each step, with the next step right behind the call; tensors of many sizes."""
+    """A save at each step, with the next step right behind the call."""
     sizes = (1, 3, 17, 255, 1000, 4099, 16385, 70001)
     cuda.await_pinned(CACHE)
     stepper = Stepper(
@@ -71,26 +68,13 @@ def test_hundreds_of_saves_equal_synchronous_stock_ones(
     kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
     for index in range(saves):
         cuda.configure(seed=index + 1, max_delay_us=500)
-        path, stock = tmp_path / f"{index}", tmp_path / f"stock-{index}"
-        now = stepper.now()
+        path, expected = tmp_path / f"{index}", stepper.now()
         future = dcp_datastates.async_save(stepper.named, path, writer=kept).upload_completion
         stepper.step()
-        dcp.save(now, storage_writer=dcp.FileSystemWriter(stock))
-        found = {name: torch.zeros_like(value) for name, value in now.items()}
-        dcp.load(found, storage_reader=dcp.FileSystemReader(stock))
         future.result()
-        assert differing(path, found) == []
+        assert differing(path, expected) == []
         shutil.rmtree(path)
-        shutil.rmtree(stock)
     assert cuda.count("violations") == 0
-
-
-@pytest.mark.parametrize("cache", sampled([32 << 20, 64 << 20], keep=[32 << 20]))
-def test_a_state_larger_than_the_cache(cuda: FakeCuda, tmp_path: Path, cache: int) -> None:
-    cuda.configure(seed=3, max_delay_us=200)
-    stepper = Stepper(cuda, model(6, 4097, 1024))
-    with saved_as_now(stepper, tmp_path / "a", host_cache_size=cache):
-        stepper.step()
 
 
 def test_two_devices_and_the_host_in_one_state(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -179,75 +163,6 @@ def test_synchronous_save(cuda: FakeCuda, tmp_path: Path) -> None:
     stepper.step()
     dcp.save(stepper.named, storage_writer=writer(tmp_path / "a"))
     assert differing(tmp_path / "a", stepper.now()) == []
-
-
-def test_everything_goes_through_pinned_memory(cuda: FakeCuda, tmp_path: Path) -> None:
-    stepper = Stepper(cuda, model())
-    buffer = cuda.adopt(torch.ones(5))
-    cuda.await_pinned(CACHE)
-    save(tmp_path / "a", {**stepper.named, "buffer": buffer}).result()
-    state = {name: cuda.adopt(torch.zeros_like(value)) for name, value in stepper.now().items()}
-    dcp.load(state, storage_reader=DataStatesReader(tmp_path / "a"))
-    assert cuda.count("pageable_copies") == 0
-
-
-# ---- the tests can fail: without each of the measures, wrong bytes --------------------------------------
-
-
-@pytest.fixture
-def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words of the tensors are not compared: they would show what is wrong, and fail the save."""
-    monkeypatch.setattr(Expectation, "look", lambda *_: ExpectedBytes())
-
-
-def torn(cuda: FakeCuda, directory: Path, **options: Any) -> bool:
-    """Whether saves with steps before and after them are wrong, in any of a few tries."""
-    stepper = Stepper(cuda, model(4))
-    cuda.await_pinned(CACHE)
-    side = cuda.new_stream()
-    for index in range(8):
-        cuda.configure(seed=index, max_delay_us=20000, piece=16384)
-        stepper.step()
-        expected = stepper.now()
-        if options.get("side"):
-            cuda.synchronize()
-        future = save(directory / f"{index}", stepper.named)
-        with cuda.current(side if options.get("side") else cuda.main_stream(0)):
-            stepper.step()
-        future.result()
-        cuda.synchronize()
-        if differing(directory / f"{index}", expected):
-            return True
-    return False
-
-
-@pytest.mark.usefixtures("unlooked")
-def test_torn_without_an_event_at_the_capture(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capture, "fences", lambda engine, devices: [])
-    assert torn(cuda, tmp_path)
-
-
-@pytest.mark.usefixtures("unlooked")
-def test_torn_without_a_gate(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeferredReads, "_hold", lambda self, job, group: None)
-    assert torn(cuda, tmp_path)
-
-
-@pytest.mark.usefixtures("unlooked")
-def test_torn_with_the_gate_on_another_stream(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dcp_datastates.staging.deferred_reads.stream", cuda.main_stream)
-    assert torn(cuda, tmp_path, side=True)
-
-
-@pytest.mark.parametrize("side", sampled([False, True], keep=[True]))
-def test_whole_with_all_of_them(cuda: FakeCuda, tmp_path: Path, side: bool) -> None:
-    assert not torn(cuda, tmp_path, side=side)
 
 
 # ---- restoring --------------------------------------------------------------------------------------------

@@ -259,25 +259,6 @@ def test_a_write_that_no_step_announces(
     writer.close()
 
 
-def test_equal_to_a_synchronous_stock_save(tmp_path: Path, writer: DataStatesWriter) -> None:
-    net = Net().cuda()
-    (adamw,), step = train_plain(net)
-    step()
-    state = state_of(net, adamw)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
-    future = dcp_datastates.async_save(state, tmp_path / "ours", writer=writer)
-    step()
-    future.upload_completion.result()
-    found = [
-        {name: torch.empty_like(value, device="cpu") for name, value in flat(state).items()}
-        for _ in range(2)
-    ]
-    dcp.load(found[0], storage_reader=dcp.FileSystemReader(tmp_path / "stock"))
-    dcp.load(found[1], storage_reader=DataStatesReader(tmp_path / "ours"))
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
-
-
 def test_restored_behind_what_the_stream_was_given(
     tmp_path: Path, writer: DataStatesWriter
 ) -> None:

@@ -422,19 +422,6 @@ def test_a_node_that_cannot_be_preferred_is_told_of_once(
     assert "NUMA node 62" in told[0]
 
 
-def test_a_cache_pinned_half_way_serves_saves_and_loads(cuda: FakeCuda, tmp_path: Path) -> None:
-    stepper = Stepper(cuda, model(6, 2048))
-    cuda.fail_next("cuMemHostRegister_v2", 2, 2)
-    native = engine.engine(CACHE)
-    native.open_device(0)
-    await_that(lambda: native.devices_prepared)
-    assert 0 < native.pinned_bytes < CACHE
-    stepper.step()
-    expected = stepper.now()
-    save(tmp_path / "a", stepper.named).result()
-    assert differing(tmp_path / "a", expected) == []
-
-
 # ---- drivers that are not as one would wish ------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from support.state.checkpoints import (
     committed,
     load_everything,
     raises,
+    save,
     writer,
 )
 from support.tiers import sampled
@@ -255,6 +256,8 @@ def test_what_only_one_rank_cannot_capture_fails_the_save_on_all(shared_dir):
         dcp_datastates.async_save(
             state, shared_dir / "c", host_cache_size=CACHE
         ).upload_completion.result(60)
+    with raises(UnsupportedTensorError, "rank 1", "sparse"):
+        save(state, shared_dir / "c")
     assert not committed(shared_dir / "c")
     dist.barrier()
     _begin(2, shared_dir / "c").upload_completion.result(60)

@@ -23,7 +23,6 @@ import dcp_datastates
 from dcp_datastates import RankLostError
 from dcp_datastates.commit import group as groups
 from dcp_datastates.ranks import connection
-from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.rank_set import rank_set_of
 
 
@@ -76,17 +75,6 @@ def test_a_new_group_over_the_same_store_plans_and_saves_at_once(shared_dir):
         for name in ("a", "b"):  # it must not believe the former group's keys
             begin(number, shared_dir / name).result(20)
     assert committed(shared_dir / "a")
-
-
-@ranks(2)
-def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
-    _forget_groups()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detector, "SILENCE_SECONDS", 1.5)
-        if dist.get_rank() == 1:
-            time.sleep(3)
-        _save(1, shared_dir / "c")
-    assert committed(shared_dir / "c")
 
 
 @ranks(2)
@@ -157,13 +145,6 @@ def test_the_death_of_the_rank_that_hosts_the_store_is_told_to_all(tmp_path):
     assert ended[0].killed
     for rank in (1, 2):
         ended[rank].result()
-
-
-def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):
-    ours = writer(tmp_path / "c")
-    for _ in range(5):
-        dcp.save({"w": torch.ones(1000)}, storage_writer=ours, no_dist=True)
-    assert len(ours._saves._kept) <= 2
 
 
 class _Slow(DefaultSavePlanner):

@@ -26,10 +26,6 @@ def _gathered(value):
     return values
 
 
-def _keys():
-    return distributed_c10d._get_default_store().num_keys()
-
-
 @ranks(4)
 def test_the_first_rank_looks_and_every_rank_gets_its_answer_each_time():
     looked = []
@@ -119,18 +115,6 @@ def test_who_is_not_in_the_group_is_told_so():
     else:
         with pytest.raises(ConfigurationError, match="members"):
             from_first_rank(lambda: dist.get_rank(), "test", "a test", group)
-
-
-@ranks(4)
-def test_keys_are_deleted_when_all_have_read_them():
-    from_first_rank(lambda: None, "test", "a test")
-    dist.barrier()
-    before = _keys()
-    dist.barrier()
-    for _ in range(5):
-        from_first_rank(lambda: "x" * 1000, "test", "a test")
-    dist.barrier()
-    assert _keys() <= before
 
 
 @ranks(4)

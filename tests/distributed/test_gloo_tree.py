@@ -273,7 +273,7 @@ def _groups(world, check=_nothing, store=None):
 
 def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
     """Its address stands in the store, and its sockets are closed."""
-    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(gloo_group, "_LETTING_GO_SECONDS", 0.2)
     first, second = _groups(2)
     get = Rendezvous.get

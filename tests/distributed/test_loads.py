@@ -186,7 +186,7 @@ def test_a_slow_rank_that_makes_progress_is_waited_for(shared_dir):
             real = restore._await
 
             def slow(job, place, count):
-                for _ in range(8):
+                for _ in range(6):
                     count(1)
                     time.sleep(1)
                 real(job, place, count)

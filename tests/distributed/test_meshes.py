@@ -13,11 +13,10 @@ from support.state.checkpoints import (
     assert_same,
     attempts,
     load_by_both,
-    load_everything,
     save,
     zeros,
 )
-from support.state.meshes import Block, collect, dense_reference, fsdp_tp, full
+from support.state.meshes import Block, collect, fsdp_tp, full
 from support.tiers import sampled
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -74,26 +73,6 @@ def _loads_dense(path):
     target = zeros(expected)
     _load_by_hugging_face(target, path / "c")
     assert_same(target, expected)
-
-
-def test_one_process_loads_all_of_what_four_ranks_saved(shared_dir):
-    run_on_ranks(4, _saves, shape=(2, 2), path=shared_dir)
-    expected = torch.load(shared_dir / "dense.pt", weights_only=True)
-    assert_same(load_everything(shared_dir / "c"), expected)
-    target = {"layers.0.weight": torch.zeros_like(expected["layers.0.weight"])}
-    load_by_both(target, shared_dir / "c")
-    assert_same(target, {"layers.0.weight": expected["layers.0.weight"]})
-
-
-def test_two_ranks_load_what_one_process_saved_dense(shared_dir):
-    run_on_ranks(1, _saves_dense, path=shared_dir)
-    run_on_ranks(2, _loads, shape=(2, 1), path=shared_dir)
-
-
-def _saves_dense(path):
-    reference = dense_reference(Block())
-    save(reference, path / "c")
-    torch.save(reference, path / "dense.pt")
 
 
 @ranks(4)

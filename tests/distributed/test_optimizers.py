@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
-from support.state.checkpoints import CACHE, raises
+from support.state.checkpoints import CACHE, assert_same, raises
 from support.tiers import sampled
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_datastates import CheckpointManager, IncompatibleStateError
+
+same = functools.partial(assert_same, types=True)
 
 
 def manager(root):
@@ -77,25 +79,6 @@ def validate(state):
         state["model"](torch.ones(2, 6))
 
 
-def assert_same(found, expected):
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, each in expected.items():
-            assert_same(found[key], each)
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for mine, each in zip(found, expected, strict=True):
-            assert_same(mine, each)
-    elif isinstance(expected, DTensor):
-        assert found.placements == expected.placements
-        assert torch.equal(found.to_local(), expected.to_local())
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
-
-
 @pytest.mark.parametrize(
     ("wrap", "kind"),
     sampled(
@@ -120,9 +103,9 @@ def test_states_come_back_also_between_a_validation_and_a_step(shared_dir, wrap,
     validate(second)
     with manager(shared_dir) as checkpoints:
         assert checkpoints.restore_latest(second) == 0
-    assert_same(second["optimizer"].state_dict(), expected)
+    same(second["optimizer"].state_dict(), expected)
     train(first, 2), train(second, 2)
-    assert_same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
+    same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
 
 
 def stages(layout):
@@ -175,7 +158,7 @@ def test_stages_of_a_pipeline_have_the_models_names_and_their_own_settings(share
         with manager(shared_dir) as checkpoints:
             assert checkpoints.restore_latest(second) == 0
         found = layers_of(second)
-        assert_same(found, {number: expected[number] for number in found})
+        same(found, {number: expected[number] for number in found})
 
 
 @ranks(2)
@@ -191,9 +174,9 @@ def test_each_rank_has_its_own_parameters_that_no_model_has(shared_dir):
         checkpoints.save(0, first).result()
     with manager(shared_dir) as checkpoints:
         checkpoints.restore_latest(second)
-    assert_same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
+    same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
     values = [each["optimizer"].param_groups[0]["params"][0].detach() for each in (second, first)]
-    assert_same(*values)
+    same(*values)
 
 
 @ranks(2)
@@ -212,7 +195,7 @@ def test_moments_that_no_rank_takes_are_refused_on_all(shared_dir):
         raises(IncompatibleStateError, "state.layers.1.weight"),
     ):
         checkpoints.restore_latest(second, missing="ignore")
-    assert_same(second["model"][0].state_dict(), before)
+    same(second["model"][0].state_dict(), before)
 
 
 @ranks(2)
@@ -238,7 +221,7 @@ def test_an_optimizer_that_one_rank_has_is_no_loss_on_the_other(here, shared_dir
     with manager(shared_dir) as checkpoints:
         assert checkpoints.restore_latest(second) == 0
     if mine:
-        assert_same(second["extra"].state_dict(), first["extra"].state_dict())
+        same(second["extra"].state_dict(), first["extra"].state_dict())
     third = program(False)
     with manager(shared_dir) as checkpoints, raises(IncompatibleStateError, "optimizer 'extra'"):
         checkpoints.restore_latest(third)

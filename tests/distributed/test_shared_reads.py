@@ -348,10 +348,12 @@ def test_only_ranks_that_share_read_for_each_other(shared_dir):
 
 @ranks(4)
 def test_when_all_have_all_no_thread_and_no_connection_is_left(shared_dir):
-    expected = state("ddp", tensors=2)
+    expected = state("ddp", tensors=2)  # of three units: one of the ranks has none
     save(expected, shared_dir / "c")
-    for _ in range(3):
-        load(zeros(expected), shared_dir / "c", share_reads=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_reads, "_KEPT_SECONDS", 3600.0)
+        for _ in range(3):
+            load(zeros(expected), shared_dir / "c", share_reads=True)
     await_that(lambda: not [t for t in threading.enumerate() if t.name.startswith(THREADS)])
 
 

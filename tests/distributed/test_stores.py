@@ -18,8 +18,7 @@ from support.state.checkpoints import (
     save,
     writer,
 )
-from support.stores.proxy import Proxy
-from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
+from support.stores.server import BUCKET, Bucket, endpoint, use
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -73,36 +72,6 @@ def test_four_ranks_save_and_two_load(s3_root):
     assert Bucket(endpoint()).uploads(_prefix(s3_root)) == []
 
 
-def _overwrite(url: str, root: str) -> None:
-    use(url)
-    handles = []
-    for factor in range(1, 5):
-        handles.append(
-            dcp_datastates.async_save(_state(factor), f"{root}/same", host_cache_size=CACHE)
-        )
-        handles.append(
-            dcp_datastates.async_save(
-                _state(-factor), f"{root}/step-{factor}", host_cache_size=CACHE
-            )
-        )
-    for handle in handles:
-        handle.result(60)
-
-
-def test_saves_in_flight_at_once_are_committed_in_order(s3_root):
-    run_on_ranks(2, _overwrite, url=endpoint(), root=s3_root)
-    assert_same(load_everything(f"{s3_root}/same"), {"w": WHOLE * 4, "step": 4})
-    for factor in range(1, 5):
-        found = load_everything(f"{s3_root}/step-{factor}")
-        assert_same(found, {"w": WHOLE * -factor, "step": -factor})
-    # A claim does not see saves in flight, so their data are removed by the next save.
-    dcp_datastates.save({"w": torch.ones(3)}, f"{s3_root}/same", host_cache_size=CACHE)
-    data = [
-        key for key in Bucket(endpoint()).keys(f"{_prefix(s3_root)}/same/") if "safetensors" in key
-    ]
-    assert len(data) == 1
-
-
 def _fail_on_one(url: str, root: str) -> None:
     use(url)
     rank = dist.get_rank()
@@ -130,36 +99,6 @@ def _fail_on_one(url: str, root: str) -> None:
 def test_one_ranks_store_error_fails_all_ranks_by_name(s3_root):
     run_on_ranks(2, _fail_on_one, url=endpoint(), root=s3_root)
     assert Bucket(endpoint()).uploads(_prefix(s3_root)) == []
-
-
-def _away(url: str, root: str) -> None:
-    use(url)
-    mine = {
-        f"w{dist.get_rank()}": torch.full((6 << 20,), 2.0)
-    }  # copied at the call, into the host cache
-    began = time.monotonic()
-    handle = dcp_datastates.async_save(
-        mine, f"{root}/step-1", host_cache_size=CACHE, commit_timeout=3.0
-    )
-    with raises(DataStatesError, "progress"):
-        handle.result(120)
-    assert time.monotonic() - began < 60
-
-
-def test_a_store_that_goes_away_in_an_upload_fails_all_ranks_within_their_timeout():
-    proxy = Proxy(endpoint())
-    try:
-        root = bucket_behind(proxy.url)
-        gone = proxy.inject(
-            lambda exchange: (setattr(proxy, "down", True), exchange.cut()), "PUT", "partNumber="
-        )
-        run_on_ranks(2, _away, url=proxy.url, root=root)
-        assert gone.seen == 1
-        proxy.down = False
-        assert dcp_datastates.latest(root) is None
-    finally:
-        proxy.close()
-        use(endpoint())
 
 
 def _no_bucket(url: str) -> None:

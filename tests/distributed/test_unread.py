@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import load, raises, save, zeros
 from support.state.meshes import Block, collect, fsdp_tp
@@ -110,20 +109,3 @@ def test_the_coordinator_of_the_group_says_it(shared_dir):
         dcp_datastates.load(path, {"a": torch.zeros(3)}, process_group=mine)
         found = _of_all_ranks(said)
     assert [len(each) for each in found] == [1, 0, 1, 0]
-
-
-@ranks(4)
-def test_load_takes_any_sharding_and_the_group_that_it_is_given(shared_dir):
-    state = _saved(shared_dir / "c")
-    group = own_group()
-    other = zeros(collect(*fsdp_tp(Block(seed=1), (2, 2))))
-    assert (
-        dcp_datastates.load(shared_dir / "c", other, process_group=group, unexpected="error")
-        is other
-    )
-    whole = dcp_datastates.load(shared_dir / "c")
-    for name, tensor in state.items():
-        dense = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        again = other[name].full_tensor() if hasattr(other[name], "full_tensor") else other[name]
-        assert torch.equal(again, dense)
-        assert torch.equal(whole[name], dense)

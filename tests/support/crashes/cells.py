@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from dcp_datastates import delete, latest, retain
 from support.crashes.failing import fired, variables
 from support.crashes.faults import assert_tidy
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED, Report
+from support.stores.server import BUCKET, Bucket, strict_endpoint
+from support.stores.server import variables as variables_of_server
 
 Kind = Literal["coordinator", "other"]
 BOTH: tuple[Kind, ...] = ("coordinator", "other")
@@ -65,6 +68,21 @@ POINTS: tuple[Point, ...] = (
     *(point for name in _CLEANUP for point in both(f"cleanup.{name}", COORDINATOR)),
 )
 
+POINTS_OF_STORES: tuple[Point, ...] = (
+    *both("stage"),
+    *both("plan"),
+    *both("read"),
+    *both("upload"),
+    *both("vote"),
+    *both("publish.register", COORDINATOR),
+    *both("publish.decide", COORDINATOR),
+    *both("outcome"),
+    *both("cleanup"),
+)
+
+_MOST_OF_A_WITHDRAWAL = 64
+"""Bytes. Withdrawn decisions stay in a store, for good (docs/commit.md)."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -92,7 +110,6 @@ def never(points: Iterable[Point]) -> Mapping[Kind, tuple[str, ...]]:
     return {kind: tuple(point.name for point in there if kind not in point.kinds) for kind in BOTH}
 
 
-CELLS = tuple(Cell(point, kind) for point in POINTS for kind in point.kinds)
 NEVER = never(POINTS)
 
 
@@ -118,6 +135,48 @@ class Directory:
 
     def check_left(self, world: int) -> None:
         assert_tidy(Path(self.path), world)
+
+
+class Prefix:
+    """A copy of the checkpoint at the URL ``committed`` below the URL ``root``, with its entry in the index."""
+
+    def __init__(self, committed: str, root: str) -> None:
+        self.path = f"{root}/checkpoint"
+        self.environment: Mapping[str, str] = variables_of_server(strict_endpoint())
+        self._root = root
+        self._bucket = Bucket(strict_endpoint())
+        before, now = self._key(committed.rpartition("/")[0]), self._key(root)
+        for key in self._bucket.keys(f"{before}/"):
+            self._bucket.put(now + key.removeprefix(before), self._bucket.get(key))
+
+    def check_left(self, world: int) -> None:
+        attempts = {key.split("/")[0] for key in self._left(self.path) if "/" in key}
+        data = [key for key in self._left(self.path) if key.endswith(".safetensors")]
+        assert len(data) == world, f"left behind: {self._left(self._root)}"
+        newest = {key.split("/")[0] for key in data}
+        entries = self._left(f"{self._root}/.attempts")
+        assert len(newest) == len(entries) == 1, f"left behind: {self._left(self._root)}"
+        for attempt in attempts - newest:
+            self._assert_withdrawn(self.path, f"{attempt}/decision")
+        assert str(latest(self._root)) == self.path
+        retain(self._root, keep=1)
+        assert len(self._left(f"{self._root}/.attempts")) == 1
+        delete(self.path)
+        for key in self._left(self._root):
+            self._assert_withdrawn(self._root, key)
+
+    def _assert_withdrawn(self, url: str, key: str) -> None:
+        data = self._bucket.get(f"{self._key(url)}/{key}")
+        assert data.startswith(b"withdrawn"), f"left behind: {key}"
+        assert len(data) <= _MOST_OF_A_WITHDRAWAL
+
+    def _left(self, url: str) -> list[str]:
+        prefix = f"{self._key(url)}/"
+        return [key.removeprefix(prefix) for key in self._bucket.keys(prefix)]
+
+    @staticmethod
+    def _key(url: str) -> str:
+        return url.removeprefix(f"s3://{BUCKET}/")
 
 
 def _environment(place: Place, log: Path, failpoints: Iterable[str]) -> dict[str, str]:

@@ -66,7 +66,6 @@ def fault_between_saves(
     *words: str,
     plainly: bool = False,
     elements: int = ELEMENTS,
-    planner: Any = None,
     during: Callable[[], None] = lambda: None,
     afterwards: Callable[[], None] = lambda: None,
     **options: Any,
@@ -80,19 +79,18 @@ def fault_between_saves(
 
     Args:
         plainly: by ``dcp.async_save`` in wait mode, and not the package's; errors are then wrapped.
-        planner: of the save with the fault.
         during: called between the save's call and its result.
         afterwards: called with the result there, before this rank waits for the others.
     """
     world = dist.get_world_size()
     group = own_group() if plainly else None
 
-    def begin(number: int, planner: Any = None, **options: Any) -> Future[Any]:
+    def begin(number: int, **options: Any) -> Future[Any]:
         options = {"read_window": "immediate", **options}
         state = part(number, elements)
         if plainly:
-            return async_save(state, path, planner=planner, group=group, **options)
-        return save_over(state, path, planner=planner, **options)
+            return async_save(state, path, group=group, **options)
+        return save_over(state, path, **options)
 
     for number in (OLD - 1, OLD):
         begin(number).result(60)
@@ -103,7 +101,7 @@ def fault_between_saves(
     with fault:
         began = time.monotonic()
         try:
-            future = begin(NEW, planner, **options)
+            future = begin(NEW, **options)
             during()
             told = future.exception(LIMIT_SECONDS)
         except DataStatesError as error:  # the call itself

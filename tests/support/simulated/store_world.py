@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -134,10 +135,11 @@ class World:
     # ---- what must hold ------------------------------------------------------------------------------
 
     def decided(self) -> Iterator[tuple[Key, bytes]]:
-        for file in [] if self.directory is None else self.directory.glob("*/*/decision"):
-            attempt = Attempt.parse(file.parent.name)
-            if attempt is not None:
-                yield (str(file.parent.parent).lstrip("/"), attempt), file.read_bytes()
+        for path in [] if self.directory is None else self.paths:
+            for file in map(Path, glob.glob(f"{path}/*/decision")):
+                attempt = Attempt.parse(file.parent.name)
+                if attempt is not None:
+                    yield (path.key, attempt), file.read_bytes()
         if self.directory is not None:
             return
         for key, each in self.store.objects.items():
@@ -146,13 +148,12 @@ class World:
             if name == "decision" and attempt is not None:
                 yield ("/".join(path), attempt), each.data
 
-    def there(self) -> dict[str, Attempt]:
-        """What is committed now, by path."""
-        found: dict[str, Attempt] = {}
-        for (path, attempt), data in self.decided():
-            if data == metadata(attempt):
-                found[path] = max(attempt, found.get(path, attempt))
-        return found
+    def committed_now(self) -> set[Key]:
+        return {key for key, data in self.decided() if data == metadata(key[1])}
+
+    def there(self, now: set[Key] | None = None) -> dict[str, Attempt]:
+        """The newest of what is committed ``now``, by path."""
+        return dict(sorted(self.committed_now() if now is None else now))
 
     def is_whole(self, key: Key) -> bool:
         path, attempt = key
@@ -179,7 +180,7 @@ class World:
 
     def check(self) -> None:
         assert self.schedule.here is None
-        now = {key for key, data in self.decided() if data == metadata(key[1])}
+        now = self.committed_now()
         for key in now - self.committed:
             if key not in self.deleted:
                 assert self.is_whole(key), f"{key} is committed, and not whole"
@@ -192,7 +193,7 @@ class World:
                 assert key in self.committed, f"{key} is not committed, and was told to be"
                 if key not in self.deleted and not self.superseded(key):
                     assert key in now, f"{key} was committed, and is gone"
-        there = self.there()
+        there = self.there(now)
         for path, newest in there.items():
             assert self.is_whole((path, newest)), f"{newest} is what {path} holds, and not whole"
         for path in map(str, (each.key for each in self.paths)):

@@ -62,6 +62,14 @@ def async_save(
     return future
 
 
+def put(how: str, state: Mapping[str, Any], path: Path | str, **options: Any) -> None:
+    """:func:`save`, or :func:`async_save` and its end, as ``how`` says."""
+    if how == "save":
+        save(state, path, **options)
+    else:
+        async_save(state, path, **options).result(60)
+
+
 def load(
     state: dict[str, Any], path: Path | str, *, planner: Any = None, **options: Any
 ) -> dict[str, Any]:
@@ -205,8 +213,14 @@ def zeros(state: Any) -> Any:
     return _mapped(state, empty)
 
 
-def assert_same(found: Any, expected: Any, name: str = "state") -> None:
-    """The same structure, shapes and dtypes, and the same bits in every tensor."""
+def assert_same(found: Any, expected: Any, name: str = "state", *, types: bool = False) -> None:
+    """The same structure, shapes and dtypes, and the same bits in every tensor; with ``types``, each of the same class,
+    and DTensors of the same placements.
+    """
+    if types:
+        assert type(found) is type(expected), f"{name} is a {type(found).__name__}"
+        placements = [getattr(each, "placements", None) for each in (found, expected)]
+        assert placements[0] == placements[1], f"{name}: {placements}"
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor), f"{name} is a {type(found).__name__}"
         assert found.dtype == expected.dtype, f"{name}: {found.dtype}, not {expected.dtype}"
@@ -221,11 +235,11 @@ def assert_same(found: Any, expected: Any, name: str = "state") -> None:
         assert isinstance(found, Mapping), f"{name} is a {type(found).__name__}"
         assert set(found) == set(expected), f"{name}: keys {set(found) ^ set(expected)} differ"
         for key, value in expected.items():
-            assert_same(found[key], value, f"{name}[{key!r}]")
+            assert_same(found[key], value, f"{name}[{key!r}]", types=types)
     elif isinstance(expected, (list, tuple)):
         assert type(found) is type(expected), f"{name} is a {type(found).__name__}"
         assert len(found) == len(expected), f"{name}: length {len(found)}, not {len(expected)}"
         for position, value in enumerate(expected):
-            assert_same(found[position], value, f"{name}[{position}]")
+            assert_same(found[position], value, f"{name}[{position}]", types=types)
     else:
         assert found == expected, f"{name}: {found!r}, not {expected!r}"

@@ -75,10 +75,3 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, gathered from every rank."""
     dense = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return dense.detach().clone()
-
-
-def dense_reference(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of an unsharded model after two steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    step_twice(model, optimizer)
-    return {name: tensor.detach().clone() for name, tensor in collect(model, optimizer).items()}

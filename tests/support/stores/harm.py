@@ -16,12 +16,6 @@ def cut_after(nbytes: int) -> Harm:
     return lambda before, data: data if before + len(data) <= nbytes else None
 
 
-def cut_once() -> Harm:
-    """One connection ends, the first that carries something."""
-    left = [None]
-    return lambda before, data: left.pop() if left else data
-
-
 def flipped_at(offset: int) -> Harm:
     """One bit of the byte at ``offset`` changes."""
 

@@ -16,7 +16,6 @@ from dcp_datastates import (
     CheckpointNotFoundError,
     StorageError,
     delete,
-    inspect,
     latest,
     pin,
     retain,
@@ -59,11 +58,6 @@ def _data_keys(store: MemoryStore, url: str) -> list[str]:
 
 
 # ---- finding -----------------------------------------------------------------------------------
-
-
-def test_latest_is_the_one_saved_last_whatever_its_name(three):
-    assert str(latest(three)) == f"{three}/step-1"
-    assert latest(f"{three}/nothing") is None
 
 
 def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
@@ -158,16 +152,6 @@ def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
 
 
 # ---- describing ---------------------------------------------------------------------------------
-
-
-def test_a_root_and_a_checkpoint_are_described(three):
-    listed = inspect(three)
-    assert [each.name for each in listed.checkpoints] == ["step-1", "step-3", "step-2"]
-    assert listed.latest == "step-1"
-    described = inspect(f"{three}/step-3")
-    assert described.committed
-    assert [each.name for each in described.tensors] == ["w"]
-    assert f"{three}/step-3" in str(described)
 
 
 # ---- pinning and deleting ------------------------------------------------------------------------

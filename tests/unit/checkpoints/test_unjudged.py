@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import run_cli
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files
 from support.state.metadata import decision_of
@@ -290,10 +289,3 @@ def test_a_save_is_newer_than_a_neighbour_that_cannot_be_judged(root, faults):
     ds.save(_state(4), root / "step-4")
     (attempt,) = (each.name for each in (root / "step-4").iterdir() if each.is_dir())
     assert attempt > future
-
-
-def test_a_web_page_in_place_of_the_metadata_is_not_judged(root):
-    _metadata(root).write_bytes(b"<!DOCTYPE html>\n<html>Sign in</html>")
-    with raises(ds.StorageError, str(_metadata(root)), "web page"):
-        ds.latest(root)
-    assert run_cli("inspect", root).returncode == 2

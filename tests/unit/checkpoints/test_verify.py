@@ -393,13 +393,6 @@ def test_metadata_cut_where_a_pickle_might_end_are_not_taken_for_stock(tmp_path)
     assert _only_damage(tmp_path).file == ".metadata"
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
-def test_cut_metadata_are_damage_and_not_taken_for_a_stock_checkpoint(keep, checkpoint):
-    path = decision_of(checkpoint)
-    os.truncate(path, keep % path.stat().st_size)
-    assert _only_damage(checkpoint).file == ".metadata"
-
-
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(checkpoint, monkeypatch):
     (path,) = data_files(checkpoint)
     real = os.open
@@ -472,13 +465,6 @@ def test_a_report_reads_as_text(checkpoint):
         first,
     )
     assert "table" in second
-
-
-def test_a_report_of_damaged_metadata_reads_as_text(checkpoint):
-    flip_bit(decision_of(checkpoint), 50)
-    verdict, damage = str(verify(checkpoint)).splitlines()
-    assert verdict == f"{checkpoint}: damaged in 1 place"
-    assert damage.startswith("  .metadata: ")
 
 
 def test_nothing_is_changed_by_looking(checkpoint):

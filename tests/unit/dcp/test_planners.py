@@ -14,10 +14,10 @@ from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,
-    attempts,
     committed,
     load,
     load_everything,
+    put,
     raises,
     save,
     writer,
@@ -60,19 +60,6 @@ def _filled_with(number):
     }
 
 
-@pytest.mark.parametrize("reuse_writer", [True, False])
-def test_cached_plans_never_mix_saves_to_one_path(reuse_writer, tmp_path):
-    ours = writer(tmp_path) if reuse_writer else None
-    planner = _caching()
-    seen = set()
-    for number in range(5):
-        async_save(_filled_with(number), tmp_path, by=ours, planner=planner).result(60)
-        assert _number(tmp_path) == number
-        names = {attempt.name for attempt in attempts(tmp_path)}
-        assert not names & seen, "an attempt's directory was used twice"
-        seen |= names
-
-
 @pytest.mark.parametrize("between", tries(30, 300))
 def test_a_cached_plan_never_leads_to_the_attempt_of_an_earlier_save(between, tmp_path):
     """DCP caches plans in the class, for as long as the process lives, whatever the process group."""
@@ -113,10 +100,7 @@ def test_cached_plans_carry_objects_that_grow(tmp_path):
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_a_planner_that_transforms_decides_what_is_stored(how, tmp_path):
     state = {"w": torch.randn(200, 500), "n": torch.arange(100_000), "tiny": torch.randn(3)}
-    if how == "save":
-        save(state, tmp_path, planner=HalvingPlanner())
-    else:
-        async_save(state, tmp_path, planner=HalvingPlanner()).result(60)
+    put(how, state, tmp_path, planner=HalvingPlanner())
     expected = {"w": state["w"].half(), "n": state["n"], "tiny": state["tiny"].half()}
     assert_same(load(zeros(expected), tmp_path), expected)
 
@@ -159,10 +143,7 @@ def test_a_planner_around_ours_is_refused_where_dcp_calls_it(how, tmp_path):
     """It would be asked for nothing: ours plans nothing towards DCP."""
     state = {"w": torch.ones(200, 500)}
     with raises(ConfigurationError, "derive from it"):
-        if how == "save":
-            save(state, tmp_path, planner=Around())
-        else:
-            async_save(state, tmp_path, planner=Around()).result(60)
+        put(how, state, tmp_path, planner=Around())
     save(state, tmp_path, planner=DataStatesSavePlanner())
     assert_same(load(zeros(state), tmp_path), state)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import (
     assert_same,
-    clone,
     committed,
     load,
     load_everything,
@@ -18,9 +17,8 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.metadata import decision_of
-from support.state.states import Opinion, filled
+from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dcp_datastates
 from dcp_datastates import (
@@ -30,46 +28,6 @@ from dcp_datastates import (
     IncompatibleStateError,
 )
 from dcp_datastates.loading import reading
-
-
-def _trained():
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.randn(8, 64)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def test_model_and_optimizer_come_back_through_their_state_dicts(tmp_path):
-    model, optimizer = _trained()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    expected = clone(state)
-    save(state, tmp_path)
-    fresh, fresh_optimizer = _trained()
-    with torch.no_grad():
-        for parameter in fresh.parameters():
-            parameter.zero_()
-    weights, moments = get_state_dict(fresh, fresh_optimizer)
-    target = {"model": weights, "optimizer": moments}
-    load(target, tmp_path)
-    set_state_dict(
-        fresh,
-        fresh_optimizer,
-        model_state_dict=target["model"],
-        optim_state_dict=target["optimizer"],
-    )
-    weights, moments = get_state_dict(fresh, fresh_optimizer)
-    assert_same({"model": weights, "optimizer": moments}, expected)
-
-
-def test_any_subset_is_loaded_and_the_rest_is_left_alone(tmp_path):
-    state = {f"t{n}": filled((1000 + n,), torch.float32, n) for n in range(20)}
-    save({**state, "object": Opinion("x")}, tmp_path)
-    target = zeros({name: state[name] for name in ("t3", "t17")})
-    assert_same(load(target, tmp_path), {"t3": state["t3"], "t17": state["t17"]})
 
 
 def test_a_planner_that_allows_partial_loads_skips_what_was_not_saved(tmp_path):

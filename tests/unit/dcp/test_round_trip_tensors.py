@@ -6,23 +6,16 @@ import pytest
 import torch
 from support.state.checkpoints import (
     assert_same,
-    async_save,
     clone,
     load,
     load_everything,
+    put,
     save,
     zeros,
 )
 from support.state.states import DTYPES, filled
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7, 5), (2, 3, 4, 5), (40_000,)]
-
-
-def _put(how: str, state: dict, path) -> None:
-    if how == "save":
-        save(state, path)
-    else:
-        async_save(state, path).result(60)
 
 
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
@@ -35,7 +28,7 @@ def test_every_dtype_and_shape_comes_back(how, place):
         for dtype in DTYPES
         for seed, shape in enumerate(SHAPES)
     }
-    _put(how, state, place)
+    put(how, state, place)
     assert_same(load(zeros(state), place), state)
     assert_same(load_everything(place), state)
 
@@ -62,7 +55,7 @@ def test_non_contiguous_tensors_come_back(how, place):
     state = _views()
     assert not state["transposed"].is_contiguous()
     expected = clone(state)
-    _put(how, state, place)
+    put(how, state, place)
     assert_same(load(zeros(state), place), expected)
 
 
@@ -88,7 +81,7 @@ def test_lazily_conjugated_and_negated_tensors_hold_their_values(how, place):
     assert state["conjugate"].is_conj()
     assert state["negative"].is_neg()
     expected = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in state.items()}
-    _put(how, state, place)
+    put(how, state, place)
     assert_same(load(zeros(expected), place), expected)
 
 
@@ -96,7 +89,7 @@ def test_lazily_conjugated_and_negated_tensors_hold_their_values(how, place):
 def test_tied_tensors_and_overlapping_views_each_come_back(how, tmp_path):
     base = filled((200, 200), torch.float32)
     state = {"embedding": base, "head": base, "view": base[20:, :], "detached": base.detach()}
-    _put(how, state, tmp_path)
+    put(how, state, tmp_path)
     assert_same(load(zeros(state), tmp_path), state)
 
 
@@ -107,7 +100,7 @@ def test_parameters_come_back_and_keep_what_they_are(how, place):
         "leaf": torch.randn(3, requires_grad=True),
     }
     expected = clone(state)
-    _put(how, state, place)
+    put(how, state, place)
     target = {"parameter": torch.nn.Parameter(torch.zeros(300, 100)), "leaf": torch.zeros(3)}
     load(target, place)
     assert isinstance(target["parameter"], torch.nn.Parameter)
@@ -125,12 +118,12 @@ def test_a_tensor_subclass_without_data_of_its_own_comes_back_as_its_values(tmp_
 def test_tensors_larger_than_segments_and_blocks_come_back(how, place):
     sizes = [1, 8 << 20, (8 << 20) - 1, (8 << 20) + 1, (1 << 20) + 3, 4096, 20_000_003]
     state = {str(size): filled((size,), torch.uint8, size) for size in sizes}
-    _put(how, state, place)
+    put(how, state, place)
     assert_same(load(zeros(state), place), state)
 
 
 @both_ways
 def test_thousands_of_tensors_come_back(how, tmp_path):
     state = {f"layer.{n}": filled((n % 17, n % 5), torch.bfloat16, n) for n in range(3000)}
-    _put(how, state, tmp_path)
+    put(how, state, tmp_path)
     assert_same(load(zeros(state), tmp_path), state)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -20,20 +17,17 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.states import filled
-from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import (
     CheckpointCorruptError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesReader,
     DataStatesWriter,
     ForeignCheckpointError,
-    SaveStalledError,
     StorageError,
 )
 
@@ -124,25 +118,6 @@ def test_writers_and_readers_take_a_url_as_checkpoint_id(path, monkeypatch, stor
 # ---- what is there -----------------------------------------------------------------------------
 
 
-def test_a_save_replaces_what_is_there_and_removes_its_data(path, store):
-    save(STATE, path)
-    old = _data_key(store)
-    save(OTHER, path)
-    assert_same(load_everything(path), OTHER)
-    assert old not in store.objects
-
-
-@pytest.mark.parametrize("by", ["dcp", "package"])
-def test_a_checkpoint_is_not_replaced_against_the_callers_will(by, path):
-    save(STATE, path)
-    with raises(CheckpointExistsError, str(path), "overwrite=False"):
-        if by == "dcp":
-            save(OTHER, path, overwrite=False)
-        else:
-            dcp_datastates.save(OTHER, path, overwrite=False, host_cache_size=CACHE)
-    assert_same(load_everything(path), STATE)
-
-
 def test_the_error_says_what_is_there_instead(path, store):
     def there(*words: str, kind: type[Exception] = CheckpointNotFoundError) -> None:
         with raises(kind, str(path), *words):
@@ -170,14 +145,6 @@ def test_the_error_says_what_is_there_instead(path, store):
     store.delete(list(store.objects))
     store.put(path.key, b"x")
     there("it is a file")
-
-
-def test_an_attempt_that_is_not_committed_hides_nothing(path, store):
-    save(STATE, path)
-    store.put(f"{path.key}/1fffffffffffffff-00000001/r00000-0.safetensors", b"x")
-    store.put(f"{path.key}/20ffffffffffffff-00000001/decision", b"withdrawn by 7\n")
-    store.put(f"{path.key}/.metadata", b"of no meaning here")
-    assert_same(load_everything(path), STATE)
 
 
 # ---- damage ------------------------------------------------------------------------------------
@@ -223,26 +190,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken_for_damag
         load_everything(path, reader)
 
 
-@pytest.mark.parametrize("more", [-1, 7])
-def test_a_range_of_another_length_is_an_error_that_names_the_object(
-    more, path, store, monkeypatch
-):
-    save(LARGE, path)
-    answer = store.get_range
-    monkeypatch.setattr(store, "get_range", lambda key, begin, end: answer(key, begin, end + more))
-    with raises(StorageError, _data_key(store), "bytes for the range"):
-        load_everything(path)
-
-
-def test_a_store_that_fails_while_it_is_read_fails_the_load_by_name(path, store):
-    save(LARGE, path)
-    store.on_request = lambda asked: Fate.REFUSED if asked.kind == "get_range" else Fate.DONE
-    with raises(StorageError, _data_key(store), "503"):
-        load_everything(path)
-    store.on_request = lambda asked: Fate.DONE
-    assert_same(load_everything(path), LARGE)
-
-
 # ---- failed saves ------------------------------------------------------------------------------
 
 
@@ -265,31 +212,6 @@ def test_a_store_that_does_not_answer_the_claim_fails_the_save_by_name(path, sto
     store.on_request = lambda asked: Fate.REFUSED if asked.kind == "list" else Fate.DONE
     with raises(StorageError, "503", "mem://bucket"):
         save(STATE, path)
-
-
-def test_a_store_that_stands_still_fails_the_save_within_its_timeout(path, store):
-    release = threading.Event()
-
-    def stand(asked: Request) -> Fate:
-        if asked.key.endswith(".safetensors"):
-            release.wait(60)
-        return Fate.DONE
-
-    store.on_request = stand
-    try:
-        with raises(SaveStalledError):
-            async_save(LARGE, path, commit_timeout=1.0).result(60)
-    finally:
-        release.set()
-    store.on_request = lambda asked: Fate.DONE
-    save(STATE, path)
-    assert_same(load_everything(path), STATE)
-
-
-def test_the_log_names_the_url(path, caplog):
-    with caplog.at_level(logging.INFO, "dcp_datastates"):
-        async_save(STATE, path).result(60)
-        await_that(lambda: any(f"committed '{path}'" in line for line in caplog.messages))
 
 
 # ---- URLs and options --------------------------------------------------------------------------

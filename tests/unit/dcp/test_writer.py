@@ -96,18 +96,6 @@ def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window,
         assert_same(found, {"t": torch.full((100_000,), float(number)), "n": number})
 
 
-def test_one_writer_serves_sync_and_async_saves_in_turn(tmp_path):
-    ours = writer()
-    for number in range(4):
-        state = {"n": torch.tensor(number)}
-        path = tmp_path / str(number)
-        if number % 2:
-            dcp.save(state, checkpoint_id=path, storage_writer=ours, no_dist=True)
-        else:
-            async_save(state, None, by=ours, checkpoint_id=path).result(60)
-        assert load_everything(path)["n"].item() == number
-
-
 def test_a_synchronous_save_does_not_take_over_an_asynchronous_one_in_flight(tmp_path):
     ours = writer(read_deadline=1.0)
     first = async_save(

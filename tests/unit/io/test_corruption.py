@@ -8,12 +8,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.state.checkpoints import assert_same, load, load_everything, raises, save, zeros
+from support.state.checkpoints import assert_same, load_everything, raises, save
 from support.state.files import data_files, put_back
 from support.state.metadata import decision_of, file_of, parts_of, rewritten
 from support.state.states import filled
 
-from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
+from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError
 
 STATE = {
     "a": filled((700_000,), torch.float32, 1),
@@ -101,9 +101,3 @@ def test_metadata_that_points_outside_of_the_checkpoint_is_refused(name, checkpo
     rewritten(checkpoint, point_outside)
     with raises(CheckpointCorruptError, name):
         load_everything(checkpoint)
-
-
-def test_a_stock_checkpoint_is_refused_with_a_hint(tmp_path):
-    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    with raises(DataStatesError, "FileSystemReader"):
-        load(zeros({"w": torch.ones(3)}), tmp_path)

@@ -89,16 +89,6 @@ def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
     assert read  # whether a copy is committed is asked there
 
 
-def test_a_damaged_file_comes_from_the_archive(tmp_path, slow):
-    _, weights, _ = _run(tmp_path, slow, range(3))
-    restart()
-    (path,) = (tmp_path / "step-2").glob("*/*.safetensors")
-    path.write_bytes(path.read_bytes()[:-8])
-    resumed, now, _ = _run(tmp_path, slow, range(0))
-    assert resumed == 2
-    assert torch.equal(now, weights)
-
-
 def test_nothing_is_deleted_that_is_not_archived_yet(tmp_path, slow, store):
     away = True
     store.on_request = lambda request: (
@@ -300,11 +290,3 @@ def test_pins_of_attempts_that_died_go_with_the_archived_one(tmp_path, slow, sto
     _run(fast, slow, [1])
     assert _steps_in(store) == [1]
     assert not list((fast / "step-1").glob("pin.*"))
-
-
-def test_a_run_goes_on_from_the_archive_with_a_fast_tier_elsewhere(tmp_path, slow, store):
-    _run(tmp_path / "job-1", slow, [0, 1])
-    restart()
-    resumed, _, _ = _run(tmp_path / "job-2", slow, [2])
-    assert resumed == 1
-    assert _steps_in(store) == [0, 1, 2]

@@ -254,14 +254,6 @@ def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
     assert w.tolist() == [0, 0]
 
 
-def test_a_misspelled_option_is_an_error_with_the_right_one(tmp_path):
-    with (
-        CheckpointManager(tmp_path, every=1) as manager,
-        pytest.raises(DataStatesError, match="did you mean 'missing'"),
-    ):
-        manager.restore_latest({"w": torch.ones(1)}, mising="warn")
-
-
 def _closure(model, optimizer):
     def closure():
         optimizer.zero_grad()

@@ -115,16 +115,6 @@ def test_a_loop_does_not_begin_anew_beside_checkpoints_that_are_all_damaged(tmp_
         checkpoints.restore_latest({"w": torch.zeros(1000)})
 
 
-def test_a_chosen_step_is_restored(tmp_path):
-    with manager(tmp_path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, {"step": step})
-        state = {"step": 0}
-    with manager(tmp_path) as checkpoints:
-        assert checkpoints.restore(1, state) == 1
-    assert state == {"step": 1}
-
-
 def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
     weights = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weights], lr=1.0)

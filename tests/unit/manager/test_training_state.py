@@ -24,29 +24,6 @@ def test_names_must_be_strings(tmp_path):
         checkpoints.save(1, {1: 1})
 
 
-def test_two_models_with_an_optimizer_each(tmp_path):
-    def both():
-        torch.manual_seed(0)
-        models = {name: torch.nn.Linear(4, 4) for name in ("generator", "critic")}
-        made = {
-            f"{name}-adam": torch.optim.Adam(each.parameters()) for name, each in models.items()
-        }
-        return {**models, **made}
-
-    first, second = both(), both()
-    for name in ("generator", "critic"):
-        first[name](torch.randn(2, 4)).sum().backward()
-        first[f"{name}-adam"].step()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest(second)
-    for name in ("generator", "critic"):
-        assert_same(second[name].state_dict(), first[name].state_dict())
-        old, new = (each[f"{name}-adam"].state_dict()["state"] for each in (first, second))
-        assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
-
-
 class Position:
     def __init__(self):
         self.at = {}

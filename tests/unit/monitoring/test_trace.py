@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import CACHE, raises, save
 from support.state.metadata import rewritten
 
@@ -43,14 +42,6 @@ def test_the_trace_of_a_checkpoint_is_its_record_up_to_the_publication(tmp_path)
     assert found.seconds <= record.seconds + 0.1
     assert found.written_bytes == record.written_bytes
     assert found.write_rate == pytest.approx(record.write_rate)
-
-
-def test_a_checkpoint_in_a_store_has_its_trace(monkeypatch):
-    url = f"{installed(monkeypatch, MemoryStore()).parent}/step-4"
-    save(STATE, url)
-    (found,) = trace_of(url)
-    assert (found.path, found.step) == (url, 4)
-    assert found.written_bytes > 400_000
 
 
 def test_a_copy_has_the_trace_of_the_original(tmp_path):

@@ -215,13 +215,6 @@ def test_a_job_that_a_finalizer_brings_back_is_refused_and_keeps_its_memory(engi
         owner.job.wait(1)
 
 
-def test_a_cancelled_job_is_done_and_says_so(engine, data, tmp_path):
-    job = save(engine, tmp_path / "file", data, _native.Window(NEVER))
-    job.cancel()
-    assert job.wait(10)
-    assert job.fault.kind == "cancelled"
-
-
 def test_a_missing_file_is_a_fault_with_errno_and_path(engine, data, tmp_path):
     content = _native.Transfer()
     content.add_buffer(0, bytearray(4))
@@ -231,26 +224,6 @@ def test_a_missing_file_is_a_fault_with_errno_and_path(engine, data, tmp_path):
     assert job.wait(10)
     assert (job.fault.kind, job.fault.errno, job.fault.operation) == ("io", 2, "open")
     assert job.fault.path == str(tmp_path / "none")
-
-
-def test_a_slab_that_can_never_fit_is_refused_at_once_and_one_that_may_is_awaited(engine):
-    assert engine.slab(engine.max_slab_bytes + 1, 0, NEVER) is None
-    largest = engine.slab(engine.max_slab_bytes, 0, 1.0)
-    assert largest is not None
-    assert engine.slab(1, 0, 0.05) is None
-    largest.release()
-    assert engine.slab(1, 0, 1.0) is not None
-
-
-def test_growing_adds_segments_and_never_takes_any(engine):
-    before = engine.host_cache_bytes
-    engine.grow(before // 2)
-    assert engine.host_cache_bytes == before
-    engine.grow(2 * before)
-    assert engine.host_cache_bytes == 2 * before
-    with pytest.raises(MemoryError):
-        engine.grow(1 << 60)
-    assert engine.host_cache_bytes == 2 * before
 
 
 @pytest.mark.parametrize(
@@ -268,16 +241,3 @@ def test_growing_adds_segments_and_never_takes_any(engine):
 def test_misuse_is_a_value_error(misuse):
     with pytest.raises(ValueError, match=r"\S"):
         misuse()
-
-
-def test_overlapping_regions_are_refused(data):
-    content = _native.Transfer()
-    content.add_buffer(0, data)
-    content.add_buffer(data.nbytes - 1, data)
-    with pytest.raises(ValueError, match="overlap"):
-        _native.SaveFile("file", 2 * data.nbytes, content)
-
-
-def test_crc32c_has_the_known_value():
-    assert _native.crc32c(b"123456789") == 0xE3069283  # RFC 3720, and every other source
-    assert _native.crc32c(b"56789", _native.crc32c(b"1234")) == 0xE3069283

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 import weakref
 from pathlib import Path
 
@@ -67,31 +66,6 @@ def test_a_segment_is_a_read_only_buffer_whose_views_keep_its_memory(engine):
     assert job.bytes_written == SEGMENT + 4 + 4 * 10
 
 
-def test_a_failed_save_wakes_its_streams_and_names_the_cause(engine):
-    job, names = save(engine, sources(5 * SEGMENT, 4))
-    kept = next(job.stream(0))
-    errors = []
-
-    def take():
-        try:
-            next(job.stream(1))
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    job.fail("the bucket is gone", 5, names[0])
-    thread.join(60)
-    assert job.wait(60)
-    assert errors == ["transfer of 's3://bucket/0' failed: the bucket is gone"]
-    assert (job.fault.kind, job.fault.errno, job.fault.path) == ("io", 5, names[0])
-    with pytest.raises(RuntimeError, match="the bucket is gone"):
-        next(job.stream(0))
-    job.stored(0)  # nothing
-    del kept
-    wait_until_cache_is_free(engine)
-
-
 @pytest.mark.parametrize(
     ("message", "shown"), [("a\0b", "a\0b"), ("\udc80 \ud800", "\\udc80 \\ud800"), ("", "")]
 )
@@ -111,23 +85,6 @@ def test_streams_are_refused_for_files_that_are_not_there(engine, tmp_path):
     local = engine.save([], [], 0, _native.Window(0), None)
     with pytest.raises(ValueError, match="writes its files itself"):
         local.stored(0)
-
-
-def test_a_shutdown_does_not_wait_for_what_is_held():
-    engine = _native.Engine(CACHE)
-    (data,) = sources(5 * SEGMENT)
-    job, names = save(engine, [data])
-    segment = memoryview(next(job.stream(0)))
-    objects = Objects()
-    objects.stored[names[0]] = bytes(5 * SEGMENT + 4 * 41)
-    read = restore(engine, objects, names, [data.copy()])
-    request = next(read.requests())
-    engine.shutdown()
-    assert job.fault.kind == read.fault.kind == "shutdown"
-    del engine, job, read
-    gc.collect()
-    assert segment == memoryview(data)[:SEGMENT]
-    request.fill(bytes(request.nbytes))  # nothing
 
 
 def test_a_forked_child_is_refused_and_may_drop_all_it_inherited(engine):

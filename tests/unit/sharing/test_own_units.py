@@ -134,3 +134,7 @@ def test_after_the_end_nothing_is_kept(begun):
     assert _taken(units, _unit(1)) is None
     assert _taken(units, _unit(2)) is None
     assert not units.read_ahead(_unit(3))
+
+
+def test_a_rank_without_units_keeps_nothing():
+    assert _units(_Storage(), 8, count=0).are_gone.is_set()

@@ -11,7 +11,6 @@ from support.state.checkpoints import (
     async_save,
     clone,
     load,
-    load_everything,
     writer,
     zeros,
 )
@@ -49,26 +48,6 @@ def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, 
     assert any(
         not torch.equal(after["model"][name], tensor) for name, tensor in expected["model"].items()
     ), "the step changed nothing, so this test showed nothing"
-
-
-@pytest.mark.parametrize(
-    ("read_window", "defer"),
-    sampled(
-        itertools.product(["backward", "immediate"], ["owned", "none"]),
-        keep=[("backward", "owned"), ("immediate", "none")],
-    ),
-)
-def test_iterations_that_follow_at_once_are_not_seen(read_window, defer, tmp_path):
-    run = TrainingRun()
-    run.step()
-    expected = clone(run.state())
-    future = async_save(
-        run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60
-    )
-    for _ in range(5):
-        run.step()
-    future.result(60)
-    _check(tmp_path, expected)
 
 
 def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
@@ -233,15 +212,3 @@ def test_hundreds_of_iterations_of_maximal_overlap(iterations, tmp_path):
             future.result(60)
             if wanted is not None:
                 _check(where, wanted)
-
-
-def test_every_iteration_to_the_same_path(tmp_path):
-    run = TrainingRun(width=160)
-    run.step()
-    ours = writer(tmp_path, read_deadline=60)
-    for _ in range(10):
-        expected = clone(run.state())
-        future = async_save(run.state(), None, by=ours)
-        run.step()
-        future.result(60)
-        assert_same(load_everything(tmp_path), expected)
