@@ -163,9 +163,23 @@ def _await(
             f"rank {first} did not tell {purpose} within {timeout:g} s ({why}); is it still looking, or did "
             f"it not make this call? A longer timeout= may help"
         )
-    value, error = json.loads(found)
-    if error is not None:
-        raise error_of(values.from_json(error))
+    return _told(found, f"rank {first} did not tell {purpose}")
+
+
+def _told(found: bytes, trouble: str) -> Any:
+    """The value in an answer; raises the error in it. Whoever reaches the store can write there: nothing is unpickled,
+    and what is no answer is a :class:`NoAnswerError`, which begins with ``trouble``.
+    """
+    try:
+        value, error = json.loads(found)
+        told = None if error is None else error_of(values.from_json(error))
+    except Exception as unreadable:
+        raise NoAnswerError(
+            f"{trouble}: what the job's store has in place of it is no answer ({unreadable}); does another program "
+            f"write to that store (MASTER_ADDR, MASTER_PORT)?"
+        ) from unreadable
+    if told is not None:
+        raise told
     return value
 
 

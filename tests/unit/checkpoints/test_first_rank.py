@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
 from support.state.checkpoints import raises
 
 from dcp_datastates import NoAnswerError
+from dcp_datastates.checkpoints import first_rank
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 
 
@@ -16,3 +20,27 @@ def test_an_answer_without_torch_distributed_is_just_computed():
 
 def test_no_answer_is_a_timeout_error():
     assert issubclass(NoAnswerError, TimeoutError)
+
+
+class _Malice:
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (_Malice, "ran", True)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pickle.dumps((_Malice(), None)),
+        *(b"", b"[", b"\x80", b"{}", b"7", b"[1]", b"[1, 2, 3]", b"[null, 7]", b'[null, "x"]'),
+        b"[" * 100_000,
+    ],
+)
+def test_what_a_stranger_writes_to_the_store_is_no_answer_and_runs_nothing(found):
+    with pytest.raises(NoAnswerError, match=r"not tell the latest.* does another program write"):
+        first_rank._told(found, "rank 0 did not tell the latest")
+    assert not _Malice.ran
+    pickle.loads(pickle.dumps(_Malice()))
+    assert _Malice.ran, "the pickle must be able to do harm, or this test shows nothing"
+    _Malice.ran = False
