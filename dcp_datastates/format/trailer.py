@@ -49,12 +49,6 @@ PLACEMENT: Final = ("files", "begins", "lengths")
 _COLUMNS: Final = CATALOG + PLACEMENT
 """The columns after the document, in order."""
 
-_MOST_TIMES: Final = 4
-_FEW_BYTES: Final = 16 << 20
-"""Columns may take so many times the bytes of their file in memory, and these. Names, and offsets in files, need more
-than a byte each, so those of checkpoints take about twice the file.
-"""
-
 _MAGIC: Final = b"DCPDST"
 _END: Final = struct.Struct("<6s2sQII")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -100,11 +94,6 @@ def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, Ints]]:
     if sum(width * length for width, length in entries) != directory - pickle_bytes:
         raise UnreadableMetadataError(
             f"{path}: not checkpoint metadata: its columns do not fill the table"
-        )
-    widened = 8 * sum(length for _, length in entries[1:])
-    if widened > _MOST_TIMES * len(data) + _FEW_BYTES:
-        raise UnreadableMetadataError(
-            f"{path}: not checkpoint metadata: {len(data)} bytes would take {widened} in memory"
         )
     at = pickle_bytes
     found = []

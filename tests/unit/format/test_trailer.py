@@ -116,20 +116,3 @@ def test_columns_of_any_width_are_read(checkpoint):
     assert {name: column.tolist() for name, column in found.items()} == {
         name: column.tolist() for name, column in expected.items()
     }
-
-
-def test_columns_that_would_take_many_times_the_file_are_refused_before_they_are_widened(
-    checkpoint, monkeypatch
-):
-    """Bytes of zeros, which a sparse or packed file has for nothing, and which become integers of eight bytes."""
-    monkeypatch.setattr(trailer, "_FEW_BYTES", 1 << 20)
-    data, count = decision_of(checkpoint).read_bytes(), 3 << 20
-    (pickle_bytes,) = struct.unpack_from("<Q", data, len(data) - 16)
-    directory = len(data) - 24 - 9 * (1 + len(COLUMNS))
-    entries = list(struct.iter_unpack("<BQ", data[directory:-24]))
-    entries[-1] = 1, count
-    begin = sum(width * length for width, length in entries[:-1]) + pickle_bytes
-    packed = b"".join(struct.pack("<BQ", *entry) for entry in entries)
-    file = ended(data[:begin] + bytes(count) + packed, pickle_bytes)
-    with raises(UnreadableMetadataError, str(PATH), "would take"):
-        trailer.parse(file, PATH)
