@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -25,8 +28,10 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, DataStatesError
-from dcp_datastates.format.metadata import decode
+from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
+from dcp_datastates.errors import UnreadableMetadataError
+from dcp_datastates.format import values
+from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.safetensors_header import Header, read_header
@@ -313,6 +318,70 @@ def test_any_part_of_a_document(checkpoint, changes):
     parts = _parts(checkpoint)
     parts.document.update(changes)
     _decoded(file_of(parts))
+
+
+LARGE = 1 << 21
+LISTS = b"[" + b"[]," * (LARGE // 3) + b"[]]"
+DICTS = b"[" + b'{"":0},' * (LARGE // 7) + b"[]]"
+
+
+def _with_unknown(parts: Parts, value: bytes) -> Parts:
+    return replace(
+        parts, document=json.dumps(parts.document).encode()[:-1] + b',"x":' + value + b"}"
+    )
+
+
+def _of_empty_chunks(parts: Parts) -> Parts:
+    """One tensor of as many chunks as bytes: nothing in it is wrong, but for its size."""
+    many = [0] * (LARGE // 5)
+    columns = dict.fromkeys(COLUMNS, many) | {"properties": [0], "ndims": [1]}
+    document = parts.document | {"names": ["w"], "planner_data": None}
+    return replace(
+        parts, document=document, columns=columns | {"shapes": [7], "counts": [len(many)]}
+    )
+
+
+AMPLIFIED: dict[str, Callable[[Parts], Parts]] = {
+    "lists": lambda parts: _with_unknown(parts, LISTS),
+    "dicts": lambda parts: _with_unknown(parts, DICTS),
+    "a column": lambda parts: replace(parts, columns=parts.columns | {"offsets": [0] * LARGE}),
+    "chunks": _of_empty_chunks,
+}
+
+
+@contextlib.contextmanager
+def _memory(most: int) -> Iterator[None]:
+    """The block has at most so many bytes at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= most, f"{peak} bytes, of which {most} are allowed"
+
+
+@pytest.mark.parametrize("amplified", AMPLIFIED)
+def test_metadata_take_four_times_their_bytes_at_most(amplified, checkpoint, monkeypatch):
+    monkeypatch.setattr(values, "_SPARE_BYTES", 0)
+    data = file_of(AMPLIFIED[amplified](_parts(checkpoint)))
+    with _memory(4 * len(data)), raises(UnreadableMetadataError, "bytes in memory"):
+        decode(data, PATH)
+
+
+def test_metadata_that_could_not_be_read_are_not_written(checkpoint, monkeypatch):
+    table = decode(file_of(_parts(checkpoint)), PATH)
+    monkeypatch.setattr(values, "_SPARE_BYTES", -1 << 20)
+    with raises(ConfigurationError, "bytes in memory"):
+        encode(table)
+
+
+@pytest.mark.parametrize("value", [LISTS, DICTS], ids=["lists", "dicts"])
+def test_a_header_takes_four_times_its_bytes_at_most(value, monkeypatch):
+    monkeypatch.setattr(values, "_SPARE_BYTES", 0)
+    data = _header_of(b'{"a":' + value + b"}")
+    with _memory(4 * len(data)), raises(CheckpointCorruptError, "bytes in memory"):
+        read_header(data, len(data))
 
 
 # --- safetensors headers ------------------------------------------------------------------------------
