@@ -37,6 +37,7 @@ from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.pickles import loaded, unsafe
 from dcp_datastates.conversion.source import Box, Source, batches, shards
 from dcp_datastates.conversion.torch_file import own, save_to
+from dcp_datastates.conversion.unpickler import BoundedUnpickler
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION
@@ -56,9 +57,6 @@ _OTHERS: Final = {
     ("pathlib._local", "PosixPath"),
 }
 """What stock metadata name beside DCP's own classes and torch's dtypes."""
-
-_DEEPEST: Final = 8
-"""Tuples in tuples, in metadata. C code hashes them by recursion, and a deep one would end the process."""
 
 
 class StockSource(DCPSource):
@@ -156,10 +154,10 @@ class StockSource(DCPSource):
         return info, path
 
 
-class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
+class _Unpickler(BoundedUnpickler):
     """Unpickles what stock DCP writes, and nothing else."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(BoundedUnpickler.dispatch)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], (type, types.FunctionType)):  # type: ignore[attr-defined]
@@ -167,18 +165,6 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
-
-    def _load_tuple(self, load: Any) -> None:
-        load(self)
-        made = self.stack[-1]  # type: ignore[attr-defined]
-        depths = vars(self).setdefault("depths", {})  # with the tuple, so that its id stays its own
-        depth = 1 + max((depths.get(id(each), (0,))[0] for each in made), default=0)
-        if depth > _DEEPEST:
-            raise pickle.UnpicklingError("Unsupported operation: it nests tuples too deeply")
-        depths[id(made)] = depth, made
-
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[_code[0]] = partial(lambda load, self: self._load_tuple(load), dispatch[_code[0]])
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" and "." not in name:
