@@ -195,7 +195,8 @@ def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
         raise CheckpointCorruptError(
             f"{path}: not the metadata of DCP: {type(error).__name__}: {str(error)[:200]}"
         ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
         raise CheckpointCorruptError(f"{path}: not the metadata of DCP")
     return metadata
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import json
 import os
 import random
@@ -18,9 +19,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files, read_file
 from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
+from support.state.roots import save_stock
 from support.state.states import filled
 from support.tiers import tries
 from support.waiting import little_work
@@ -29,12 +32,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
+from dcp_datastates.conversion.safetensors_files import weights_in
+from dcp_datastates.conversion.stock import StockSource
+from dcp_datastates.conversion.torch_file import TorchSource
 from dcp_datastates.errors import UnreadableMetadataError
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.safetensors_header import Header, read_header
+from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 SECONDS_PER_TRY = 2.0
@@ -92,6 +99,8 @@ def checkpoint(tmp_path_factory):
 def _process_wide() -> object:
     """All that the metadata's classes and shared objects look like: nothing in a file may change it."""
     kinds = [value for value in vars(dcp_metadata).values() if isinstance(value, type)]
+    for kind in (*kinds, _StorageInfo):
+        copyreg._slotnames(kind)  # a cache in the class: pickle fills it
     members = [member for kind in kinds if issubclass(kind, Enum) for member in kind]
     return [
         {name: id(value) for name, value in vars(thing).items() if name != "__abstractmethods__"}
@@ -527,3 +536,66 @@ def test_any_header(entries, data):
 def test_random_bytes_as_a_header(data, file_size):
     _read(data, file_size)
     _read(_header_of(b"{" + data))
+
+
+# --- files of other programs, and small files beside checkpoints ------------------------------------------
+
+
+def _torch_file(folder: Path, is_archive: bool) -> Path:
+    state = {"w": torch.arange(6.0).view(2, 3).t(), "o": {"lr": 0.1, "betas": (0.9, 1)}, "n": [3]}
+    torch.save(state, folder / "file", _use_new_zipfile_serialization=is_archive)
+    return folder / "file"
+
+
+def _stock(folder: Path) -> Path:
+    save_stock(folder)
+    return folder / ".metadata"
+
+
+def _index(folder: Path) -> Path:
+    save_file({"a": torch.ones(2)}, folder / "m-1.safetensors")
+    index = {"metadata": {"total_size": 8}, "weight_map": {"a": "m-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / "model.safetensors.index.json"
+
+
+def _decision(folder: Path) -> Path:
+    save({"w": torch.ones(2)}, folder / "step-1")
+    return decision_of(folder / "step-1")
+
+
+def _identity(folder: Path) -> Path:
+    (folder / "fast").mkdir()
+    check_one_run(folder / "fast", folder / "slow")
+    return folder / "fast" / IDENTITY_NAME
+
+
+READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], object]]] = {
+    "torch": (lambda folder: _torch_file(folder, True), lambda _, file: TorchSource(file, False)),
+    "legacy": (lambda folder: _torch_file(folder, False), lambda _, file: TorchSource(file, False)),
+    "stock": (_stock, lambda folder, _: StockSource(folder, False)),
+    "index": (_index, lambda folder, _: weights_in(folder)),
+    "decision": (_decision, lambda folder, _: dcp_datastates.latest(folder)),
+    "identity": (_identity, lambda folder, _: check_one_run(folder / "fast", folder / "slow")),
+}
+
+
+@pytest.mark.parametrize("changes", tries(150, 5000))
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.filterwarnings("ignore")
+def test_changed_files_are_read_or_refused(reader, changes, tmp_path):
+    """Nothing but this package's errors, soon."""
+    make, read = READERS[reader]
+    path = make(tmp_path)
+    good, chance = path.read_bytes(), random.Random(SEED + 5)
+    read(tmp_path, path)
+    for number in range(changes):
+        path.write_bytes(mutated(good, chance))
+        with little_work(SECONDS_PER_TRY):
+            try:
+                read(tmp_path, path)
+            except DataStatesError:
+                pass
+            except Exception as error:
+                error.add_note(f"seed {SEED + 5}, change {number}")
+                raise
