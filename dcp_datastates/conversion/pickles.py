@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from contextlib import nullcontext
 from typing import IO, Any
 
 import torch
 
 from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.unpickler import check_nesting
 from dcp_datastates.errors import CheckpointCorruptError, StorageError, UnsafeObjectError
 
 
@@ -32,6 +34,9 @@ def loaded(
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
     try:
+        if not allow_objects:
+            with open(file, "rb") if isinstance(file, str) else nullcontext(file) as stream:
+                check_nesting(stream)
         return torch.load(file, "cpu", weights_only=not allow_objects, mmap=mapped)
     except pickle.UnpicklingError as error:
         if allow_objects:

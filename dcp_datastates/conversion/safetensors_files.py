@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -26,6 +26,7 @@ from dcp_datastates.errors import (
     ConfigurationError,
     IncompatibleStateError,
 )
+from dcp_datastates.format import values
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.safetensors_header import Header, read_header
@@ -132,9 +133,11 @@ def weights_in(folder: Location) -> SafetensorsSource | None:
 def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
     """The file of each name. ``beside``: the names of the files beside the index."""
     try:
-        content: Any = json.loads(read_whole(path, _INDEX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is no JSON: {str(error)[:200]}") from None
+        data = read_whole(path, _INDEX_BYTES)
+        values.check_memory(len(data), data)
+        content = values.load(data)
+    except values.ValueRefused as error:
+        raise CheckpointCorruptError(f"{path} is no index: {error}") from None
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
         raise CheckpointCorruptError(f"{path} has no weight_map from names to files")

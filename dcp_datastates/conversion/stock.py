@@ -38,6 +38,7 @@ from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.pickles import loaded, unsafe
 from dcp_datastates.conversion.source import Box, Source, batches, known_paths, shape_of, shards
 from dcp_datastates.conversion.torch_file import own, save_to
+from dcp_datastates.conversion.unpickler import BoundedUnpickler
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION
@@ -57,9 +58,6 @@ _OTHERS: Final = {
     ("pathlib._local", "PosixPath"),
 }
 """What stock metadata name beside DCP's own classes and torch's dtypes."""
-
-_DEEPEST: Final = 8
-"""Tuples in tuples, in metadata. C code hashes them by recursion, and a deep one would end the process."""
 
 
 class StockSource(Source):
@@ -172,10 +170,10 @@ class StockSource(Source):
         return info, path
 
 
-class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
+class _Unpickler(BoundedUnpickler):
     """Unpickles what stock DCP writes, and nothing else."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(BoundedUnpickler.dispatch)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], (type, types.FunctionType)):  # type: ignore[attr-defined]
@@ -183,18 +181,6 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
-
-    def _load_tuple(self, load: Any) -> None:
-        load(self)
-        made = self.stack[-1]  # type: ignore[attr-defined]
-        depths = vars(self).setdefault("depths", {})  # with the tuple, so that its id stays its own
-        depth = 1 + max((depths.get(id(each), (0,))[0] for each in made), default=0)
-        if depth > _DEEPEST:
-            raise pickle.UnpicklingError("Unsupported operation: it nests tuples too deeply")
-        depths[id(made)] = depth, made
-
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[_code[0]] = partial(lambda load, self: self._load_tuple(load), dispatch[_code[0]])
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" and "." not in name:
@@ -225,7 +211,8 @@ def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
         raise CheckpointCorruptError(
             f"{path}: not the metadata of DCP: {type(error).__name__}: {str(error)[:200]}"
         ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
         raise CheckpointCorruptError(f"{path}: not the metadata of DCP")
     return metadata
 

@@ -47,10 +47,14 @@ class TorchSource(Source):
             raise IncompatibleStateError(
                 f"{path} holds a {kind}; only a dict with strings as keys can be converted"
             )
-        opened_up = _opened_up(state)
         try:
+            opened_up = _opened_up(state)
             values, paths = flatten_state_dict(opened_up)
             self.paths = typed_paths(opened_up, paths)
+        except RecursionError:
+            raise IncompatibleStateError(
+                f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
+            ) from None
         except ValueError as error:
             name = str(error).rpartition(" ")[2]
             raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
@@ -109,7 +113,11 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
     """Refuse an archive that is a program, or whose tensors are packed: torch would map the packed bytes."""
     try:
         entries = zipfile.ZipFile(stream).infolist()
-    except zipfile.BadZipFile as error:
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # ValueError: a name is not UTF-8
         raise CheckpointCorruptError(f"{path}: torch cannot read it: {error}") from error
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         raise ForeignCheckpointError(

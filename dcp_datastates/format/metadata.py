@@ -14,6 +14,7 @@ import pickle
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -68,9 +69,12 @@ def encode(table: MetadataTable) -> bytes:
     try:
         check(table.catalog, table.placement, table.note.files)
         document = write_document(table)
+        columns = trailer.columns_of(table.catalog, table.placement)
+        data = trailer.append(stub_of(table.catalog), document, columns)
+        values.check_memory(len(data), document, sum(map(len, columns)))
+        return data
     except (MetadataError, values.ValueRefused, TypeError) as error:
         raise refused(error) from error
-    return trailer.append(stub_of(table.catalog), document, table.catalog, table.placement)
 
 
 _LARGE: Final = 64 << 20
@@ -110,7 +114,9 @@ def decode(data: bytes, path: Location) -> MetadataTable:
     """
     document, columns = trailer.parse(data, path)
     try:
-        table = read_document(document, columns)
+        values.check_memory(len(data), document, sum(map(len, columns.values())))
+        widened = {name: column.astype(np.int64) for name, column in columns.items()}
+        table = read_document(document, widened)
         check(table.catalog, table.placement, table.note.files)
     except (MetadataError, values.ValueRefused) as error:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error

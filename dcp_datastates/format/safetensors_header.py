@@ -81,6 +81,7 @@ def _parse(data: bytes, length: int, file_size: int) -> Header:
         raise ValueRefused(f"its header is cut short: {len(data)} of {length} bytes")
     if not data.startswith(b"{"):
         raise ValueRefused("its header does not begin with '{'")
+    values.check_memory(length, data)
     content = values.load(
         data, object_pairs_hook=_object, parse_float=_no_number, parse_constant=_no_number
     )

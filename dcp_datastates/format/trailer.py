@@ -27,15 +27,18 @@ In every format from 2 on, the end is the last 24 bytes, with the same meaning o
 checksum in its last four. So a reader can distinguish a file of a later format from a damaged one.
 
 Reading takes time and memory proportional to the file: a count in the file never causes an allocation before the reader
-has checked that the counted bytes exist.
+has checked that the counted bytes exist. (Columns are widened, and JSON becomes objects, within the limit of
+``values.check_memory``.)
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
@@ -55,10 +58,14 @@ _CHECKSUM: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<BQ")
 
 
-def append(pickled: bytes, document: bytes, catalog: Catalog, placement: Placement) -> bytes:
-    """The bytes of a whole file: ``pickled``, followed by the table."""
+def columns_of(catalog: Catalog, placement: Placement) -> list[Ints]:
+    """The columns after the document, in order."""
     columns = [getattr(catalog, name) for name in CATALOG]
-    columns += [getattr(placement, name) for name in PLACEMENT]
+    return columns + [getattr(placement, name) for name in PLACEMENT]
+
+
+def append(pickled: bytes, document: bytes, columns: Iterable[Ints]) -> bytes:
+    """The bytes of a whole file: ``pickled``, followed by the table with these :func:`columns_of`."""
     packed = [np.frombuffer(document, np.uint8), *map(narrowed, columns)]
     parts: list[bytes | memoryview] = [pickled, *(column.data for column in packed)]
     parts += [_ENTRY.pack(column.itemsize, len(column)) for column in packed]
@@ -78,8 +85,8 @@ def is_end(end: bytes) -> bool:
     return len(end) == _END.size and end.startswith(_MAGIC)
 
 
-def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, Ints]]:
-    """The document and the columns in ``data``, the bytes of the file at ``path``.
+def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
+    """The document and the columns in ``data``, the bytes of the file at ``path``; the columns as they are stored.
 
     Does not check the columns' values. Raises :class:`CheckpointCorruptError` if the bytes are damaged, and
     :class:`UnreadableMetadataError` if they are intact but of another format.
@@ -100,8 +107,7 @@ def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, Ints]]:
     for width, length in entries:
         found.append(np.frombuffer(data, STORED[width], length, at))
         at += width * length
-    columns = [column.astype(np.int64) for column in found[1:]]
-    return found[0].tobytes(), dict(zip(_COLUMNS, columns, strict=True))
+    return found[0].tobytes(), dict(zip(_COLUMNS, found[1:], strict=True))
 
 
 def _end(data: bytes, path: Location) -> tuple[int, int]:

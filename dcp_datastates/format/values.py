@@ -27,6 +27,16 @@ import torch
 _MAX_DEPTH: Final = 50
 _HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
 _NESTED: Final = frozenset({list, dict})
+
+_MOST_TIMES: Final = 4
+_SPARE_BYTES: Final = 128 << 20
+"""What is read from a file takes at most so many times its bytes of memory, and these, which let a small one be dense.
+
+Metadata of 16,384 ranks take 3 times their bytes, and 2 to 3 times where a name has one chunk. JSON alone may take 30
+times its bytes: ``[],`` are a list.
+"""
+_PYTHON_BYTES: Final[Mapping[bytes, int]] = {b"[": 64, b"{": 184, b'"': 28, b",": 8}
+"""Memory for what one of these bytes of JSON may stand for. A string has two quotes."""
 _MAX_DIGITS: Final = 100  # parsing time is quadratic in the number of digits
 
 _NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -129,10 +139,24 @@ def dump(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
+def check_memory(file_bytes: int, document: bytes, numbers: int = 0) -> None:
+    """Raise :class:`ValueRefused` if this JSON and as many ``numbers`` of 8 bytes need too much memory for a file of
+    ``file_bytes``.
+    """
+    needed = 8 * numbers + len(document)
+    needed += sum(cost * document.count(byte) for byte, cost in _PYTHON_BYTES.items())
+    most = _MOST_TIMES * file_bytes + _SPARE_BYTES
+    if needed > most:
+        raise ValueRefused(
+            f"{file_bytes} bytes would become {needed} bytes in memory; those of a checkpoint become {most} at most"
+        )
+
+
 def load(data: bytes, **hooks: Any) -> Any:
     """The content of JSON. :class:`ValueRefused`: not JSON, nested too deeply, or huge numbers.
 
-    ``hooks``: further arguments of ``json.loads``, which may raise :class:`ValueRefused`, too.
+    Check its size with :func:`check_memory` before. ``hooks``: further arguments of ``json.loads``, which may raise
+    :class:`ValueRefused`, too.
     """
     try:
         return json.loads(data.decode(), parse_int=_integer, **hooks)

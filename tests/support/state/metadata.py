@@ -75,7 +75,8 @@ def file_of(parts: Parts) -> bytes:
     bodies, entries = [document], [(1, len(document))]
     for name in COLUMNS:
         values = parts.columns[name]
-        width = 4 if all(0 <= value < 1 << 32 for value in values) else 8
+        most = max(values, default=0) if min(values, default=0) >= 0 else 1 << 62
+        width = 1 if most < 1 << 8 else 4 if most < 1 << 32 else 8
         wrapped = [(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values]
         bodies.append(struct.pack(f"<{len(values)}{_CODES[width]}", *wrapped))
         entries.append((width, len(values)))

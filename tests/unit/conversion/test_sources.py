@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -518,6 +519,30 @@ def test_stock_metadata_that_nest_deeply_do_not_end_the_process(command, tmp_pat
     hostile = b"\x80\x02}()" + b"\x85" * 1_000_000 + b"K\x01u."
     (tmp_path / "in" / ".metadata").write_bytes(hostile)
     ended = run_cli(command, tmp_path / "in", tmp_path / "out")
+    assert ended.returncode in (1, 2), ended.stderr
+    assert "too deeply" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"()" + b"\x85" * 1_000_000 + b"K\x01u.", b"K\x01" + b"]" * 99_999 + b"a" * 99_998 + b"u."],
+)
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_torch_file_that_nests_deeply_does_not_end_the_process(body, is_archive, tmp_path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "in", _use_new_zipfile_serialization=is_archive)
+    data = (tmp_path / "in").read_bytes()
+    hostile = b"\x80\x02}" + (body if body[:1] == b"(" else b"(" + body)
+    if is_archive:
+        with (
+            zipfile.ZipFile(io.BytesIO(data)) as good,
+            zipfile.ZipFile(tmp_path / "in", "w") as bad,
+        ):
+            for name in good.namelist():
+                bad.writestr(name, hostile if name.endswith("/data.pkl") else good.read(name))
+    else:
+        at = data.index(b"\x80\x02}q\x00X\x01\x00\x00\x00w")
+        (tmp_path / "in").write_bytes(data[:at] + hostile + pickle.dumps([], 2))
+    ended = run_cli("convert", tmp_path / "in", tmp_path / "out")
     assert ended.returncode in (1, 2), ended.stderr
     assert "too deeply" in ended.stderr
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import json
 import os
 import random
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -15,9 +19,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files, read_file
 from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
+from support.state.roots import save_stock
 from support.state.states import filled
 from support.tiers import tries
 from support.waiting import little_work
@@ -25,11 +31,17 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, DataStatesError
-from dcp_datastates.format.metadata import decode
+from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
+from dcp_datastates.conversion.safetensors_files import weights_in
+from dcp_datastates.conversion.stock import StockSource
+from dcp_datastates.conversion.torch_file import TorchSource
+from dcp_datastates.errors import UnreadableMetadataError
+from dcp_datastates.format import values
+from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.safetensors_header import Header, read_header
+from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 SECONDS_PER_TRY = 2.0
@@ -87,6 +99,8 @@ def checkpoint(tmp_path_factory):
 def _process_wide() -> object:
     """All that the metadata's classes and shared objects look like: nothing in a file may change it."""
     kinds = [value for value in vars(dcp_metadata).values() if isinstance(value, type)]
+    for kind in (*kinds, _StorageInfo):
+        copyreg._slotnames(kind)  # a cache in the class: pickle fills it
     members = [member for kind in kinds if issubclass(kind, Enum) for member in kind]
     return [
         {name: id(value) for name, value in vars(thing).items() if name != "__abstractmethods__"}
@@ -315,6 +329,70 @@ def test_any_part_of_a_document(checkpoint, changes):
     _decoded(file_of(parts))
 
 
+LARGE = 1 << 21
+LISTS = b"[" + b"[]," * (LARGE // 3) + b"[]]"
+DICTS = b"[" + b'{"":0},' * (LARGE // 7) + b"[]]"
+
+
+def _with_unknown(parts: Parts, value: bytes) -> Parts:
+    return replace(
+        parts, document=json.dumps(parts.document).encode()[:-1] + b',"x":' + value + b"}"
+    )
+
+
+def _of_empty_chunks(parts: Parts) -> Parts:
+    """One tensor of as many chunks as bytes: nothing in it is wrong, but for its size."""
+    many = [0] * (LARGE // 5)
+    columns = dict.fromkeys(COLUMNS, many) | {"properties": [0], "ndims": [1]}
+    document = parts.document | {"names": ["w"], "planner_data": None}
+    return replace(
+        parts, document=document, columns=columns | {"shapes": [7], "counts": [len(many)]}
+    )
+
+
+AMPLIFIED: dict[str, Callable[[Parts], Parts]] = {
+    "lists": lambda parts: _with_unknown(parts, LISTS),
+    "dicts": lambda parts: _with_unknown(parts, DICTS),
+    "a column": lambda parts: replace(parts, columns=parts.columns | {"offsets": [0] * LARGE}),
+    "chunks": _of_empty_chunks,
+}
+
+
+@contextlib.contextmanager
+def _memory(most: int) -> Iterator[None]:
+    """The block has at most so many bytes at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= most, f"{peak} bytes, of which {most} are allowed"
+
+
+@pytest.mark.parametrize("amplified", AMPLIFIED)
+def test_metadata_take_four_times_their_bytes_at_most(amplified, checkpoint, monkeypatch):
+    monkeypatch.setattr(values, "_SPARE_BYTES", 0)
+    data = file_of(AMPLIFIED[amplified](_parts(checkpoint)))
+    with _memory(4 * len(data)), raises(UnreadableMetadataError, "bytes in memory"):
+        decode(data, PATH)
+
+
+def test_metadata_that_could_not_be_read_are_not_written(checkpoint, monkeypatch):
+    table = decode(file_of(_parts(checkpoint)), PATH)
+    monkeypatch.setattr(values, "_SPARE_BYTES", -1 << 20)
+    with raises(ConfigurationError, "bytes in memory"):
+        encode(table)
+
+
+@pytest.mark.parametrize("value", [LISTS, DICTS], ids=["lists", "dicts"])
+def test_a_header_takes_four_times_its_bytes_at_most(value, monkeypatch):
+    monkeypatch.setattr(values, "_SPARE_BYTES", 0)
+    data = _header_of(b'{"a":' + value + b"}")
+    with _memory(4 * len(data)), raises(CheckpointCorruptError, "bytes in memory"):
+        read_header(data, len(data))
+
+
 # --- safetensors headers ------------------------------------------------------------------------------
 
 
@@ -458,3 +536,66 @@ def test_any_header(entries, data):
 def test_random_bytes_as_a_header(data, file_size):
     _read(data, file_size)
     _read(_header_of(b"{" + data))
+
+
+# --- files of other programs, and small files beside checkpoints ------------------------------------------
+
+
+def _torch_file(folder: Path, is_archive: bool) -> Path:
+    state = {"w": torch.arange(6.0).view(2, 3).t(), "o": {"lr": 0.1, "betas": (0.9, 1)}, "n": [3]}
+    torch.save(state, folder / "file", _use_new_zipfile_serialization=is_archive)
+    return folder / "file"
+
+
+def _stock(folder: Path) -> Path:
+    save_stock(folder)
+    return folder / ".metadata"
+
+
+def _index(folder: Path) -> Path:
+    save_file({"a": torch.ones(2)}, folder / "m-1.safetensors")
+    index = {"metadata": {"total_size": 8}, "weight_map": {"a": "m-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / "model.safetensors.index.json"
+
+
+def _decision(folder: Path) -> Path:
+    save({"w": torch.ones(2)}, folder / "step-1")
+    return decision_of(folder / "step-1")
+
+
+def _identity(folder: Path) -> Path:
+    (folder / "fast").mkdir()
+    check_one_run(folder / "fast", folder / "slow")
+    return folder / "fast" / IDENTITY_NAME
+
+
+READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], object]]] = {
+    "torch": (lambda folder: _torch_file(folder, True), lambda _, file: TorchSource(file, False)),
+    "legacy": (lambda folder: _torch_file(folder, False), lambda _, file: TorchSource(file, False)),
+    "stock": (_stock, lambda folder, _: StockSource(folder, False)),
+    "index": (_index, lambda folder, _: weights_in(folder)),
+    "decision": (_decision, lambda folder, _: dcp_datastates.latest(folder)),
+    "identity": (_identity, lambda folder, _: check_one_run(folder / "fast", folder / "slow")),
+}
+
+
+@pytest.mark.parametrize("changes", tries(150, 5000))
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.filterwarnings("ignore")
+def test_changed_files_are_read_or_refused(reader, changes, tmp_path):
+    """Nothing but this package's errors, soon."""
+    make, read = READERS[reader]
+    path = make(tmp_path)
+    good, chance = path.read_bytes(), random.Random(SEED + 5)
+    read(tmp_path, path)
+    for number in range(changes):
+        path.write_bytes(mutated(good, chance))
+        with little_work(SECONDS_PER_TRY):
+            try:
+                read(tmp_path, path)
+            except DataStatesError:
+                pass
+            except Exception as error:
+                error.add_note(f"seed {SEED + 5}, change {number}")
+                raise
