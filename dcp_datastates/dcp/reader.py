@@ -234,13 +234,17 @@ class DataStatesReader(StorageReader):
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         sharing = None if self._joint is None else self._joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
-        safe: set[bytes] = set()
+        safe: set[bytes] = set()  # equal bytes are checked once
 
         def take(request: Request) -> None:
-            if request.dtype is None:
-                self._keep(request, safe)
-            else:
+            if request.dtype is not None:
                 deliver(planner, request)
+                return
+            request.value = data = bytes(request.data)
+            if not self._allow_objects and data not in safe:
+                said = f"{places[0]}: object {request.name!r}"
+                unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
+                safe.add(data)
 
         def read_in(requests: list[Request]) -> None:
             read(requests, take, stored.table, places, sharing=sharing, native=native)
@@ -260,7 +264,7 @@ class DataStatesReader(StorageReader):
             with collection_paused():
                 items = (item for item in plan.items if not self._is_wrapper(item))
                 requests = aimed(items, metadata, planner, self._fit.cast)
-            # An object that is refused leaves the state as it is.
+            # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
             objects = [each for each in requests if each.dtype is None]
             read_in(objects)
             for request in objects:
@@ -271,17 +275,6 @@ class DataStatesReader(StorageReader):
         finally:
             if sharing is not None:
                 sharing.end()
-
-    def _keep(self, request: Request, safe: set[bytes]) -> None:
-        """Keep an object's bytes for the planner, which unpickles whatever it is given. Equal ones are checked once.
-
-        Raises :class:`UnsafeObjectError`, unless ``allow_objects``.
-        """
-        request.value = data = bytes(request.data)
-        if not self._allow_objects and data not in safe:
-            said = f"{self._directory()}: object {request.name!r}"
-            unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
-            safe.add(data)
 
     def _withdraw_offer(self) -> None:
         if self._joint is not None:

@@ -51,6 +51,7 @@ class Fitting:
         needed: stored names that some rank must take, unless the user has left them out, each with the name of the
             optimizer that it belongs to.
         packed: names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote.
+        allow_objects: whether objects may need more than torch's safe types.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Fitting:
         lay_out: Sequence[LayOut] = (),
         needed: Mapping[str, str] | None = None,
         packed: Iterable[str] = (),
+        allow_objects: bool = False,
     ) -> None:
         self.fit = fit
         self.stored = stored
         self._lay_out = lay_out
         self._needed = needed or {}
         self._packed = frozenset(packed)
+        self._allow_objects = allow_objects
         self._source = source
         self._replaced = frozenset(replaced)
         self._filled = frozenset(filled) | self._replaced
@@ -158,16 +161,17 @@ class Fitting:
             if isinstance(value, torch.Tensor) and not value.numel():
                 put(self._state, path, value)
 
-    def unpickle(self, request: Request, allow_objects: bool) -> None:
-        """Make the value of an object that was read. The state has it with :meth:`deliver`.
+    def unpickle(self, request: Request) -> None:
+        """Make the value of what was read, if it is an object. The state has it with :meth:`deliver`.
 
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
-        said = f"{self._source}: object {request.name!r}"
-        value = unpickled(io.BytesIO(request.data), said, allow_objects)
-        if request.key in self._packed:
-            value = unpickled(io.BytesIO(value), said, allow_objects, device="cpu")
-        request.value = value
+        if request.dtype is None:
+            said, allowed = f"{self._source}: object {request.name!r}", self._allow_objects
+            value = unpickled(io.BytesIO(request.data), said, allowed)
+            if request.key in self._packed:
+                value = unpickled(io.BytesIO(value), said, allowed, device="cpu")
+            request.value = value
 
     def deliver(self, requests: Iterable[Request]) -> None:
         """All was read: put objects, and tensors that the state did not have, into it, in the order of ``requests``."""

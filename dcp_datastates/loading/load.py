@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -137,10 +136,9 @@ def load(
             session,
             places,
             state,
-            lambda stored: Fitting(fit, stored, path),
+            lambda stored: Fitting(fit, stored, path, allow_objects=allow_objects),
             rank_set,
-            allow_objects=allow_objects,
-            share_reads=share_reads,
+            share_reads,
         )
     return state
 
@@ -151,8 +149,6 @@ def load_with(
     state: dict[str, Any],
     prepare: Prepare,
     rank_set: RankSet,
-    *,
-    allow_objects: bool = False,
     share_reads: bool | None = None,
 ) -> None:
     """Load into ``state``, all ranks of the ``session`` together: what ``prepare`` makes chooses what.
@@ -160,7 +156,7 @@ def load_with(
     ``prepare`` runs once all ranks have opened the checkpoint, and before a ``state_dict()`` is called.
     """
     before = dict(state)
-    this = _Load(session, tuple(places), rank_set, allow_objects, share_reads)
+    this = _Load(session, tuple(places), rank_set, share_reads)
     try:
         this.open()
         loaded = this.fit(state, prepare)
@@ -185,10 +181,11 @@ def load_values(
     wanted = list(names)
     if not wanted:
         return {}
-    fitting = Fitting(Fit.of({"unexpected": "ignore"}, wanted), stored, places[0])
+    fit = Fit.of({"unexpected": "ignore"}, wanted)
+    fitting = Fitting(fit, stored, places[0], allow_objects=allow_objects)
     values = _places_for(fitting)
     requests = fitting.requests(values)
-    read(requests, partial(_unpickle, fitting, allow_objects), stored.table, places)
+    read(requests, fitting.unpickle, stored.table, places)
     fitting.deliver(requests)
     return values
 
@@ -198,9 +195,9 @@ def _everything(
 ) -> dict[str, Any]:
     fit = replace(fit, unexpected="ignore")
     with load_session(ALONE, places[0], "load()", DEFAULT_TIMEOUT) as session:
-        this = _Load(session, places, ALONE, allow_objects, False)
+        this = _Load(session, places, ALONE, False)
         this.open()
-        fitting = Fitting(fit, this.stored, source)
+        fitting = Fitting(fit, this.stored, source, allow_objects=allow_objects)
         values = this.fit(_places_for(fitting), lambda stored: fitting)
         this.read()
     stored = this.stored
@@ -256,12 +253,10 @@ class _Load:
         session: LoadSession,
         places: tuple[Location, ...],
         rank_set: RankSet,
-        allow_objects: bool,
         share_reads: bool | None,
     ) -> None:
         self._session = session
         self._places = places
-        self._allow_objects = allow_objects
         self._joint = JointReads(share_reads, rank_set, places[0])
         self._requests: list[Request] = []
         self._wrappers: Wrappers | None = None
@@ -363,14 +358,8 @@ class _Load:
             self._sharing.end()
 
     def _read(self, requests: list[Request]) -> None:
-        read(
-            requests,
-            partial(_unpickle, self._fitting, self._allow_objects),
-            self.stored.table,
-            self._places,
-            sharing=self._sharing,
-            count=self._session.count,
-        )
+        take, table, count = self._fitting.unpickle, self.stored.table, self._session.count
+        read(requests, take, table, self._places, sharing=self._sharing, count=count)
 
     def _check_unread(self, asked: Collection[str]) -> None:
         self._say_unread(unread(self.stored.names_with_data(), asked, self.stored.wrappers))
@@ -383,11 +372,6 @@ class _Load:
         alone = self._session.world == 1
         level = once_per_job(logging.WARNING) if alone else logging.WARNING
         say_unread(self._fitting.unasked(left), self.stored, self._places[0], answer, level)
-
-
-def _unpickle(fitting: Fitting, allow_objects: bool, request: Request) -> None:
-    if request.dtype is None:
-        fitting.unpickle(request, allow_objects)
 
 
 def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:

@@ -157,9 +157,8 @@ class TrainingState:
         places: Sequence[Location],
         fit: Fit,
         only: Collection[str] | None = None,
-        *,
         allow_objects: bool = False,
-        **options: Any,
+        share_reads: bool | None = None,
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
 
@@ -170,13 +169,12 @@ class TrainingState:
         Args:
             places: of the checkpoint, the nearest first.
             only: the parts to load; None: all.
-            allow_objects: as for ``load_with``.
-            options: as for ``load_with``.
+            allow_objects: as for :class:`Fitting`.
+            share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
         prepare = partial(self._prepare, loaded, fit, places, allow_objects)
-        options["allow_objects"] = allow_objects
-        load_with(session, places, loaded, prepare, self._rank_set, **options)
+        load_with(session, places, loaded, prepare, self._rank_set, share_reads)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:
@@ -227,6 +225,7 @@ class TrainingState:
             lay_out=layouts_of(optimizers, places, allow_objects),
             needed=needed,
             packed=packed_in,
+            allow_objects=allow_objects,
         )
 
     def _part(self, name: str, value: Any) -> Any:
