@@ -68,7 +68,7 @@ class CheckpointReplacedError(DataStatesError):
 
 
 class UnsafeObjectError(DataStatesError):
-    """A value is a pickled Python object, and ``allow_objects=False`` refuses it."""
+    """A Python object needs more than torch's safe types: unpickling it may run code. ``allow_objects`` is False."""
 
 
 class IncompatibleStateError(DataStatesError, ValueError):

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_datastates.conversion.files import opened, stream_of
 from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.pickles import loaded, unsafe
+from dcp_datastates.conversion.pickles import loaded
 from dcp_datastates.conversion.source import Box, Source, batches, known_paths, shape_of, shards
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.conversion.unpickler import BoundedUnpickler
@@ -44,6 +44,7 @@ from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_columns import catalog_of
 from dcp_datastates.format.validate import check_covered, validate
+from dcp_datastates.io.unpickling import unsafe
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
@@ -204,8 +205,9 @@ def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
     except StorageError:
         raise
     except pickle.UnpicklingError as error:
-        if "Unsupported global" in str(error):
-            raise unsafe(str(path), error) from error
+        said, _, needed = str(error).partition("Unsupported global: ")
+        if needed and not said:
+            raise unsafe(str(path), needed, "exclude it") from error
         raise CheckpointCorruptError(f"{path}: {error}") from error
     except Exception as error:
         raise CheckpointCorruptError(

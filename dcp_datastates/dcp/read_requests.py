@@ -53,9 +53,9 @@ def aimed(
 
 
 def deliver(planner: LoadPlanner, request: Request) -> None:
-    """Give the planner what was read."""
+    """Give the planner what was read: of an object, the bytes that are its ``value``."""
     if request.target is None:
-        planner.load_bytes(request.key, io.BytesIO(request.data))
+        planner.load_bytes(request.key, io.BytesIO(request.value))
     else:
         planner.commit_tensor(request.key, request.target)
 

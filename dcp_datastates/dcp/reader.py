@@ -6,15 +6,15 @@ DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
@@ -25,12 +25,12 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
-    UnsafeObjectError,
 )
 from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request
+from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.stored import Stored
@@ -62,8 +62,11 @@ class DataStatesReader(StorageReader):
         path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. A list of them means tiers
             with copies of it, the nearest first: each data file is read from the nearest copy that is undamaged. None
             if every load passes ``checkpoint_id``.
-        allow_objects: Whether DCP's ``torch.load`` may unpickle Python objects in the checkpoint; only for checkpoints
-            from sources you trust. If False, a load whose plan needs an object fails.
+        allow_objects: Whether Python objects may be unpickled that need more than torch's safe types, and may run code;
+            only for checkpoints from sources you trust. Safe are those that ``torch.load`` reads with
+            ``weights_only=True``, and what ``torch.serialization.add_safe_globals`` adds. A load of any other object is
+            an :class:`UnsafeObjectError`. DCP's planner unpickles with ``weights_only=False``, so the bytes that it is
+            given were read with safe types before.
         cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default
             is to refuse.
         unexpected: What to do about a stored tensor or object that no rank's state has: ``"error"``; ``"warn"`` (a line
@@ -92,7 +95,7 @@ class DataStatesReader(StorageReader):
         self,
         path: AnyPath | Sequence[AnyPath] | None = None,
         *,
-        allow_objects: bool = True,
+        allow_objects: bool = False,
         cast: bool = False,
         unexpected: Answer = "warn",
         exclude: str | Iterable[str] = (),
@@ -178,16 +181,7 @@ class DataStatesReader(StorageReader):
         loaded_from(self._located_places())
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read, and, if it shares
-        its reads, which blocks.
-        """
-        if not self._allow_objects:
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO and not self._is_wrapper(item):
-                    raise UnsafeObjectError(
-                        f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
-                        f"load tensors only, or trust the checkpoint with allow_objects=True"
-                    )
+        """Note the attempt that this rank is about to read, and, if it shares its reads, which blocks."""
         metadata, table = self._described(), self._opened().table
         self._joint = JointReads(self._share_reads, rank_set_of(None), self._directory())
         tensors = (item for item in plan.items if not self._is_wrapper(item))
@@ -240,10 +234,20 @@ class DataStatesReader(StorageReader):
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         sharing = None if self._joint is None else self._joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
+        safe: set[bytes] = set()  # equal bytes are checked once
+
+        def take(request: Request) -> None:
+            if request.dtype is not None:
+                deliver(planner, request)
+                return
+            request.value = data = bytes(request.data)
+            if not self._allow_objects and data not in safe:
+                said = f"{places[0]}: object {request.name!r}"
+                unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
+                safe.add(data)
 
         def read_in(requests: list[Request]) -> None:
-            hand_over = partial(deliver, planner)
-            read(requests, hand_over, stored.table, places, sharing=sharing, native=native)
+            read(requests, take, stored.table, places, sharing=sharing, native=native)
 
         try:
             wrapped = {
@@ -251,16 +255,23 @@ class DataStatesReader(StorageReader):
                 for item in plan.items
                 if self._is_wrapper(item)
             }
+            wrappers = None
             if wrapped:
                 state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
                 wanted = {name: (old, state[name]) for name, old in wrapped.items()}
                 wrappers = Wrappers(wanted, stored, read_in)
                 self._say_unread(wrappers.unread)
-                wrappers.load(read_in)
             with collection_paused():
                 items = (item for item in plan.items if not self._is_wrapper(item))
                 requests = aimed(items, metadata, planner, self._fit.cast)
-            read_in(requests)
+            # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
+            objects = [each for each in requests if each.dtype is None]
+            read_in(objects)
+            for request in objects:
+                deliver(planner, request)
+            if wrappers is not None:
+                wrappers.load(read_in)
+            read_in([each for each in requests if each.dtype is not None])
         finally:
             if sharing is not None:
                 sharing.end()
@@ -275,7 +286,7 @@ class DataStatesReader(StorageReader):
         return item.storage_index.fqn in self._opened().wrappers
 
     def _check_unread(self, asked: set[str]) -> None:
-        names = names_with_data(self._described().state_dict_metadata, self._allow_objects)
+        names = names_with_data(self._described().state_dict_metadata)
         self._say_unread(unread(names, asked, self._opened().wrappers))
 
     def _say_unread(self, left: list[str]) -> None:

@@ -73,14 +73,14 @@ def catalog_metadata(catalog: Catalog) -> Metadata:
     return Metadata(dict(_Entries(Columns(catalog))), planner_data=mappings)
 
 
-def names_with_data(stored: Mapping[str, STORAGE_TYPES], objects: bool) -> list[str]:
-    """The names of tensors that have elements, and of objects if ``objects``, in their order. Makes no entries."""
+def names_with_data(stored: Mapping[str, STORAGE_TYPES]) -> list[str]:
+    """The names of tensors that have elements, and of objects, in their order. Makes no entries."""
     if isinstance(stored, _Entries) and not stored.is_plain:
-        return stored.names_with_data(objects)
+        return stored.names_with_data()
     return [
         name
         for name, entry in stored.items()
-        if (0 not in entry.size if isinstance(entry, TensorStorageMetadata) else objects)
+        if not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
     ]
 
 
@@ -155,12 +155,10 @@ class Columns:
         begin = self._first_dimension[number]
         return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
 
-    def names_with_data(self, objects: bool) -> list[str]:
+    def names_with_data(self) -> list[str]:
         """See :func:`names_with_data`."""
         catalog = self.catalog
         chosen = sums(catalog.ndims, (catalog.shapes == 0).astype(np.int64)) == 0
-        if not objects:
-            chosen &= catalog.properties >= 0
         return list(compress(catalog.names, chosen.tolist()))
 
     def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
@@ -211,9 +209,9 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             self._kept[key] = entry
         return entry
 
-    def names_with_data(self, objects: bool) -> list[str]:
+    def names_with_data(self) -> list[str]:
         """:func:`names_with_data`, if nothing was changed."""
-        return self._columns.names_with_data(objects)
+        return self._columns.names_with_data()
 
     @functools.cached_property
     def _wrappers(self) -> Container[str]:

@@ -61,6 +61,8 @@ class Request:
     """The device number of ``memory``."""
     data: bytes | bytearray = b""
     """Of an object, once it has been read."""
+    value: Any = None
+    """Of an object, what the reader has made of its data."""
 
     @property
     def detour(self) -> bool:

@@ -49,7 +49,8 @@ def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None 
     if not (is_path and is_ours_here(path)):
         return cloud_io._load(path_or_url, map_location, weights_only)
     meta, _ = meta_of(path, weights_only)
-    found = lightning_checkpoint(load(path, exclude="files"), meta)
+    stored = load(path, exclude="files", allow_objects=weights_only is False)
+    found = lightning_checkpoint(stored, meta)
     if isinstance(map_location, (str, torch.device)):
         return move_data_to_device(found, torch.device(map_location))
     return found

@@ -12,6 +12,7 @@ They differ from Lightning's only in these points:
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -52,6 +53,7 @@ from dcp_datastates.errors import (
     DataStatesError,
     IncompatibleStateError,
 )
+from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
 from dcp_datastates.lightning.stored import meta_of
 from dcp_datastates.loading.fit import FitOptions
@@ -63,7 +65,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
-from dcp_datastates.manager.per_rank import RngState, packed, unpacked
+from dcp_datastates.manager.per_rank import RngState, packed
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -85,7 +87,7 @@ class DataStatesStrategyMixin(SavesInBackground):
     _loaded: Loaded | None = None
     """The checkpoint of this package that is being loaded."""
 
-    _rng: bytes | None = None
+    _rng: dict[str, Any] | None = None
     """The random numbers of a loaded checkpoint, until the next batch."""
 
     # ---- saving --------------------------------------------------------------------------------
@@ -180,12 +182,13 @@ class DataStatesStrategyMixin(SavesInBackground):
         )
 
     def _load_from(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        self._loaded = None
+        self._loaded = self._rng = None
         if not is_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
         meta, files = meta_of(path, weights_only)
-        self._rng = files.get(self._rng_name) if self._is_fitting else None
+        if self._is_fitting and (random := files.get(self._rng_name)) is not None:
+            self._rng = unpickled(io.BytesIO(random), f"{path}: {self._rng_name}", False)
         names = list(meta[FURTHER_TENSORS])
         if self._fills_model:
             self._load_shards(path)
@@ -193,7 +196,8 @@ class DataStatesStrategyMixin(SavesInBackground):
             names.append(MODEL)
             if self._is_fitting and self._hooks_look:
                 names += map(optimizer_name, range(meta[COUNT]))
-        stored = load(path, only=names) if names else {}
+        trusted = weights_only is False
+        stored = load(path, only=names, allow_objects=trusted) if names else {}
         if not self._fills_model:
             stored[MODEL] = chosen(stored[MODEL], self._load_options)
         checkpoint = lightning_checkpoint(stored, meta)
@@ -247,7 +251,7 @@ class DataStatesStrategyMixin(SavesInBackground):
     def _restore_random_numbers(self) -> None:
         """A checkpoint from the end of an epoch is followed by the next epoch's shuffling."""
         if self._rng is not None:
-            RngState().load_state_dict(unpacked(self._rng))
+            RngState().load_state_dict(self._rng)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -258,7 +262,7 @@ class DataStatesStrategyMixin(SavesInBackground):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
             if batch_idx:  # in the middle of an epoch, the shuffling came before the save
-                RngState().load_state_dict(unpacked(self._rng))
+                RngState().load_state_dict(self._rng)
             self._rng = None
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.errors import IncompatibleStateError, UnsafeObjectError
+from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of
 from dcp_datastates.format.name_patterns import renamed_path
@@ -22,6 +22,7 @@ from dcp_datastates.format.stored_names import is_under, prefixes_of
 from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
+from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.regions import is_elsewhere, shards_of
 from dcp_datastates.loading.stored import Stored
@@ -49,6 +50,8 @@ class Fitting:
             stored: they put places for it into dicts of the state.
         needed: stored names that some rank must take, unless the user has left them out, each with the name of the
             optimizer that it belongs to.
+        packed: names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote.
+        allow_objects: whether objects may need more than torch's safe types.
     """
 
     def __init__(
@@ -61,11 +64,15 @@ class Fitting:
         replaced: Iterable[str] = (),
         lay_out: Sequence[LayOut] = (),
         needed: Mapping[str, str] | None = None,
+        packed: Iterable[str] = (),
+        allow_objects: bool = False,
     ) -> None:
         self.fit = fit
         self.stored = stored
         self._lay_out = lay_out
         self._needed = needed or {}
+        self._packed = frozenset(packed)
+        self._allow_objects = allow_objects
         self._source = source
         self._replaced = frozenset(replaced)
         self._filled = frozenset(filled) | self._replaced
@@ -91,12 +98,12 @@ class Fitting:
         return self.fit.names([*stored, *stored.wrappers, *stored.empty])
 
     @collection_paused()
-    def requests(self, state: dict[str, Any], allow_objects: bool = True) -> list[Request]:
+    def requests(self, state: dict[str, Any]) -> list[Request]:
         """What this rank reads, to load into ``state``: nested dicts and lists, with tensors and values. What is to be
         read into :attr:`wrapped` is not among it.
 
         Raises :class:`IncompatibleStateError` for all that does not fit, or if two values have one name, or a container
-        contains itself; :class:`UnsafeObjectError` for an object, unless ``allow_objects``.
+        contains itself.
         """
         stored = self.stored
         for lay_out in self._lay_out:
@@ -110,11 +117,6 @@ class Fitting:
             old = self._names.get(name)
             if old is not None and name not in self._wrapped:
                 (tensors if stored.is_tensor(old) else objects)[name] = old
-        if objects and not allow_objects:
-            raise UnsafeObjectError(
-                f"{next(iter(objects.values()))!r} is a pickled Python object and allow_objects=False; load tensors "
-                f"only, or trust the checkpoint with allow_objects=True"
-            )
         shards = shards_of(list(tensors.values()), [matched[name] for name in tensors])
         found = stored.into(list(tensors.values()), shards, self.fit.cast, list(tensors))
         found += [stored.object(old, name) for name, old in objects.items()]
@@ -159,17 +161,27 @@ class Fitting:
             if isinstance(value, torch.Tensor) and not value.numel():
                 put(self._state, path, value)
 
-    def deliver(self, request: Request) -> None:
-        """Put what was read into the state, if it is an object, or a tensor that the state did not have."""
-        name = request.key
-        if name is None:  # a part of a wrapper
-            return
-        path = self._grown.get(name)
+    def unpickle(self, request: Request) -> None:
+        """Make the value of what was read, if it is an object. The state has it with :meth:`deliver`.
+
+        Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
+        """
         if request.dtype is None:
-            value = torch.load(io.BytesIO(request.data), weights_only=False)
-            put(self._state, path or self._paths.get(name, (name,)), value)
-        elif path is not None:
-            put(self._state, path, self._values[name])
+            said, allowed = f"{self._source}: object {request.name!r}", self._allow_objects
+            value = unpickled(io.BytesIO(request.data), said, allowed)
+            if request.key in self._packed:
+                value = unpickled(io.BytesIO(value), said, allowed, device="cpu")
+            request.value = value
+
+    def deliver(self, requests: Iterable[Request]) -> None:
+        """All was read: put objects, and tensors that the state did not have, into it, in the order of ``requests``."""
+        for request in requests:
+            path = self._grown.get(request.key)
+            if request.dtype is None:
+                path = path or self._paths.get(request.key, (request.key,))
+                put(self._state, path, request.value)
+            elif path is not None:
+                put(self._state, path, self._values[request.key])
 
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:

@@ -25,7 +25,6 @@ from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
-from dcp_datastates.io.stored_checkpoint import Sharing
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.reading import read
@@ -38,6 +37,7 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, check_group, rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
+from dcp_datastates.sharing.shared_reads import SharedReads
 from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,
@@ -61,7 +61,7 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    allow_objects: bool = True,
+    allow_objects: bool = False,
     share_reads: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -136,10 +136,9 @@ def load(
             session,
             places,
             state,
-            lambda stored: Fitting(fit, stored, path),
+            lambda stored: Fitting(fit, stored, path, allow_objects=allow_objects),
             rank_set,
-            allow_objects=allow_objects,
-            share_reads=share_reads,
+            share_reads,
         )
     return state
 
@@ -150,8 +149,6 @@ def load_with(
     state: dict[str, Any],
     prepare: Prepare,
     rank_set: RankSet,
-    *,
-    allow_objects: bool = True,
     share_reads: bool | None = None,
 ) -> None:
     """Load into ``state``, all ranks of the ``session`` together: what ``prepare`` makes chooses what.
@@ -159,7 +156,7 @@ def load_with(
     ``prepare`` runs once all ranks have opened the checkpoint, and before a ``state_dict()`` is called.
     """
     before = dict(state)
-    this = _Load(session, tuple(places), rank_set, allow_objects, share_reads)
+    this = _Load(session, tuple(places), rank_set, share_reads)
     try:
         this.open()
         loaded = this.fit(state, prepare)
@@ -178,16 +175,18 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, flo
 
 
 def load_values(
-    places: Sequence[Location], stored: Stored, names: Iterable[str], allow_objects: bool = True
+    places: Sequence[Location], stored: Stored, names: Iterable[str], allow_objects: bool = False
 ) -> dict[str, Any]:
     """The values stored under ``names``, by these, in this process alone. Raises as :func:`load`."""
     wanted = list(names)
     if not wanted:
         return {}
-    fitting = Fitting(Fit.of({"unexpected": "ignore"}, wanted), stored, places[0])
+    fit = Fit.of({"unexpected": "ignore"}, wanted)
+    fitting = Fitting(fit, stored, places[0], allow_objects=allow_objects)
     values = _places_for(fitting)
-    requests = fitting.requests(values, allow_objects)
-    read(requests, fitting.deliver, stored.table, places)
+    requests = fitting.requests(values)
+    read(requests, fitting.unpickle, stored.table, places)
+    fitting.deliver(requests)
     return values
 
 
@@ -196,9 +195,9 @@ def _everything(
 ) -> dict[str, Any]:
     fit = replace(fit, unexpected="ignore")
     with load_session(ALONE, places[0], "load()", DEFAULT_TIMEOUT) as session:
-        this = _Load(session, places, ALONE, allow_objects, False)
+        this = _Load(session, places, ALONE, False)
         this.open()
-        fitting = Fitting(fit, this.stored, source)
+        fitting = Fitting(fit, this.stored, source, allow_objects=allow_objects)
         values = this.fit(_places_for(fitting), lambda stored: fitting)
         this.read()
     stored = this.stored
@@ -254,16 +253,15 @@ class _Load:
         session: LoadSession,
         places: tuple[Location, ...],
         rank_set: RankSet,
-        allow_objects: bool,
         share_reads: bool | None,
     ) -> None:
         self._session = session
         self._places = places
-        self._allow_objects = allow_objects
         self._joint = JointReads(share_reads, rank_set, places[0])
         self._requests: list[Request] = []
         self._wrappers: Wrappers | None = None
         self._share = b""
+        self._sharing: SharedReads | None = None
 
     def open(self) -> None:
         """Open the checkpoint. All ranks see the same attempt."""
@@ -296,7 +294,7 @@ class _Load:
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 loaded[name] = value.state_dict() if _is_stateful(value) else value
-            self._requests = fitting.requests(loaded, self._allow_objects)
+            self._requests = fitting.requests(loaded)
             self._session.account.requests = self._requests
             if wrapped := fitting.wrapped:
                 self._wrappers = Wrappers(wrapped, self.stored, self._read)
@@ -332,33 +330,39 @@ class _Load:
         self._session.end(Step.NAMES, lambda: json.dumps(list(asked)).encode(), answer)
 
     def read(self) -> None:
-        """Read this rank's part. No rank reads before all states fit."""
+        """Read this rank's part. No rank reads before all states fit, and none changes its state before all have
+        unpickled their objects.
+        """
 
-        def work() -> bytes:
-            self._fitting.begin()
-            sharing = self._joint.take(self._share, self.stored.table)
-            try:
-                if self._wrappers is not None:
-                    self._wrappers.load(lambda requests: self._read(requests, sharing))
-                self._read(self._requests, sharing)
-            finally:
-                if sharing is not None:
-                    sharing.end()
+        def objects() -> bytes:
+            self._read([each for each in self._requests if each.dtype is None])
             return b""
 
-        self._session.end(Step.READ, work, lambda notes: [b""] * len(notes))
+        def tensors() -> bytes:
+            self._fitting.begin()
+            if self._wrappers is not None:
+                self._wrappers.load(self._read)
+            self._read([each for each in self._requests if each.dtype is not None])
+            self._fitting.deliver(self._requests)
+            return b""
+
+        self._sharing = self._joint.take(self._share, self.stored.table)
+        if self.stored.has_objects:
+            self._session.end(Step.OBJECTS, objects, _no_answers)
+        self._session.end(Step.READ, tensors, _no_answers)
 
     def end(self) -> None:
-        """Release what a load that has failed would keep."""
+        """Release what this rank has for others."""
         self._joint.close()
+        if self._sharing is not None:
+            self._sharing.end()
 
-    def _read(self, requests: list[Request], sharing: Sharing | None = None) -> None:
-        deliver, count = self._fitting.deliver, self._session.count
-        read(requests, deliver, self.stored.table, self._places, sharing=sharing, count=count)
+    def _read(self, requests: list[Request]) -> None:
+        take, table, count = self._fitting.unpickle, self.stored.table, self._session.count
+        read(requests, take, table, self._places, sharing=self._sharing, count=count)
 
     def _check_unread(self, asked: Collection[str]) -> None:
-        names = self.stored.names_with_data(self._allow_objects)
-        self._say_unread(unread(names, asked, self.stored.wrappers))
+        self._say_unread(unread(self.stored.names_with_data(), asked, self.stored.wrappers))
 
     def _say_unread(self, left: Collection[str]) -> None:
         answer = self._fitting.fit.unexpected
@@ -368,6 +372,10 @@ class _Load:
         alone = self._session.world == 1
         level = once_per_job(logging.WARNING) if alone else logging.WARNING
         say_unread(self._fitting.unasked(left), self.stored, self._places[0], answer, level)
+
+
+def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:
+    return [b""] * len(notes)
 
 
 def _is_stateful(value: Any) -> bool:

@@ -46,7 +46,9 @@ class Step(enum.IntEnum):
     """Each rank's state fits it."""
     NAMES = 2
     """If the ranks load different values: each has named its own."""
-    READ = 3
+    OBJECTS = 3
+    """If there are any: each rank has its objects, and nothing was changed."""
+    READ = 4
     """Each rank has what it needs."""
 
 
@@ -54,6 +56,7 @@ _PHASES: Final = {
     Step.OPEN: "open",
     Step.FIT: "fit",
     Step.NAMES: "wait_fit",
+    Step.OBJECTS: "read",
     Step.READ: "read",
 }
 """Of the record, by step."""
@@ -227,7 +230,8 @@ class _Together(LoadSession):
             failure = _of_this_package(error, self.path, self._ranks[self._rank])
             report = _Report(self.path.name, described(failure, self._here), b"")
 
-        timeline.begin(f"wait_{_PHASES[step].removeprefix('wait_')}")
+        if step is not Step.OBJECTS:  # the phase goes on
+            timeline.begin(f"wait_{_PHASES[step].removeprefix('wait_')}")
 
         def answered(messages: Sequence[bytes]) -> Sequence[bytes]:
             nonlocal failure

@@ -80,9 +80,14 @@ class Stored(Mapping[str, Described | None]):
         """Where the value called ``name`` was in the saved state."""
         return path_of(name, self._paths)
 
-    def names_with_data(self, objects: bool) -> list[str]:
-        """The names of tensors that have elements, and of objects if ``objects``."""
-        return self._columns.names_with_data(objects)
+    def names_with_data(self) -> list[str]:
+        """The names of tensors that have elements, and of objects."""
+        return self._columns.names_with_data()
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there is any object."""
+        return bool((self.table.catalog.properties < 0).any())
 
     # ---- what to read --------------------------------------------------------------------------------
 

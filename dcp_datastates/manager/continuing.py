@@ -27,6 +27,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
+    UnsafeObjectError,
 )
 from dcp_datastates.loading.fit import Fit, LoadOptions
 from dcp_datastates.loading.session import load_session
@@ -156,10 +157,10 @@ class Continuing:
                     session,
                     places,
                     fit,
-                    allow_objects=options.get("allow_objects", True),
+                    allow_objects=options.get("allow_objects", False),
                     share_reads=options.get("share_reads"),
                 )
-        except IncompatibleStateError:
+        except (IncompatibleStateError, UnsafeObjectError):
             raise  # nothing was changed
         except BaseException:
             self._half_restored = places[0]

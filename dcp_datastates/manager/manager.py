@@ -344,7 +344,7 @@ class CheckpointManager:
             CheckpointCorruptError: all checkpoints are damaged. The loop must not start over unnoticed.
             ConfigurationError: there are only checkpoints of other names than ``step-N``; an option cannot work.
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
-            IncompatibleStateError, StorageError: as for :func:`load`.
+            IncompatibleStateError, UnsafeObjectError, StorageError: as for :func:`load`.
         """
         self._prepare_restore()
         step = self._continuing.restore_latest(state, options, timeout)

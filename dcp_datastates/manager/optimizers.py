@@ -385,9 +385,11 @@ def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             optimizer.state[parameter] = states[name]
 
 
-def layouts_of(optimizers: Iterable[OptimizerPart], places: Sequence[Location]) -> list[LayOut]:
+def layouts_of(
+    optimizers: Iterable[OptimizerPart], places: Sequence[Location], allow_objects: bool
+) -> list[LayOut]:
     """What a load of optimizers does before it plans."""
-    read = partial(load_values, places)
+    read = partial(load_values, places, allow_objects=allow_objects)
     return [partial(part.lay_out, read=read) for part in optimizers]
 
 

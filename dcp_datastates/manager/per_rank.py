@@ -118,12 +118,7 @@ def warn_of_order(name: str, loader: Any) -> None:
 
 
 def packed(state: Any) -> bytes:
-    """A state, with its types, for :func:`unpacked`."""
+    """A state, with its types. :class:`~dcp_datastates.loading.fitting.Fitting` unpacks it."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """The state that :func:`packed` packed, with its tensors on the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -34,7 +34,6 @@ from dcp_datastates.manager.per_rank import (
     RngState,
     differs,
     packed,
-    unpacked,
     warn_of_order,
 )
 from dcp_datastates.manager.trainable import ModelPart, Trainable
@@ -56,16 +55,19 @@ class _Own:
     rank: int
     merged: int = 0
     """Of how many ranks the states are to be loaded, if not of this one alone."""
-    loaded: list[bytes] = field(default_factory=list)
+    given: dict[str, bytes] = field(default_factory=dict)
+    """What a load is given to replace."""
+    loaded: list[Any] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         if self.merged:
-            return {f"{_RANK}{rank}": b"" for rank in range(self.merged)}
-        return {f"{_RANK}{self.rank}": packed(self.marked.wrapped.state_dict())}
+            self.given = {f"{_RANK}{rank}": b"" for rank in range(self.merged)}
+        else:
+            self.given = {f"{_RANK}{self.rank}": packed(self.marked.wrapped.state_dict())}
+        return dict(self.given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        ranks = range(self.merged) if self.merged else [self.rank]
-        self.loaded = [state[f"{_RANK}{rank}"] for rank in ranks]
+        self.loaded = [state[name] for name, old in self.given.items() if state[name] is not old]
 
     def fit(self, name: str, saved_by: int, world: int, missing: Answer) -> bool:
         """Prepare to load what ``saved_by`` ranks have saved under ``name``; whether that is possible.
@@ -90,10 +92,10 @@ class _Own:
 
     def finish(self) -> None:
         """Give the object the state that was loaded."""
-        states = list(map(unpacked, self.loaded))
-        if states:
+        if self.loaded:
             merge = self.marked.merge if self.merged else None
-            self.marked.wrapped.load_state_dict(states[0] if merge is None else merge(states))
+            state = self.loaded[0] if merge is None else merge(self.loaded)
+            self.marked.wrapped.load_state_dict(state)
         self.merged = 0
 
 
@@ -102,18 +104,20 @@ class _Object:
     """An object of the user's. It receives all that was saved of it."""
 
     value: Stateful
+    given: bytes | None = None
+    """What a load is given to replace, if it is packed."""
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
         if _PACKED in state or not _keeps_its_types(state):
-            return {_PACKED: packed(state)}
+            self.given = packed(state)
+            return {_PACKED: self.given}
         return dict(_containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if _PACKED in state:
-            self.value.load_state_dict(unpacked(state[_PACKED]))
-        else:
-            self.value.load_state_dict(state)
+        found = state.get(_PACKED, state)
+        if self.given is None or found is not self.given:
+            self.value.load_state_dict(found)
 
 
 class TrainingState:
@@ -153,7 +157,8 @@ class TrainingState:
         places: Sequence[Location],
         fit: Fit,
         only: Collection[str] | None = None,
-        **options: Any,
+        allow_objects: bool = False,
+        share_reads: bool | None = None,
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
 
@@ -164,11 +169,12 @@ class TrainingState:
         Args:
             places: of the checkpoint, the nearest first.
             only: the parts to load; None: all.
-            options: as for ``load_with``.
+            allow_objects: as for :class:`Fitting`.
+            share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        prepare = partial(self._prepare, loaded, fit, places)
-        load_with(session, places, loaded, prepare, self._rank_set, **options)
+        prepare = partial(self._prepare, loaded, fit, places, allow_objects)
+        load_with(session, places, loaded, prepare, self._rank_set, share_reads)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:
@@ -183,24 +189,31 @@ class TrainingState:
             part.finish()
 
     def _prepare(
-        self, loaded: dict[str, Any], fit: Fit, places: Sequence[Location], stored: Stored
+        self,
+        loaded: dict[str, Any],
+        fit: Fit,
+        places: Sequence[Location],
+        allow_objects: bool,
+        stored: Stored,
     ) -> Fitting:
         """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
         optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
         fit, needed = load_options(fit, stored, optimizers)
         names = frozenset(fit.names(stored))
-        filled, replaced, left_out = [], [], []
+        filled, replaced, left_out, packed_in = [], [], [], []
         for name, part in list(loaded.items()):
             below = names_below(names, name)
             if isinstance(part, ModelPart):
                 part.stored = below
             elif isinstance(part, _Own):
-                found = sum(each.startswith(_RANK) for each in below)
-                if not part.fit(name, found, self._rank_set.world, fit.missing):
+                found = [f"{name}.{each}" for each in below if each.startswith(_RANK)]
+                packed_in += found
+                if not part.fit(name, len(found), self._rank_set.world, fit.missing):
                     del loaded[name]
                     left_out.append(name)
             elif isinstance(part, _Object):
                 replaced.append(name)
+                packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
         return Fitting(
@@ -209,8 +222,10 @@ class TrainingState:
             places[0],
             filled=filled,
             replaced=replaced,
-            lay_out=layouts_of(optimizers, places),
+            lay_out=layouts_of(optimizers, places, allow_objects),
             needed=needed,
+            packed=packed_in,
+            allow_objects=allow_objects,
         )
 
     def _part(self, name: str, value: Any) -> Any:

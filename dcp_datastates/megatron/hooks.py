@@ -52,8 +52,11 @@ def install() -> None:
     @functools.wraps(stock_reader)
     def reader(checkpoint_dir: Any, *args: Any, **keywords: Any) -> Any:
         if DataStatesReader.validate_checkpoint_id(checkpoint_dir) and is_ours_here(checkpoint_dir):
-            # As Megatron: its own checks find names that are missing or unexpected, and it loads into other dtypes.
-            return DataStatesReader(checkpoint_dir, cast=True, unexpected="ignore")
+            # As Megatron: its own checks find names that are missing or unexpected, it loads into other dtypes, and it
+            # unpickles the states of NumPy's generators, which are no safe types.
+            return DataStatesReader(
+                checkpoint_dir, allow_objects=True, cast=True, unexpected="ignore"
+            )
         return stock_reader(checkpoint_dir, *args, **keywords)
 
     AsyncCallsQueue.schedule_async_request = schedule_async_request

@@ -21,6 +21,7 @@ from dcp_datastates import (
     ConfigurationError,
     IncompatibleStateError,
     RankLostError,
+    UnsafeObjectError,
     load,
 )
 from dcp_datastates.commit.group import commit_group
@@ -175,6 +176,19 @@ def test_names_that_no_rank_takes_are_told_once_for_all_ranks(shared_dir):
     with pytest.raises(IncompatibleStateError, match="1 of the 3 stored") as caught:
         load(shared_dir / "c", {mine: torch.zeros(3)}, unexpected="error")
     assert caught.value.unexpected == ("all",)
+
+
+@ranks(2)
+def test_an_object_that_one_rank_refuses_changes_nothing_on_any_rank(shared_dir):
+    mine = f"of rank {dist.get_rank()}"
+    save({"w": torch.ones(3), mine: frozenset() if dist.get_rank() else 7}, shared_dir / "c")
+    found = {"w": torch.zeros(3), mine: "as it was"}
+    with pytest.raises(UnsafeObjectError, match=r"'of rank 1'.*builtins\.frozenset") as caught:
+        load(shared_dir / "c", found)
+    assert "half loaded" not in str(caught.value)
+    assert (found["w"].any(), found[mine]) == (False, "as it was")
+    load(shared_dir / "c", found, allow_objects=True)
+    assert found["w"].all()
 
 
 @ranks(2)

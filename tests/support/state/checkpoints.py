@@ -107,12 +107,12 @@ def _memory_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def load_everything(path: Path | str, reader: Any = None) -> dict[str, Any]:
-    """The whole checkpoint, with no template, in this process alone."""
+    """The whole checkpoint, with no template, in this process alone. It is trusted: a test has saved it."""
     found: dict[str, Any] = {}
     with _quiet():
         _load_state_dict(
             found,
-            storage_reader=DataStatesReader(path) if reader is None else reader,
+            storage_reader=reader or DataStatesReader(path, allow_objects=True),
             planner=_EmptyStateDictLoadPlanner(),
             no_dist=True,
         )

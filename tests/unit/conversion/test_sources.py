@@ -295,7 +295,7 @@ def test_a_torch_file_runs_no_code(is_archive, tmp_path):
 def test_objects_of_a_torch_file_that_is_trusted(tmp_path):
     torch.save({"a": torch.ones(3), "args": argparse.Namespace(x=1)}, tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", allow_objects=True, **SMALL)
-    found = dcp_datastates.load(tmp_path / "out")
+    found = dcp_datastates.load(tmp_path / "out", allow_objects=True)
     assert_same(found, {"a": torch.ones(3), "args": argparse.Namespace(x=1)})
 
 

@@ -95,14 +95,14 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
 
 
 @settings(max_examples=100)
-@given(examples().filter(storable), st.booleans())
-def test_names_with_data_are_known_without_making_entries(case: Example, objects: bool) -> None:
+@given(examples().filter(storable))
+def test_names_with_data_are_known_without_making_entries(case: Example) -> None:
     packed, note = packed_example(case)
     stored = metadata_of(MetadataTable(*packed.columns(), note, META)).state_dict_metadata
     with mock.patch.object(metadata_objects, "TensorStorageMetadata", side_effect=AssertionError):
-        found = names_with_data(stored, objects)
-    assert found == names_with_data(packed.metadata().state_dict_metadata, objects)
-    assert found == names_with_data(copy.deepcopy(stored), objects)
+        found = names_with_data(stored)
+    assert found == names_with_data(packed.metadata().state_dict_metadata)
+    assert found == names_with_data(copy.deepcopy(stored))
 
 
 def test_entries_can_be_changed() -> None:
@@ -110,7 +110,7 @@ def test_entries_can_be_changed() -> None:
     found = metadata_of(MetadataTable(*packed.columns(), note, META))
     kept = found.state_dict_metadata["w1"]
     found.state_dict_metadata["more"] = kept
-    assert names_with_data(found.state_dict_metadata, objects=False)[-1] == "more"
+    assert names_with_data(found.state_dict_metadata)[-1] == "more"
     assert found.state_dict_metadata.pop("w0").chunks
     assert list(found.state_dict_metadata) == ["w1", "more"]
     assert found.state_dict_metadata["w1"] is kept

@@ -15,8 +15,8 @@ from support.waiting import await_that
 import dcp_datastates as ds
 from dcp_datastates.loading import record
 
-STATE = {"w": torch.arange(100_000.0), "step": 7}
-NBYTES = 400_000
+STATE = {"w": torch.arange(1_000_000.0), "step": 7}
+NBYTES = 4_000_000
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def records():
 
 
 def _into():
-    return {"w": torch.zeros(100_000), "step": 0}
+    return {"w": torch.zeros(1_000_000), "step": 0}
 
 
 def _restored(root):

@@ -15,6 +15,7 @@ from dcp_datastates import (
     IncompatibleStateError,
     PerRank,
     RngState,
+    UnsafeObjectError,
 )
 from dcp_datastates.manager.per_rank import packed
 
@@ -296,7 +297,7 @@ def test_an_object_receives_exactly_what_it_gave(state, tmp_path):
     with manager(tmp_path) as checkpoints:
         checkpoints.save(1, {"object": Stateful(state)})
         restored = Stateful({"other": 1})
-        checkpoints.restore(1, {"object": restored})
+        checkpoints.restore(1, {"object": restored}, allow_objects="defaultdict" in repr(state))
 
     def types(value):
         if isinstance(value, dict):
@@ -307,6 +308,32 @@ def test_an_object_receives_exactly_what_it_gave(state, tmp_path):
 
     assert types(restored.state) == types(state)
     assert repr(restored.state) == repr(state)
+
+
+@pytest.mark.parametrize("mark", [lambda part: part, PerRank], ids=["object", "per rank"])
+@pytest.mark.parametrize("state", [{1: frozenset()}, {"a": frozenset(), "b": {}}], ids=str)
+def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(
+    state, mark, tmp_path
+):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"part": mark(Stateful(state)), "w": torch.ones(9)})
+    part, w = Stateful({"as it": "was"}), torch.zeros(9)
+    with manager(tmp_path) as checkpoints:
+        with raises(UnsafeObjectError, "'part.", "builtins.frozenset"):
+            checkpoints.restore_latest({"part": mark(part), "w": w})
+        assert (part.state, w.any()) == ({"as it": "was"}, False)
+        checkpoints.save(2, {"part": mark(part), "w": w}).result(60)  # it is no mixture
+        checkpoints.restore(1, {"part": mark(part), "w": w}, allow_objects=True)
+    assert (part.state, w.all()) == (state, True)
+
+
+@pytest.mark.parametrize("missing", ["warn", "ignore"])
+def test_a_part_that_the_checkpoint_lacks_stays_as_it_is(missing, tmp_path):
+    parts = {"part": Stateful({1: 2}), "own": PerRank(Stateful({1: 2})), "rng": ds.RngState()}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(9)})
+        checkpoints.restore_latest({"w": torch.zeros(9), **parts}, missing=missing)
+    assert parts["part"].state == parts["own"].wrapped.state == {1: 2}
 
 
 @pytest.mark.parametrize("milestones", [[3, 5], [6, 7]])
