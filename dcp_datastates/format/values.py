@@ -30,10 +30,10 @@ _NESTED: Final = frozenset({list, dict})
 
 _MOST_TIMES: Final = 4
 _SPARE_BYTES: Final = 128 << 20
-"""What is read from a file takes at most so many times its bytes of memory, and these, which let a small one be dense.
+"""What is read from a file becomes at most so many times its bytes, and these, which let a small one be dense.
 
-Metadata of 16,384 ranks take 3 times their bytes, and 2 to 3 times where a name has one chunk. JSON alone may take 30
-times its bytes: ``[],`` are a list.
+Columns of many ranks become 3 times their bytes, and metadata of names with one chunk 2 to 3 times. JSON alone may
+become 30 times its bytes: ``[],`` are a list. The checks of columns take temporary memory besides.
 """
 _PYTHON_BYTES: Final[Mapping[bytes, int]] = {b"[": 64, b"{": 184, b'"': 28, b",": 8}
 """Memory for what one of these bytes of JSON may stand for. A string has two quotes."""
