@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import IO, Any
 
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.unpickler import check_nesting
 from dcp_datastates.errors import CheckpointCorruptError, StorageError, UnsafeObjectError
+from dcp_datastates.io.bounded_unpickler import check_nesting
 from dcp_datastates.io.unpickling import unpickled
 
 
