@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-from contextlib import nullcontext
 from typing import IO, Any
 
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointCorruptError, StorageError, UnsafeObjectError
-from dcp_datastates.io.bounded_unpickler import check_nesting
 from dcp_datastates.io.unpickling import unpickled
 
 
@@ -30,9 +28,6 @@ def loaded(
     Raises :class:`UnsafeObjectError` as that; :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
     try:
-        if not allow_objects:
-            with open(file, "rb") if isinstance(file, str) else nullcontext(file) as stream:
-                check_nesting(stream)
         return unpickled(file, said, allow_objects, device="cpu", way_out=way_out, mapped=mapped)
     except UnsafeObjectError:
         raise

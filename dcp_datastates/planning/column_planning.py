@@ -5,7 +5,6 @@ If a state has the structure of an earlier one, it is not flattened, and the ran
 
 from __future__ import annotations
 
-import codecs
 import functools
 import io
 import math
@@ -329,16 +328,9 @@ def serialize(value: Any) -> bytes:
     return _kept(value) if _recurs(value) else _saved(value)
 
 
-class _NoBytes:
-    """Stands for ``b""``. As a call of ``bytes``, which ``torch.save`` makes of it, it would not be a safe type."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return codecs.encode, ("", "latin1")
-
-
 def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(_NoBytes() if type(value) is bytes and not value else value, buffer)
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 

@@ -15,7 +15,6 @@ import errno
 import itertools
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -209,8 +208,26 @@ def remove_directory(path: Path, phase: str) -> None:
 
 def remove_tree(path: Path, ignore_errors: bool = False) -> None:
     """Remove a directory with all that is in it; follows no symbolic link."""
-    with reached(path) as (name, folder):
-        shutil.rmtree(name, ignore_errors, dir_fd=folder)  # type: ignore[call-arg]
+    with contextlib.suppress(*[OSError] if ignore_errors else []), reached(path) as (name, parent):
+        for _, folders, files, folder in os.fwalk(
+            name, topdown=False, onerror=_raise, dir_fd=parent
+        ):
+            for each in files:
+                os.unlink(each, dir_fd=folder)
+            for each in folders:
+                _remove_folder(each, folder)
+        os.rmdir(name, dir_fd=parent)
+
+
+def _remove_folder(name: str, parent: int) -> None:
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except NotADirectoryError:  # a link to one
+        os.unlink(name, dir_fd=parent)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def sync_directory(path: Path, phase: str) -> None:

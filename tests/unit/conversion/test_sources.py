@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import zipfile
@@ -234,8 +235,8 @@ def _quantized(path):
     )
 
 
-def _numpy(path):
-    torch.save({"a": torch.ones(3), "loss": np.float64(0.5)}, path)
+def _enum(path):
+    torch.save({"a": torch.ones(3), "flags": re.IGNORECASE}, path)
 
 
 def _nameless(path):
@@ -247,7 +248,7 @@ def _nameless(path):
     [
         (_script, ForeignCheckpointError, r"TorchScript.*torch\.jit\.load"),
         (_quantized, UnsupportedTensorError, r"quantized.*dequantize\(\)"),
-        (_numpy, UnsafeObjectError, r"make its values plain.*allow_objects=True"),
+        (_enum, UnsafeObjectError, r"make its values plain.*allow_objects=True"),
         (_nameless, IncompatibleStateError, "empty key"),
     ],
 )

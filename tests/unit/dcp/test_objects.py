@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
+import io
 import pathlib
 import random
 import re
+import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from support.state.checkpoints import load as load_by_dcp
 
 import dcp_datastates as ds
 from dcp_datastates import UnsafeObjectError
+from dcp_datastates.io.unpickling import unpickled
 
 
 @dataclasses.dataclass
@@ -45,17 +50,16 @@ SAFE = {
     "OneCycleLR": _schedule(_schedules.OneCycleLR, 0.1, 10),
     "MultiStepLR": _schedule(_schedules.MultiStepLR, [3, 4]),
     "ReduceLROnPlateau": _schedule(_schedules.ReduceLROnPlateau),
+    "NumPy's scalars": (np.float64(0.5), np.int8(3), np.bool_(True)),
+    "dates": (datetime.datetime(2026, 1, 1), datetime.timedelta(3), datetime.timezone.utc),
+    "paths": (pathlib.PurePosixPath("/a"), pathlib.PosixPath("b/c")),
+    "frozenset": frozenset({1}),
+    "namespaces": (argparse.Namespace(rate=0.5), types.SimpleNamespace(a=[1])),
     "scaler": torch.amp.GradScaler("cpu").state_dict(),
 }
 UNSAFE = {
-    "numpy scalar": (np.float64(0.5), "multiarray.scalar, numpy.dtype"),
-    "numpy array": (np.arange(3), "numpy.ndarray"),
-    "numpy's old generator": (np.random.get_state(), "numpy.ndarray"),
     "enum": (re.IGNORECASE, "re.RegexFlag"),
     "dataclass": (Settings(), "test_objects.Settings"),
-    "datetime": (datetime.datetime(2026, 1, 1), "datetime.datetime"),
-    "path": (pathlib.PurePosixPath("/a"), "pathlib.PurePosixPath"),
-    "frozenset": (frozenset({1}), "builtins.frozenset"),
     "defaultdict": (collections.defaultdict(list), "collections.defaultdict"),
     "generator": (torch.Generator(), "torch"),
     "long int": (10**1000, "Unsupported operand"),
@@ -93,6 +97,15 @@ def test_what_torch_reads_safely_is_loaded_by_default(load, path):
 
 
 @loads
+def test_arrays_of_numpy_are_loaded_by_default(load, path):
+    arrays = (np.arange(3), np.array(["a", "bc"]), np.zeros((2, 0), np.complex64))
+    save({"arrays": arrays, "generator": np.random.get_state()}, path)
+    state = {"arrays": None, "generator": None}
+    load(path, state)
+    np.testing.assert_equal(state, {"arrays": arrays, "generator": np.random.get_state()})
+
+
+@loads
 @pytest.mark.parametrize("name", UNSAFE)
 def test_what_needs_more_is_refused_by_name_and_changes_nothing(load, name, path):
     value, needs = UNSAFE[name]
@@ -101,6 +114,20 @@ def test_what_needs_more_is_refused_by_name_and_changes_nothing(load, name, path
     with raises(UnsafeObjectError, "'value'", needs, "exclude it", "add_safe_globals", "=True"):
         load(path, state)
     assert_same(state, {"value": "as it was", "step": 0, "w": torch.zeros(1000)})
+
+
+def test_an_object_that_nests_deeply_is_refused_and_does_not_end_the_process():
+    """C code hashes a tuple by recursion, and a dict's key is one."""
+    depth = 20_000
+    hostile = b"\x80\x02}" + b")" + b"\x85" * depth + b"K\x01s."
+    file = io.BytesIO()
+    torch.save("x" * len(hostile), file)
+    pickled = next(each for each in zipfile.ZipFile(file).namelist() if each.endswith("/data.pkl"))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(pickled, hostile)
+        archive.writestr(pickled.replace("data.pkl", "version"), "3")
+    with raises(UnsafeObjectError, "it: ", "too deeply", "exclude it"):
+        unpickled(io.BytesIO(file.getvalue()), "it", allow_objects=False)
 
 
 @loads
