@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import decimal
+import fractions
 import functools
 import io
 import pathlib
@@ -101,7 +103,7 @@ def _further() -> tuple[Any, ...]:
         ),
         *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
         *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-        *(pathlib.PurePosixPath, pathlib.PosixPath, frozenset),
+        *(pathlib.PurePosixPath, pathlib.PosixPath, frozenset, decimal.Decimal, fractions.Fraction),
         *(argparse.Namespace, types.SimpleNamespace, (_no_bytes, "builtins.bytes")),
     )
 

@@ -299,6 +299,8 @@ class _Together(LoadSession):
                     f"{self._named(failed)} not loaded all of the state, and the other ranks have: the state is half "
                     f"loaded"
                 )
+            elif step is Step.OBJECTS:
+                remark = f"{self._named(failed)} not read all objects; no rank's state was changed"
             return [_Verdict(reports[failed[0]].error, failed[0], remark)] * len(reports)
         for rank, each in enumerate(reports):
             if each.path != self.path.name:

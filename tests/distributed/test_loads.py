@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 import pytest
@@ -181,9 +182,9 @@ def test_names_that_no_rank_takes_are_told_once_for_all_ranks(shared_dir):
 @ranks(2)
 def test_an_object_that_one_rank_refuses_changes_nothing_on_any_rank(shared_dir):
     mine = f"of rank {dist.get_rank()}"
-    save({"w": torch.ones(3), mine: frozenset() if dist.get_rank() else 7}, shared_dir / "c")
+    save({"w": torch.ones(3), mine: re.IGNORECASE if dist.get_rank() else 7}, shared_dir / "c")
     found = {"w": torch.zeros(3), mine: "as it was"}
-    with pytest.raises(UnsafeObjectError, match=r"'of rank 1'.*builtins\.frozenset") as caught:
+    with pytest.raises(UnsafeObjectError, match=r"'of rank 1'.*re\.RegexFlag") as caught:
         load(shared_dir / "c", found)
     assert "half loaded" not in str(caught.value)
     assert (found["w"].any(), found[mine]) == (False, "as it was")

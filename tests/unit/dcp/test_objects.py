@@ -6,6 +6,8 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import decimal
+import fractions
 import io
 import pathlib
 import random
@@ -54,6 +56,7 @@ SAFE = {
     "dates": (datetime.datetime(2026, 1, 1), datetime.timedelta(3), datetime.timezone.utc),
     "paths": (pathlib.PurePosixPath("/a"), pathlib.PosixPath("b/c")),
     "frozenset": frozenset({1}),
+    "exact numbers": (fractions.Fraction(1, 3), decimal.Decimal("0.1")),
     "namespaces": (argparse.Namespace(rate=0.5), types.SimpleNamespace(a=[1])),
     "scaler": torch.amp.GradScaler("cpu").state_dict(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 
 import pytest
@@ -311,7 +312,7 @@ def test_an_object_receives_exactly_what_it_gave(state, tmp_path):
 
 
 @pytest.mark.parametrize("mark", [lambda part: part, PerRank], ids=["object", "per rank"])
-@pytest.mark.parametrize("state", [{1: frozenset()}, {"a": frozenset(), "b": {}}], ids=str)
+@pytest.mark.parametrize("state", [{1: re.IGNORECASE}, {"a": re.IGNORECASE, "b": {}}], ids=str)
 def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(
     state, mark, tmp_path
 ):
@@ -319,7 +320,7 @@ def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_change
         checkpoints.save(1, {"part": mark(Stateful(state)), "w": torch.ones(9)})
     part, w = Stateful({"as it": "was"}), torch.zeros(9)
     with manager(tmp_path) as checkpoints:
-        with raises(UnsafeObjectError, "'part.", "builtins.frozenset"):
+        with raises(UnsafeObjectError, "'part.", "re.RegexFlag"):
             checkpoints.restore_latest({"part": mark(part), "w": w})
         assert (part.state, w.any()) == ({"as it": "was"}, False)
         checkpoints.save(2, {"part": mark(part), "w": w}).result(60)  # it is no mixture
