@@ -55,7 +55,7 @@ BUDGETS = {
     "deepspeed": 757,
     "format": 3_159,
     "huggingface": 1_161,
-    "io": 2_543,
+    "io": 2_544,
     "lightning": 697,
     "loading": 2_010,
     "manager": 4_023,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import decimal
-import fractions
 import functools
 import io
 import pathlib
@@ -29,9 +28,8 @@ from dcp_datastates.io.bounded_unpickler import check_nesting
 _MOST_TUPLES: Final = 500
 """So many cannot nest too deeply, and need no second look."""
 
-_lock = (
-    threading.RLock()
-)  # held while torch knows further types, which it does for the whole process
+# Held while torch knows further types, which it does for the whole process.
+_lock = threading.RLock()
 
 
 def unpickled(
@@ -83,7 +81,10 @@ def _tuples(file: io.BytesIO) -> int:
 
 @contextmanager
 def _further_safe_types() -> Iterator[None]:
-    """Torch reads plain values of NumPy and of Python's library, too. What the program has added stays."""
+    """Torch reads plain values of NumPy and of Python's library, too. What the program has added stays.
+
+    Those whose constructors may take long are not among them: ``Fraction("1e1000000000")`` does not end.
+    """
     with _lock:
         known = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([each for each in _further() if each not in known]):
@@ -103,7 +104,7 @@ def _further() -> tuple[Any, ...]:
         ),
         *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
         *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-        *(pathlib.PurePosixPath, pathlib.PosixPath, frozenset, decimal.Decimal, fractions.Fraction),
+        *(pathlib.PurePosixPath, pathlib.PosixPath, frozenset, decimal.Decimal),
         *(argparse.Namespace, types.SimpleNamespace, (_no_bytes, "builtins.bytes")),
     )
 

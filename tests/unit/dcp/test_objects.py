@@ -56,11 +56,12 @@ SAFE = {
     "dates": (datetime.datetime(2026, 1, 1), datetime.timedelta(3), datetime.timezone.utc),
     "paths": (pathlib.PurePosixPath("/a"), pathlib.PosixPath("b/c")),
     "frozenset": frozenset({1}),
-    "exact numbers": (fractions.Fraction(1, 3), decimal.Decimal("0.1")),
+    "decimal": decimal.Decimal("0.1"),
     "namespaces": (argparse.Namespace(rate=0.5), types.SimpleNamespace(a=[1])),
     "scaler": torch.amp.GradScaler("cpu").state_dict(),
 }
 UNSAFE = {
+    "fraction": (fractions.Fraction(1, 3), "fractions.Fraction"),
     "enum": (re.IGNORECASE, "re.RegexFlag"),
     "dataclass": (Settings(), "test_objects.Settings"),
     "defaultdict": (collections.defaultdict(list), "collections.defaultdict"),
