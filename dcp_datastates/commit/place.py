@@ -6,6 +6,7 @@ path is the newest attempt that is committed there (``storage/attempts.py``). No
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import OrderedDict
@@ -263,7 +264,8 @@ class Place:
                 path = self._directory / round_.attempt.archive_pin
                 path.store.delete([path.key])
         except StorageError as error:
-            logger.warning("files of a failed save stay at %s: %s", self._directory, error)
+            if error.errno != errno.ENOENT:  # then nothing is there
+                logger.warning("files of a failed save stay at %s: %s", self._directory, error)
 
     def warn_if_replaced(self) -> None:
         """Warn, once, if another process has replaced the checkpoint that this process last committed there. Never

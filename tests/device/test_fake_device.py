@@ -230,6 +230,7 @@ def test_a_gate_that_the_driver_refuses(
         # Not before it has failed: a save that has read all does not fail any more.
         def let_read() -> None:
             await_that(lambda: reads.failure is not None or reads.captured.done())
+            cuda.lib.fake_cuda_stall(0)
 
         device = threading.Thread(target=let_read)
         device.start()

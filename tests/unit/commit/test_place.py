@@ -263,6 +263,13 @@ class TestOneWriter:
             _publish(round_)
 
 
+def test_of_a_failed_save_whose_directory_is_gone_nothing_stays(tmp_path, caplog):
+    round_ = _begun(stored(tmp_path / "step-1"))
+    shutil.rmtree(tmp_path / "step-1")
+    Place(round_.path).tidy_after_failure(round_, 0, WORLD)
+    assert caplog.text == ""
+
+
 def test_what_others_have_deleted_before_its_name_was_durable_is_unknown(tmp_path, monkeypatch):
     """They may have read the decision, and told of it, before they deleted the checkpoint."""
     path = stored(tmp_path / "step-1")
