@@ -68,7 +68,7 @@ class CheckpointReplacedError(DataStatesError):
 
 
 class UnsafeObjectError(DataStatesError):
-    """A Python object needs more than torch's safe types: unpickling it may run code. ``allow_objects`` is False."""
+    """A Python object needs more than safe types: unpickling it may run code, and ``allow_objects`` is False."""
 
 
 class IncompatibleStateError(DataStatesError, ValueError):

@@ -51,7 +51,7 @@ BUDGETS = {
     "cli": 1_160,
     "commit": 1_783,
     "conversion": 2_892,
-    "dcp": 2_242,
+    "dcp": 2_243,
     "deepspeed": 757,
     "format": 3_159,
     "huggingface": 1_161,

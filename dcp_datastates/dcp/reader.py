@@ -62,10 +62,11 @@ class DataStatesReader(StorageReader):
         path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. A list of them means tiers
             with copies of it, the nearest first: each data file is read from the nearest copy that is undamaged. None
             if every load passes ``checkpoint_id``.
-        allow_objects: Whether Python objects may be unpickled that need more than torch's safe types, and may run code;
-            only for checkpoints from sources you trust. Safe are those that ``torch.load`` reads with
-            ``weights_only=True``, and what ``torch.serialization.add_safe_globals`` adds. A load of any other object is
-            an :class:`UnsafeObjectError`. DCP's planner unpickles with ``weights_only=False``, so the bytes that it is
+        allow_objects: Whether Python objects may be unpickled that need more than safe types, and may run code; only
+            for checkpoints from sources you trust. Safe are the types that ``torch.load`` reads with
+            ``weights_only=True``, those that ``torch.serialization.add_safe_globals`` adds, and plain values of NumPy
+            and of Python's library (arrays, dates, paths). A load of any other object is an
+            :class:`UnsafeObjectError`. DCP's planner unpickles with ``weights_only=False``, so the bytes that it is
             given were read with safe types before.
         cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default
             is to refuse.

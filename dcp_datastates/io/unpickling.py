@@ -130,4 +130,4 @@ def _needs(file: str | IO[bytes], error: pickle.UnpicklingError) -> str:
         if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
             return ", ".join(sorted(names))
     lines = str(error).partition("WeightsUnpickler error:")[2].splitlines()
-    return next(filter(None, map(str.strip, lines)), "more than torch's safe types")
+    return next(filter(None, map(str.strip, lines)), "more than safe types")

@@ -51,7 +51,7 @@ class Fitting:
         needed: stored names that some rank must take, unless the user has left them out, each with the name of the
             optimizer that it belongs to.
         packed: names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote.
-        allow_objects: whether objects may need more than torch's safe types.
+        allow_objects: whether objects may need more than safe types.
     """
 
     def __init__(
