@@ -50,7 +50,7 @@ BUDGETS = {
     "checkpoints": 2_790,
     "cli": 1_160,
     "commit": 1_783,
-    "conversion": 2_892,
+    "conversion": 2_889,
     "dcp": 2_243,
     "deepspeed": 757,
     "format": 3_159,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native": 20_047, "tests": 52_142}
+BUDGETS_BESIDE = {"native": 20_047, "tests": 52_154}
 """The same of the engine with its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

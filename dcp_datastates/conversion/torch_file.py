@@ -113,11 +113,8 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
     """Refuse an archive that is a program, or whose tensors are packed: torch would map the packed bytes."""
     try:
         entries = zipfile.ZipFile(stream).infolist()
-    except (
-        zipfile.BadZipFile,
-        ValueError,
-        NotImplementedError,
-    ) as error:  # ValueError: a name is not UTF-8
+    # A name may be no UTF-8, which is a ValueError.
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise CheckpointCorruptError(f"{path}: torch cannot read it: {error}") from error
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         raise ForeignCheckpointError(

@@ -574,3 +574,15 @@ def test_more_files_than_may_be_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     found = torch.load(tmp_path / "out")
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_stock_metadata_without_names(tmp_path):
+    source = _stock_with(lambda metadata: vars(metadata).pop("state_dict_metadata"), tmp_path)
+    _refused(source, CheckpointCorruptError, "not the metadata of DCP", tmp_path)
+
+
+def test_a_torch_file_with_a_name_that_is_no_text(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "in")
+    data = (tmp_path / "in").read_bytes()
+    (tmp_path / "in").write_bytes(data.replace(b"/byteorder", b"/\xff\xfeteorder"))
+    _refused(tmp_path / "in", CheckpointCorruptError, "torch cannot read it", tmp_path)
