@@ -5,12 +5,17 @@ Written from the layout that the package documents (``dcp_datastates/format/trai
 
 from __future__ import annotations
 
+import copyreg
 import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from dcp_datastates._native import (
     crc32c,
@@ -101,3 +106,15 @@ def rewritten(path: Path, change: Callable[[Parts], None]) -> None:
     parts = parts_of(path)
     change(parts)
     decision_of(path).write_bytes(file_of(parts))
+
+
+def process_wide() -> object:
+    """All that the metadata's classes and shared objects look like: nothing in a file may change it."""
+    kinds = [value for value in vars(dcp_metadata).values() if isinstance(value, type)]
+    for kind in (*kinds, _StorageInfo):
+        copyreg._slotnames(kind)  # a cache in the class: pickle fills it
+    members = [member for kind in kinds if issubclass(kind, Enum) for member in kind]
+    return [
+        {name: id(value) for name, value in vars(thing).items() if name != "__abstractmethods__"}
+        for thing in [*kinds, _StorageInfo, *members]
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import json
 import os
 import random
@@ -12,36 +11,35 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from support.state.checkpoints import causes, load_everything, raises, save
-from support.state.files import data_files, read_file
-from support.state.metadata import COLUMNS, Parts, decision_of, ended, file_of, parts_of
-from support.state.roots import save_stock
+from support.state.files import data_files, mutated, read_file
+from support.state.metadata import (
+    COLUMNS,
+    Parts,
+    decision_of,
+    ended,
+    file_of,
+    parts_of,
+    process_wide,
+)
 from support.state.states import filled
 from support.tiers import tries
 from support.waiting import little_work
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
-from dcp_datastates.conversion.safetensors_files import weights_in
-from dcp_datastates.conversion.stock import StockSource
-from dcp_datastates.conversion.torch_file import TorchSource
 from dcp_datastates.errors import UnreadableMetadataError
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.safetensors_header import Header, read_header
-from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 SECONDS_PER_TRY = 2.0
@@ -53,35 +51,6 @@ FUZZ = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-# What makes lengths and indices large, and means something in JSON.
-INTERESTING = b"\x00\x01\x7f\x80\xff" + b'019-.eE{}[],:"\\nt'
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """``data`` with one to three bytes or stretches flipped, put in, cut out, copied or swapped."""
-    changed = bytearray(data)
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(changed) + 1)
-        length = min(len(changed) - at, chance.choice((1, 1, 1, 2, 4, 8, 30, 300)))
-        how = chance.randrange(7)
-        if how == 0 and at < len(changed):
-            changed[at] ^= 1 << chance.randrange(8)
-        elif how == 1 and at < len(changed):
-            changed[at] = chance.choice(INTERESTING)
-        elif how == 2:
-            changed[at:at] = chance.randbytes(length or 1)
-        elif how == 3:
-            changed[at:at] = bytes([chance.choice(INTERESTING)]) * chance.choice((1, 2, 300))
-        elif how == 4:
-            del changed[at : at + length]
-        elif how == 5:
-            begin = chance.randrange(len(changed) + 1)
-            changed[at:at] = changed[begin : begin + length]
-        else:
-            begin = chance.randrange(len(changed) + 1)
-            changed[at : at + length] = data[begin : begin + length]
-    return bytes(changed)
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +65,11 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def _process_wide() -> object:
-    """All that the metadata's classes and shared objects look like: nothing in a file may change it."""
-    kinds = [value for value in vars(dcp_metadata).values() if isinstance(value, type)]
-    for kind in (*kinds, _StorageInfo):
-        copyreg._slotnames(kind)  # a cache in the class: pickle fills it
-    members = [member for kind in kinds if issubclass(kind, Enum) for member in kind]
-    return [
-        {name: id(value) for name, value in vars(thing).items() if name != "__abstractmethods__"}
-        for thing in [*kinds, _StorageInfo, *members]
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _nothing_shared_changes():
-    before = _process_wide()
+    before = process_wide()
     yield
-    assert _process_wide() == before
+    assert process_wide() == before
 
 
 def _decoded(data: bytes) -> MetadataTable | None:
@@ -257,15 +214,16 @@ import random, resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_fuzz
+from support.state.metadata import process_wide
 parts = test_fuzz._parts(Path(sys.argv[2]))
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 chance = random.Random(int(sys.argv[3]))
-before = test_fuzz._process_wide()
+before = process_wide()
 for number in range(2000):
     test_fuzz._decoded(test_fuzz._changed(parts, chance))
-assert test_fuzz._process_wide() == before
+assert process_wide() == before
 print("done")
 """
 
@@ -536,66 +494,3 @@ def test_any_header(entries, data):
 def test_random_bytes_as_a_header(data, file_size):
     _read(data, file_size)
     _read(_header_of(b"{" + data))
-
-
-# --- files of other programs, and small files beside checkpoints ------------------------------------------
-
-
-def _torch_file(folder: Path, is_archive: bool) -> Path:
-    state = {"w": torch.arange(6.0).view(2, 3).t(), "o": {"lr": 0.1, "betas": (0.9, 1)}, "n": [3]}
-    torch.save(state, folder / "file", _use_new_zipfile_serialization=is_archive)
-    return folder / "file"
-
-
-def _stock(folder: Path) -> Path:
-    save_stock(folder)
-    return folder / ".metadata"
-
-
-def _index(folder: Path) -> Path:
-    save_file({"a": torch.ones(2)}, folder / "m-1.safetensors")
-    index = {"metadata": {"total_size": 8}, "weight_map": {"a": "m-1.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder / "model.safetensors.index.json"
-
-
-def _decision(folder: Path) -> Path:
-    save({"w": torch.ones(2)}, folder / "step-1")
-    return decision_of(folder / "step-1")
-
-
-def _identity(folder: Path) -> Path:
-    (folder / "fast").mkdir()
-    check_one_run(folder / "fast", folder / "slow")
-    return folder / "fast" / IDENTITY_NAME
-
-
-READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], object]]] = {
-    "torch": (lambda folder: _torch_file(folder, True), lambda _, file: TorchSource(file, False)),
-    "legacy": (lambda folder: _torch_file(folder, False), lambda _, file: TorchSource(file, False)),
-    "stock": (_stock, lambda folder, _: StockSource(folder, False)),
-    "index": (_index, lambda folder, _: weights_in(folder)),
-    "decision": (_decision, lambda folder, _: dcp_datastates.latest(folder)),
-    "identity": (_identity, lambda folder, _: check_one_run(folder / "fast", folder / "slow")),
-}
-
-
-@pytest.mark.parametrize("changes", tries(150, 5000))
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.filterwarnings("ignore")
-def test_changed_files_are_read_or_refused(reader, changes, tmp_path):
-    """Nothing but this package's errors, soon."""
-    make, read = READERS[reader]
-    path = make(tmp_path)
-    good, chance = path.read_bytes(), random.Random(SEED + 5)
-    read(tmp_path, path)
-    for number in range(changes):
-        path.write_bytes(mutated(good, chance))
-        with little_work(SECONDS_PER_TRY):
-            try:
-                read(tmp_path, path)
-            except DataStatesError:
-                pass
-            except Exception as error:
-                error.add_note(f"seed {SEED + 5}, change {number}")
-                raise
