@@ -244,7 +244,7 @@ lint: $(VENV)/installed
 TIDY := native/
 tidy: $(VENV)/installed
 	@mkdir -p build
-	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_UNITY_BUILD=OFF \
 	    -DDATASTATES_BUILD_TESTS=ON -DDATASTATES_BUILD_MODULE=ON \
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	    -Dpybind11_DIR="$$(pybind11-config --cmakedir)" >build/lint.log \

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace datastates {
 
@@ -20,6 +21,9 @@ inline constexpr std::uint64_t kMinSegments = 4;
 /// Alignment of memory, offset and length that O_DIRECT is satisfied with everywhere.
 inline constexpr std::uint64_t kDirectAlignment = 4096;
 static_assert(kBlockBytes % kDirectAlignment == 0);
+
+/// The largest offset that a file can have.
+inline constexpr std::uint64_t kMaxPosition = std::numeric_limits<std::int64_t>::max();
 
 constexpr std::uint64_t divide_up(std::uint64_t value, std::uint64_t unit) {
     return value / unit + (value % unit == 0 ? 0 : 1);

@@ -61,6 +61,11 @@ class FileOps : public Immovable {
 
 std::shared_ptr<FileOps> posix_file_ops();
 
+/// Whether a file system answers so to what it does not have.
+constexpr bool is_unsupported(int error) {
+    return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL;
+}
+
 /// Repeats `call` as long as a signal interrupts it.
 template <typename Call>
 SysResult uninterrupted(const Call& call) {

@@ -8,14 +8,6 @@
 #include "base/sizes.h"
 
 namespace datastates {
-namespace {
-
-bool is_unsupported(int error) {
-    return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL;
-}
-
-}  // namespace
-
 InputFile::InputFile(std::shared_ptr<FileOps> ops, std::string path)
     : ops_(std::move(ops)), path_(std::move(path)) {}
 

@@ -10,10 +10,6 @@ namespace {
 /// Buffered writes that may be dirty at a time, per file: enough to keep the device busy.
 constexpr std::size_t kMaxBehind = 4;
 
-bool is_unsupported(int error) {
-    return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL;
-}
-
 Fault io_fault(const std::string& path, const char* operation, int error, std::uint64_t offset) {
     return {.kind = FaultKind::kIo,
             .error = error,

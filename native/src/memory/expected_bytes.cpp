@@ -10,16 +10,9 @@
 namespace datastates {
 namespace {
 
-constexpr std::uint64_t kWord = sizeof(std::uint64_t);
 constexpr std::uint64_t kLeastWords = 4;
 constexpr std::uint64_t kMostWords = ExpectedBytes::kMostWordBytes / kWord;
 constexpr std::uint64_t kBytesPerFurtherWord = std::uint64_t{4} << 20U;
-
-/// Smaller tensors are expected whole.
-constexpr std::uint64_t kWholeBelow = 64;
-
-/// Tensors whose words are fetched together: a sampled word is nearly always a cache miss.
-constexpr std::size_t kBatch = 8;
 
 std::uint64_t seed_of(std::uint64_t seed, std::size_t tensor) {
     return mix(seed ^ mix(tensor + 1));

@@ -2,9 +2,18 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace datastates {
+
+inline constexpr std::uint64_t kWord = sizeof(std::uint64_t);
+
+/// Smaller tensors are looked at whole.
+inline constexpr std::uint64_t kWholeBelow = 64;
+
+/// Tensors whose words are fetched together: a sampled word is nearly always a cache miss.
+inline constexpr std::size_t kBatch = 8;
 
 /// The finalizer of splitmix64 (S. Vigna, public domain).
 constexpr std::uint64_t mix(std::uint64_t x) {

@@ -11,15 +11,9 @@ namespace datastates {
 namespace {
 
 constexpr std::size_t kWords = 4;
-constexpr std::size_t kWholeBelow = 64;
-constexpr std::size_t kWord = sizeof(std::uint64_t);
-
 /// A region's words are drawn from one stretch of this size: walking the page tables for a cold
 /// page costs several times what fetching a word does.
 constexpr std::uint64_t kWindow = 4096;
-
-/// Regions whose words are fetched together: a sampled word is nearly always a cache miss.
-constexpr std::size_t kBatch = 8;
 
 std::uint64_t load(const std::byte* from, std::size_t size) {
     std::uint64_t word = 0;

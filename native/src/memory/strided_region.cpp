@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
 namespace datastates {
 namespace {
-
-constexpr std::uint64_t kMaxPosition = std::numeric_limits<std::int64_t>::max();
 
 std::uint64_t checked_multiply(std::uint64_t a, std::uint64_t b) {
     std::uint64_t product = 0;

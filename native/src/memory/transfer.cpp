@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <queue>
 #include <stdexcept>
 #include <utility>
@@ -11,8 +10,6 @@
 
 namespace datastates {
 namespace {
-
-constexpr std::uint64_t kMaxPosition = std::numeric_limits<std::int64_t>::max();
 
 std::string to_text(const Region& region) {
     return "[" + std::to_string(region.offset) + ", " + std::to_string(region.end) + ")";

@@ -14,7 +14,7 @@
 namespace datastates {
 namespace {
 
-constexpr std::uint64_t kWord = sizeof(std::uint32_t);
+constexpr std::uint64_t kChecksumBytes = sizeof(std::uint32_t);
 
 double seconds_between(Clock::time_point from, Clock::time_point to) {
     return std::chrono::duration<double>(std::max(to, from) - from).count();
@@ -55,14 +55,14 @@ void check_distinct(const std::vector<std::string>& paths) {
 }
 
 std::uint64_t file_bytes(std::uint64_t table_offset) {
-    return table_offset + kWord * (divide_up(table_offset, kBlockBytes) + 1);
+    return table_offset + kChecksumBytes * (divide_up(table_offset, kBlockBytes) + 1);
 }
 
 SaveFile::SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer)
     : path(std::move(file_path)), table_offset(offset) {
     constexpr std::uint64_t kMaxFile = std::uint64_t{1} << 62U;
     check_path(path);
-    if (table_offset % kWord != 0) {
+    if (table_offset % kChecksumBytes != 0) {
         throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
                                     " is not a multiple of 4, in '" + path + "'");
     }

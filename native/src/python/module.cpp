@@ -20,9 +20,6 @@
 namespace datastates {
 namespace {
 
-/// Below this, giving up the GIL costs more than the work.
-constexpr std::size_t kReleaseGilBytes = std::size_t{256} << 10U;
-
 std::uint32_t checksum(const py::buffer& data, std::uint32_t crc) {
     const PyBufferView view(data, PyBUF_SIMPLE);
     if (view.bytes().size() < kReleaseGilBytes) return crc32c(view.bytes(), crc);

@@ -21,8 +21,6 @@
 namespace datastates {
 namespace {
 
-constexpr std::uint64_t kReleaseGilBytes = std::uint64_t{256} << 10U;
-
 /// The engine, or RuntimeError if it cannot be used any more.
 std::shared_ptr<Engine> usable(const PyEngine& self) {
     auto engine = required(self.engine, "engine");
