@@ -52,7 +52,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
 NATIVE_SOURCES := $(shell find native -type f -not -name '*.py*')
-PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks docs native
+PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks docs examples native
 
 # One rank per core is what the tests and the demo run; more threads only fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -265,7 +265,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
-    dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
+    $(wildcard examples/*.py) dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md for libraries that `make` does not install; each test is skipped without its own.
+"""The examples for libraries that `make` does not install; each test is skipped without its own.
 
 Ray's processes alone take a minute or more of two cores.
 """

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import program, started
+from support.commands import ROOT, started
 from support.jobs.scripts import ranks_of_torchrun, run_script
 
 pytest.importorskip("ray.train")
@@ -34,7 +34,7 @@ def losses(output: str) -> set[tuple[str, str]]:
 
 @pytest.mark.timeout(420)
 def test_a_restart_by_ray_goes_on_from_the_newest_commit(tmp_path: Path) -> None:
-    text = program("Ray Train", "docs/recipes.md")
+    text = (ROOT / "examples/ray_train.py").read_text()
     (tmp_path / "train.py").write_text(text)
     environment = {
         # The coordinator is killed at its fourth commit; the restarted one has only three to make.

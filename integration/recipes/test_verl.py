@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import program
+from support.commands import ROOT
 from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds
@@ -16,7 +16,7 @@ pytest.importorskip("verl")
 
 def job(world: int, scratch: Path, failpoints: str = "", **arguments: Any) -> list[Ended]:
     """Run the ranks in ``scratch``, with the module of the recipe."""
-    (scratch / "verl_datastates.py").write_text(program("verl", "docs/recipes.md"))
+    (scratch / "verl_datastates.py").write_text((ROOT / "examples/verl_datastates.py").read_text())
     environment = {
         "VERL_USE_EXTERNAL_MODULES": "verl_datastates",
         "DCP_DATASTATES_FAILPOINTS": failpoints,

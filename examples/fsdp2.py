@@ -1,0 +1,80 @@
+"""FSDP2 with a scheduler, averaged weights, a validation, a position in the data, and the best checkpoint kept.
+
+Start it again at any time, on any number of ranks: it resumes from the newest checkpoint.
+
+    torchrun --nproc-per-node 2 fsdp2.py 100
+"""
+
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import dcp_datastates as ds
+
+
+class Batches:
+    """This rank's share of each batch. All ranks have the same position, so it fits any number of ranks."""
+
+    def __init__(self, batch_size):
+        self.batch_size, self.taken = batch_size, 0
+
+    def next(self):
+        samples = torch.randn(
+            self.batch_size, 64, generator=torch.Generator().manual_seed(self.taken)
+        )
+        self.taken += self.batch_size
+        return samples[dist.get_rank() :: dist.get_world_size()]
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+def sharded_model():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def loss_of(model, batch):
+    return (model(batch) - batch.flip(1)).square().mean()
+
+
+def validate(model):
+    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(2**40))  # on all ranks
+    with torch.no_grad():
+        return loss_of(model, batch).item()
+
+
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+torch.manual_seed(0)
+model, average = sharded_model(), sharded_model()
+average.load_state_dict(model.state_dict())
+average.requires_grad_(False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+batches = Batches(24)
+state = {"model": model, "average": average, "optimizer": optimizer, "scheduler": scheduler}
+state |= {"batches": batches, "rng": ds.RngState()}
+
+keep = ds.Keep(last=2, best=("validation", "min"))
+with ds.CheckpointManager("ckpt", every=5, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
+    done = manager.restore_latest(state)
+    for step in range(0 if done is None else done + 1, int(sys.argv[1])):
+        loss_of(model, batches.next()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+        metrics = {"validation": validate(average)} if manager.should_save(step) else {}
+        manager.save(step, state, metrics=metrics)
+        if manager.stopping:
+            break
+print(f"rank {dist.get_rank()}: step {step}, validation {validate(average):.6f}")
+dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Save at every iteration, resume from the newest checkpoint, take a last checkpoint on SIGTERM.
+
+python quick_start.py 100
+torchrun --nproc-per-node 2 quick_start.py 200    # goes on from step 99, on two ranks
+"""
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import dcp_datastates as ds
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+rank, world = 0, 1
+if "RANK" in os.environ:  # started by torchrun
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+state = {"model": model, "optimizer": optimizer, "step": -1}
+
+keep = ds.Keep(last=3)  # deletes older checkpoints
+with ds.CheckpointManager("ckpt", every=1, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
+    done = manager.restore_latest(state)  # whatever the number of ranks that saved it
+    if done is not None:
+        print(f"rank {rank}: going on from {manager.path(done)}")
+    for step in range(state["step"] + 1, int(sys.argv[1])):
+        data = torch.Generator().manual_seed(step * world + rank)
+        inputs = torch.randn(32, 64, generator=data)
+        labels = torch.randint(10, (32,), generator=data)
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()  # the previous save's tensors are read from here on
+        optimizer.step()  # waits only if one of them has not been read yet
+        optimizer.zero_grad()
+        state["step"] = step
+        if step % 20 == 0 and rank == 0:
+            print(f"step {step}: loss {loss.item():.3f}, checkpoints of {manager.steps()}")
+        manager.save(step, state)  # returns immediately
+        if manager.stopping:  # a rank got the signal; this step is being saved
+            break
+# the end of the block waits until all is committed
+if dist.is_initialized():
+    dist.destroy_process_group()
