@@ -20,7 +20,6 @@ import numpy as np
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointCorruptError, StorageError
 from dcp_datastates.format.checksums import ChecksumTable, blocks
-from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.layout import (
     MAX_HEADER_BYTES,
@@ -29,7 +28,7 @@ from dcp_datastates.format.layout import (
     is_table,
     stored_form,
 )
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
 from dcp_datastates.format.validate import elements

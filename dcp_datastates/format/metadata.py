@@ -33,10 +33,9 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.chunk_table import Catalog, once
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_table import Catalog, MetadataTable, once
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.local import METADATA_NAME, open_regular
 from dcp_datastates.storage.object_path import Location

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from dcp_datastates.format.checksums import file_bytes
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.key_paths import EMPTY
+from dcp_datastates.format.metadata_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import Undecided, validate
 

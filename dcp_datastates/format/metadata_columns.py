@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format import values
-from dcp_datastates.format.chunk_table import Catalog, Placement
 from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.trailer import CATALOG
 
 

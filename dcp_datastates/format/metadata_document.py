@@ -22,10 +22,17 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.fields import carried
 from dcp_datastates.format.metadata_check import MetadataError, described
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import (
+    Catalog,
+    FileRecord,
+    Ints,
+    MetadataTable,
+    Note,
+    Placement,
+    once,
+)
 from dcp_datastates.storage.attempt import Attempt
 
 _LAST_DAY: Final = 253_402_128_000.0

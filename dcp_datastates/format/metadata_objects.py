@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_table import Catalog, Ints, MetadataTable, Placement
 from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused

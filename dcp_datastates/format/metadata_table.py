@@ -1,16 +1,126 @@
-"""The contents of a ``.metadata`` file, in columns."""
+"""The contents of a ``.metadata`` file: the tensors of a whole checkpoint and their chunks in columns, and a note.
+
+A job of a thousand ranks has a million chunks. As objects, they take seconds to make, and seconds to pickle, under the
+GIL; arrays avoid both.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Final, TypeVar
 
-from torch.distributed.checkpoint.metadata import StorageMeta
+import numpy as np
+import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
+
+Ints = npt.NDArray[np.int64]
+
+STORED: Final[Mapping[int, np.dtype[Any]]] = {
+    width: np.dtype(f"<{kind}{width}") for width, kind in ((1, "u"), (2, "u"), (4, "u"), (8, "i"))
+}
+"""The types of stored columns, by the bytes of a value."""
+
+
+def narrowed(values: Ints) -> npt.NDArray[Any]:
+    """The same values, in the narrowest of the types :data:`STORED`."""
+    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
+    return values.astype(STORED[next((width for width in (1, 2, 4) if most < 1 << 8 * width), 8)])
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """The chunk table: names in order of ``Metadata.state_dict_metadata``. All arrays are C-contiguous int64.
+
+    "Ragged" arrays contain the entries one after another, without padding; an entry has one value per dimension of its
+    tensor.
+    """
+
+    names: tuple[str, ...]
+    """F flattened FQNs, each once."""
+    table: tuple[TensorProperties, ...]
+    properties: Ints
+    """(F,): index into ``table``; -1 for an object (``BytesStorageMetadata``)."""
+    ndims: Ints
+    """(F,): dimensions; 0 for an object."""
+    shapes: Ints
+    """Ragged, F entries: the sizes of the global tensors, in elements."""
+    counts: Ints
+    """(F,): the number of chunks of each tensor; 0 for an object. Their sum is C."""
+    offsets: Ints
+    """Ragged, C entries: the offsets of each chunk in its tensor, in elements; the chunks of one name are
+    consecutive.
+    """
+    sizes: Ints
+    """Ragged, C entries: the sizes of each chunk, in elements."""
+    mappings: Any
+    """``Metadata.planner_data``. For DCP's planners and this package's: the path of each name in the state dict
+    (``key_paths.py``); None if the state dict was not flattened.
+    """
+
+    def tensor_shapes(self) -> list[tuple[int, ...]]:
+        """For each name the size of the global tensor, in elements; () for an object."""
+        values = iter(self.shapes.tolist())
+        return [tuple(islice(values, ndim)) for ndim in self.ndims.tolist()]
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return int(self.counts.sum())
+
+    def owners(self) -> Ints:
+        """(R,): for each row of a :class:`Placement`, the index of its name in ``names``."""
+        numbers = np.arange(len(self.names))
+        return np.concatenate([np.repeat(numbers, self.counts), numbers[self.properties < 0]])
+
+
+Made = TypeVar("Made")
+
+
+def once(make: Callable[[Catalog], Made]) -> Callable[[Catalog], Made]:
+    """``make``, which is called once for a catalog: saves whose structure is unchanged have the same."""
+    known: weakref.WeakKeyDictionary[Catalog, Made] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def made(catalog: Catalog) -> Made:
+        if catalog not in known:
+            known[catalog] = make(catalog)
+        return known[catalog]
+
+    return made
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One data file of a checkpoint, as a reader must know it before opening. Sizes in bytes."""
+
+    relative_path: str
+    nbytes: int
+    table_offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The places of the bytes of a :class:`Catalog`: ``Metadata.storage_data`` in columns.
+
+    It has R rows: all chunks, then all objects, the names with ``properties == -1``, in the order of ``names``.
+    """
+
+    paths: tuple[str, ...]
+    """Relative paths of the data files."""
+    files: Ints
+    """(R,): index into ``paths``."""
+    begins: Ints
+    """(R,): the offset of the first byte in the file."""
+    lengths: Ints
+    """(R,): in bytes."""
+
 
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""

@@ -21,7 +21,7 @@ Format 2. Integers are little-endian, except for the number of the format:
    unsigned, those of 8 bytes are signed. A writer uses the smallest size that fits all values.
 5. The first column, ``document``, has values of one byte: JSON in UTF-8 (:mod:`dcp_datastates.format.metadata`). The
    other columns are those of :data:`CATALOG` and :data:`PLACEMENT`, as documented in ``Catalog`` and ``Placement`` of
-   :mod:`dcp_datastates.format.chunk_table`.
+   :mod:`dcp_datastates.format.metadata_table`.
 
 In every format from 2 on, the end is the last 24 bytes, with the same meaning of its first eight bytes, and with the
 checksum in its last four. So a reader can distinguish a file of a later format from a damaged one.
@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
-from dcp_datastates.format.chunk_table import STORED, Catalog, Ints, Placement, narrowed
+from dcp_datastates.format.metadata_table import STORED, Catalog, Ints, Placement, narrowed
 from dcp_datastates.storage.object_path import Location
 
 FORMAT: Final = 2

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.metadata_table import Catalog, Ints
 from dcp_datastates.format.ragged import distinct, positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 

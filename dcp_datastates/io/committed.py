@@ -12,9 +12,8 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     DataStatesError,
 )
-from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.metadata import decode
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
 from dcp_datastates.io import stored_metadata
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.attempt import Attempt

@@ -16,9 +16,8 @@ from dcp_datastates.errors import (
     DeviceError,
     StorageError,
 )
-from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.contents import Contents, some_of
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
 from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.requests import Request
 from dcp_datastates.storage.object_path import Location

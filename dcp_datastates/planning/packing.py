@@ -22,8 +22,8 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
-from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
 from dcp_datastates.format.metadata_document import fields_to_json, properties_of
+from dcp_datastates.format.metadata_table import STORED, Ints, narrowed
 
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")

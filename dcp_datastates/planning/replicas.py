@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.metadata_table import Ints
 from dcp_datastates.format.ragged import (
     Hashes,
     equal,
