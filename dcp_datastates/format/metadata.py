@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.metadata_check import MetadataError, check
+from dcp_datastates.format.metadata_check import check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import Catalog, MetadataTable, once
 from dcp_datastates.process.garbage import collection_paused
@@ -72,7 +72,7 @@ def encode(table: MetadataTable) -> bytes:
         data = trailer.append(stub_of(table.catalog), document, columns)
         values.check_memory(len(data), document, sum(map(len, columns)))
         return data
-    except (MetadataError, values.ValueRefused, TypeError) as error:
+    except (values.ValueRefused, TypeError) as error:
         raise refused(error) from error
 
 
@@ -117,7 +117,7 @@ def decode(data: bytes, path: Location) -> MetadataTable:
         widened = {name: column.astype(np.int64) for name, column in columns.items()}
         table = read_document(document, widened)
         check(table.catalog, table.placement, table.note.files)
-    except (MetadataError, values.ValueRefused) as error:
+    except values.ValueRefused as error:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
     return table
 

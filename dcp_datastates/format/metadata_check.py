@@ -18,7 +18,8 @@ from dcp_datastates.format.checksums import file_bytes
 from dcp_datastates.format.key_paths import EMPTY
 from dcp_datastates.format.metadata_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.ragged import starts_of, volumes
-from dcp_datastates.format.validate import Undecided, validate
+from dcp_datastates.format.validate import validate
+from dcp_datastates.format.values import ValueRefused, described
 
 MAX_BYTES: Final = (1 << 63) - 1
 """The greatest file offset (``off_t``), and the greatest size in torch."""
@@ -35,20 +36,8 @@ there does not reach this.
 """
 
 
-class MetadataError(ValueError):
-    """The metadata are malformed; the message says where."""
-
-
-def described(value: object) -> str:
-    """A short text for ``value`` in a message, for any value from a file, without traversing it."""
-    if value is None or isinstance(value, (bool, int, str)):
-        text = repr(value)
-        return text if len(text) <= 200 else f"{text[:200]}…"
-    return f"a {type(value).__name__}"
-
-
 def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord]) -> None:
-    """Raise :class:`MetadataError` unless the columns agree, chunks lie within their tensors without overlap, their
+    """Raise :class:`ValueRefused` unless the columns agree, chunks lie within their tensors without overlap, their
     bytes lie within the data files without overlap, and no tensor or list is too large for the stored bytes.
 
     ``files``: the records of ``placement.paths``. Linear in the size of the columns, except for sorting. Checks of the
@@ -58,11 +47,11 @@ def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord
     for record in files.values():
         _check_file(record)
     if placement.paths != tuple(files):
-        raise MetadataError("the data files of places are not those that are described")
+        raise ValueRefused("the data files of places are not those that are described")
     limits = [record.table_offset for record in files.values()]
     there = sum(limits)
     if sound.largest > _MAX_SPARSITY * there or there > MAX_BYTES:
-        raise MetadataError(
+        raise ValueRefused(
             f"tensors are said to be larger than the {there} bytes of the data files: {described(sound.name)} has "
             f"{sound.largest}"
         )
@@ -88,12 +77,8 @@ def _check_catalog(catalog: Catalog) -> _Sound:
     itemsizes = np.array([*(each.dtype.itemsize for each in catalog.table), 0], np.int64)
     itemsize = itemsizes[catalog.properties]
     largest, name = _largest(catalog, itemsize)
-    try:
-        wrong = validate(catalog, filled=False)
-    except Undecided as error:
-        raise MetadataError(str(error)) from None
-    if wrong:
-        raise MetadataError(wrong[0])
+    if wrong := validate(catalog, filled=False):
+        raise ValueRefused(wrong[0])
     _check_paths(catalog.mappings, catalog.names)
     of_chunk = np.repeat(np.arange(len(catalog.names)), catalog.counts)
     chunk_bytes = volumes(catalog.ndims[of_chunk], catalog.sizes) * itemsize[of_chunk]
@@ -104,27 +89,25 @@ def _check_lengths(catalog: Catalog) -> None:
     """Check the columns' lengths. Only bounded numbers are summed, so no sum overflows."""
     count = len(catalog.names)
     if len(set(catalog.names)) != count:
-        raise MetadataError("a name is there twice")
+        raise ValueRefused("a name is there twice")
     for name in ("properties", "ndims", "counts"):
         if len(getattr(catalog, name)) != count:
-            raise MetadataError(f"{name} has another length than names")
+            raise ValueRefused(f"{name} has another length than names")
     _check_range("properties", catalog.properties, len(catalog.table), least=-1)
     _check_range("ndims", catalog.ndims, _MAX_DIMENSIONS + 1)
     _check_range("counts", catalog.counts, len(catalog.offsets) + count + 1)
     _check_range("shapes", catalog.shapes, MAX_BYTES)
     objects = catalog.properties < 0
     if catalog.ndims[objects].any() or catalog.counts[objects].any():
-        raise MetadataError("an object has dimensions or chunks")
+        raise ValueRefused("an object has dimensions or chunks")
     scalars = catalog.ndims == 0
     if (catalog.counts[scalars] > 1).any():
-        raise MetadataError("a tensor without dimensions has several chunks")
+        raise ValueRefused("a tensor without dimensions has several chunks")
     if int(catalog.ndims.sum()) != len(catalog.shapes):
-        raise MetadataError("shapes has another length than its tensors have dimensions")
+        raise ValueRefused("shapes has another length than its tensors have dimensions")
     in_chunks = sum(map(int.__mul__, catalog.ndims.tolist(), catalog.counts.tolist()))
     if not in_chunks == len(catalog.offsets) == len(catalog.sizes):
-        raise MetadataError(
-            "offsets and sizes have other lengths than their chunks have dimensions"
-        )
+        raise ValueRefused("offsets and sizes have other lengths than their chunks have dimensions")
 
 
 def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
@@ -137,7 +120,7 @@ def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
     for number in np.flatnonzero(~(roughly < MAX_BYTES / 2)).tolist():  # an infinity times 0 too
         shape = catalog.shapes[starts[number] : starts[number] + catalog.ndims[number]].tolist()
         if math.prod(shape) * int(itemsize[number]) > MAX_BYTES:
-            raise MetadataError(
+            raise ValueRefused(
                 f"{described(catalog.names[number])}: {described(str(shape))} is larger than any tensor"
             )
     dense = volumes(catalog.ndims, catalog.shapes) * itemsize
@@ -147,7 +130,7 @@ def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
 
 def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:
     if len(values) and (values.min() < least or values.max() >= limit):
-        raise MetadataError(f"{what} has a value that is negative or too large")
+        raise ValueRefused(f"{what} has a value that is negative or too large")
 
 
 # --- files and places ---------------------------------------------------------------------------------
@@ -156,16 +139,16 @@ def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:
 def _check_file(record: FileRecord) -> None:
     name = record.relative_path
     if "\0" in name or not name.isprintable():
-        raise MetadataError(f"a data file is called {described(name)}")
+        raise ValueRefused(f"a data file is called {described(name)}")
     if not {"", ".", ".."}.isdisjoint(name.split("/")):  # an absolute path begins with ""
-        raise MetadataError(f"data file {described(name)} lies outside the checkpoint")
+        raise ValueRefused(f"data file {described(name)} lies outside the checkpoint")
     table = record.table_offset
     if (
         not 0 < table < record.nbytes <= MAX_BYTES
         or table % 4
         or record.nbytes != file_bytes(table)
     ):
-        raise MetadataError(
+        raise ValueRefused(
             f"data file {described(name)} cannot be {record.nbytes} bytes long with its checksums at {table}"
         )
 
@@ -174,7 +157,7 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
     count = len(chunk_bytes) + int((catalog.properties < 0).sum())
     for column in ("files", "begins", "lengths"):
         if len(getattr(placement, column)) != count:
-            raise MetadataError(f"{column} has another length than there are chunks and objects")
+            raise ValueRefused(f"{column} has another length than there are chunks and objects")
     files, offsets, lengths = placement.files, placement.begins, placement.lengths
     _check_range("the files of places", files, len(limits))
     _check_range("the offset of a place", offsets, MAX_BYTES)
@@ -182,12 +165,12 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
     wrong = np.flatnonzero(lengths[: len(chunk_bytes)] != chunk_bytes)
     if len(wrong):
         at = int(wrong[0])
-        raise MetadataError(
+        raise ValueRefused(
             f"a chunk of {_name(catalog, at)} has {chunk_bytes[at]} bytes, and {lengths[at]} in its data file"
         )
     beyond = np.flatnonzero(offsets > limits[files] - lengths)
     if len(beyond):
-        raise MetadataError(
+        raise ValueRefused(
             f"bytes of {_name(catalog, int(beyond[0]))} are said to lie behind the end of their data file"
         )
     begins = offsets + (np.cumsum(limits) - limits)[files]
@@ -199,7 +182,7 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
         reach = np.maximum.accumulate((begins + lengths)[order])
         at = int(np.flatnonzero(begins[order[1:]] < reach[:-1])[0])
         one, other = (_name(catalog, int(row)) for row in order[at : at + 2])
-        raise MetadataError(f"places overlap: bytes of {other} lie where those of {one} do")
+        raise ValueRefused(f"places overlap: bytes of {other} lie where those of {one} do")
 
 
 def _name(catalog: Catalog, row: int) -> str:
@@ -235,15 +218,15 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
         if kinds <= {str} or not any(issubclass(kind, (int, tuple)) for kind in kinds):
             continue
         if not kinds <= {str, int, tuple}:
-            raise MetadataError(f"the path of {described(fqn)} has a part that is no key or index")
+            raise ValueRefused(f"the path of {described(fqn)} has a part that is no key or index")
         parent = 0
         for key in path[:-1] if path[-1] == EMPTY else path:
             if type(key) is int:
                 if key < 0:
-                    raise MetadataError(f"the path of {described(fqn)} has a negative index")
+                    raise ValueRefused(f"the path of {described(fqn)} has a negative index")
                 largest[parent] = max(largest.get(parent, 0), key)
             elif type(key) is tuple and not _is_key(key):
-                raise MetadataError(f"the path of {described(fqn)} has what is no key of a dict")
+                raise ValueRefused(f"the path of {described(fqn)} has what is no key of a dict")
             # the key contains a string, so a file cannot predict its hash
             node = ("root", parent, key)
             if node not in nodes:
@@ -251,7 +234,7 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
                 indices += type(key) is int
             parent = nodes[node]
     if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
-        raise MetadataError("planner_data describe lists that are longer than what is in them")
+        raise ValueRefused("planner_data describe lists that are longer than what is in them")
 
 
 def _is_key(part: tuple[Any, ...]) -> bool:

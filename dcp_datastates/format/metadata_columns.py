@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.format import values
 from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
-from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json
 from dcp_datastates.format.metadata_table import Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.trailer import CATALOG
+from dcp_datastates.format.values import ValueRefused, described
 
 
 def table_of(metadata: Metadata, note: Note) -> MetadataTable:
@@ -34,7 +33,7 @@ def table_of(metadata: Metadata, note: Note) -> MetadataTable:
     """
     try:
         return _table_of(metadata, note)
-    except (MetadataError, values.ValueRefused, TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise refused(error) from error
 
 
@@ -60,7 +59,7 @@ def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
 def catalog_of(metadata: Metadata) -> Catalog:
     """The names, tensors and chunks of any planner's ``metadata``, in columns.
 
-    Raises :class:`MetadataError`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
+    Raises :class:`ValueRefused`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
     """
     names: list[str] = []
     numbers: dict[
@@ -70,19 +69,19 @@ def catalog_of(metadata: Metadata) -> Catalog:
     columns: dict[str, list[int]] = {name: [] for name in CATALOG}
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
-            raise MetadataError(f"a name in state_dict_metadata is {described(name)}")
+            raise ValueRefused(f"a name in state_dict_metadata is {described(name)}")
         names.append(name)
         properties, size, chunks = -1, torch.Size(()), list[ChunkStorageMetadata]()
         if isinstance(entry, TensorStorageMetadata):
             if not isinstance(entry.properties, TensorProperties):
-                raise MetadataError(f"the properties of a tensor are {described(entry.properties)}")
+                raise ValueRefused(f"the properties of a tensor are {described(entry.properties)}")
             content = json.dumps(fields_to_json(entry.properties))
             properties = numbers.setdefault(content, len(table))
             if properties == len(table):
                 table.append(entry.properties)
             size, chunks = torch.Size(entry.size), entry.chunks
         elif not isinstance(entry, BytesStorageMetadata):
-            raise MetadataError(
+            raise ValueRefused(
                 f"{described(name)} is {described(entry)}, neither tensor nor object"
             )
         columns["properties"].append(properties)
@@ -91,7 +90,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
         columns["counts"].append(len(chunks))
         for chunk in chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-                raise MetadataError(
+                raise ValueRefused(
                     f"a chunk of {name!r} has another number of dimensions than its tensor"
                 )
             columns["offsets"] += torch.Size(chunk.offsets)
@@ -107,11 +106,11 @@ def catalog_of(metadata: Metadata) -> Catalog:
 def _row(index: MetadataIndex, info: Any, paths: Mapping[str, int]) -> tuple[int, int, int]:
     """A row of :class:`Placement`."""
     if info is None:
-        raise MetadataError(
+        raise ValueRefused(
             f"{index.fqn!r} at {index.offset} is in the metadata, but no rank has written it"
         )
     if not isinstance(info, _StorageInfo):
-        raise MetadataError(f"the place of {index.fqn!r} is {described(info)}")
+        raise ValueRefused(f"the place of {index.fqn!r} is {described(info)}")
     if info.relative_path not in paths:
-        raise MetadataError(f"data file {described(info.relative_path)} is not described")
+        raise ValueRefused(f"data file {described(info.relative_path)} is not described")
     return paths[info.relative_path], info.offset, info.length

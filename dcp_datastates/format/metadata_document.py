@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.fields import carried
-from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import (
     Catalog,
     FileRecord,
@@ -33,6 +32,7 @@ from dcp_datastates.format.metadata_table import (
     Placement,
     once,
 )
+from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.storage.attempt import Attempt
 
 _LAST_DAY: Final = 253_402_128_000.0
@@ -63,8 +63,8 @@ def _members_of(catalog: Catalog) -> bytes:
     """What the document has of the catalog, without braces."""
     try:
         planner_data = values.to_json(catalog.mappings)
-    except values.ValueRefused as error:
-        raise values.ValueRefused(f"planner_data holds {error}") from None
+    except ValueRefused as error:
+        raise ValueRefused(f"planner_data holds {error}") from None
     properties = [fields_to_json(each) for each in catalog.table]
     content = {"names": catalog.names, "properties": properties, "planner_data": planner_data}
     return values.dump(content)[1:-1]
@@ -79,17 +79,17 @@ def fields_to_json(instance: Any) -> dict[str, Any]:
 def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     """The table of this document and these columns. Does not check the columns' values.
 
-    Raises :class:`MetadataError` or :class:`ValueRefused` for data that :func:`write_document` never writes.
+    Raises :class:`ValueRefused` for data that :func:`write_document` never writes.
     """
     found = values.load(data)
     if type(found) is not dict:
-        raise MetadataError(f"the document is {described(found)}")
+        raise ValueRefused(f"the document is {described(found)}")
     names = _typed(found, "names", list, str)
     properties = tuple([properties_of(each) for each in _typed(found, "properties", list)])
     files = [_record(each) for each in _typed(found, "files", list)]
     published_at = _typed(found, "published_at", float)
     if not 0 <= published_at < _LAST_DAY:
-        raise MetadataError(f"published_at is {published_at}, which is no time of a save")
+        raise ValueRefused(f"published_at is {published_at}, which is no time of a save")
     note = Note(
         _attempt(found.get("attempt"), "attempt"),
         {each.relative_path: each for each in files},
@@ -99,7 +99,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         found.get("trace"),
     )
     if len(note.files) != len(files):
-        raise MetadataError("a data file is named twice")
+        raise ValueRefused("a data file is named twice")
     meta = found.get("storage_meta")
     return MetadataTable(
         Catalog(
@@ -118,32 +118,30 @@ def _typed(found: dict[str, Any], key: str, kind: Any, of: type | None = None) -
     """The value at ``key``, if it is of this type, and all in it of the type ``of``."""
     value: Any = found.get(key)
     if type(value) is not kind:
-        raise MetadataError(f"{key} is {described(value)}, not a {kind.__name__}")
+        raise ValueRefused(f"{key} is {described(value)}, not a {kind.__name__}")
     inner = value.values() if kind is dict else value
     if of is not None and not set(map(type, inner)) <= {of}:
-        raise MetadataError(f"what is in {key} is not all of type {of.__name__}")
+        raise ValueRefused(f"what is in {key} is not all of type {of.__name__}")
     return value
 
 
 def _attempt(name: Any, what: str) -> Attempt:
     attempt = Attempt.parse(name) if type(name) is str else None
     if attempt is None:
-        raise MetadataError(f"{what} is {described(name)}")
+        raise ValueRefused(f"{what} is {described(name)}")
     return attempt
 
 
 def _record(found: Any) -> FileRecord:
     if type(found) is not list or list(map(type, found)) != [str, int, int]:
-        raise MetadataError(
-            "a data file is described by something else than its path and two sizes"
-        )
+        raise ValueRefused("a data file is described by something else than its path and two sizes")
     return FileRecord(*found)
 
 
 def _fields(found: Any, kind: type) -> dict[str, Any]:
     """The fields of an instance of one of DCP's classes that this torch has, too."""
     if type(found) is not dict:
-        raise MetadataError(f"{kind.__name__} is {described(found)}")
+        raise ValueRefused(f"{kind.__name__} is {described(found)}")
     return {name: values.from_json(found[name]) for name in carried(kind) if name in found}
 
 
@@ -157,12 +155,12 @@ _PROPERTY_TYPES: Final[Mapping[str, type]] = {
 
 
 def properties_of(found: Any) -> TensorProperties:
-    """What :func:`fields_to_json` made of them. Raises :class:`MetadataError` or :class:`ValueRefused`."""
+    """What :func:`fields_to_json` made of them. Raises :class:`ValueRefused`."""
     fields = _fields(found, TensorProperties)
     for name, kind in _PROPERTY_TYPES.items():
         if type(fields.get(name)) is not kind:
-            raise MetadataError(f"{name} of a tensor is {described(fields.get(name))}")
+            raise ValueRefused(f"{name} of a tensor is {described(fields.get(name))}")
     strides = fields.get("strides")
     if strides is not None and (type(strides) is not tuple or not set(map(type, strides)) <= {int}):
-        raise MetadataError(f"strides of a tensor is {described(strides)}")
+        raise ValueRefused(f"strides of a tensor is {described(strides)}")
     return TensorProperties(**fields)

@@ -19,13 +19,10 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.metadata_table import Catalog, Ints
 from dcp_datastates.format.ragged import distinct, positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
+from dcp_datastates.format.values import ValueRefused
 
 _STEPS_PER_BOX: Final = 64
 _SPARE_STEPS: Final = 1 << 20
-
-
-class Undecided(ValueError):
-    """The check for overlaps would take longer than for any real job's chunks."""
 
 
 def validate(catalog: Catalog, *, filled: bool) -> list[str]:
@@ -34,7 +31,8 @@ def validate(catalog: Catalog, *, filled: bool) -> list[str]:
     ``filled``: the chunks must cover each tensor (stock DCP requires this with more than one rank). As in stock DCP,
     tensors without dimensions are not checked.
 
-    Raises :class:`Undecided` for chunks that would take too long to check: the catalog may come from an untrusted file.
+    Raises :class:`ValueRefused` if the check for overlaps would take longer than for the chunks of any real job: the
+    catalog may come from an untrusted file.
     """
     chunks = _Chunks(catalog)
     found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks)]
@@ -174,7 +172,7 @@ def _reach(group: Ints, ends: Ints) -> Ints:
 
 def _check_steps(steps: int, boxes: int) -> None:
     if steps > _STEPS_PER_BOX * boxes + _SPARE_STEPS:
-        raise Undecided("the chunks of a tensor are too entangled to see whether they overlap")
+        raise ValueRefused("the chunks of a tensor are too entangled to see whether they overlap")
 
 
 def _overlapping_pair(begins: Ints, ends: Ints) -> tuple[int, int] | None:
