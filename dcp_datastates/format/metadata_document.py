@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.format import trailer, values
-from dcp_datastates.format.fields import carried
+from dcp_datastates.format.fields import fields_from_json, fields_to_json, properties_from_json
 from dcp_datastates.format.metadata_table import (
     Catalog,
     FileRecord,
@@ -70,12 +69,6 @@ def _members_of(catalog: Catalog) -> bytes:
     return values.dump(content)[1:-1]
 
 
-def fields_to_json(instance: Any) -> dict[str, Any]:
-    """The fields of a ``TensorProperties`` or ``StorageMeta``, by name."""
-    kind = TensorProperties if isinstance(instance, TensorProperties) else StorageMeta
-    return {name: values.to_json(getattr(instance, name)) for name in carried(kind)}
-
-
 def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     """The table of this document and these columns. Does not check the columns' values.
 
@@ -85,7 +78,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     if type(found) is not dict:
         raise ValueRefused(f"the document is {described(found)}")
     names = _typed(found, "names", list, str)
-    properties = tuple([properties_of(each) for each in _typed(found, "properties", list)])
+    properties = tuple([properties_from_json(each) for each in _typed(found, "properties", list)])
     files = [_record(each) for each in _typed(found, "files", list)]
     published_at = _typed(found, "published_at", float)
     if not 0 <= published_at < _LAST_DAY:
@@ -110,7 +103,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         ),
         Placement(paths=tuple(note.files), **{key: columns[key] for key in trailer.PLACEMENT}),
         note,
-        None if meta is None else StorageMeta(**_fields(meta, StorageMeta)),
+        None if meta is None else StorageMeta(**fields_from_json(meta, StorageMeta)),
     )
 
 
@@ -136,31 +129,3 @@ def _record(found: Any) -> FileRecord:
     if type(found) is not list or list(map(type, found)) != [str, int, int]:
         raise ValueRefused("a data file is described by something else than its path and two sizes")
     return FileRecord(*found)
-
-
-def _fields(found: Any, kind: type) -> dict[str, Any]:
-    """The fields of an instance of one of DCP's classes that this torch has, too."""
-    if type(found) is not dict:
-        raise ValueRefused(f"{kind.__name__} is {described(found)}")
-    return {name: values.from_json(found[name]) for name in carried(kind) if name in found}
-
-
-_PROPERTY_TYPES: Final[Mapping[str, type]] = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "requires_grad": bool,
-    "memory_format": torch.memory_format,
-    "pin_memory": bool,
-}
-
-
-def properties_of(found: Any) -> TensorProperties:
-    """What :func:`fields_to_json` made of them. Raises :class:`ValueRefused`."""
-    fields = _fields(found, TensorProperties)
-    for name, kind in _PROPERTY_TYPES.items():
-        if type(fields.get(name)) is not kind:
-            raise ValueRefused(f"{name} of a tensor is {described(fields.get(name))}")
-    strides = fields.get("strides")
-    if strides is not None and (type(strides) is not tuple or not set(map(type, strides)) <= {int}):
-        raise ValueRefused(f"strides of a tensor is {described(strides)}")
-    return TensorProperties(**fields)

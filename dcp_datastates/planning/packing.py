@@ -22,7 +22,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
-from dcp_datastates.format.metadata_document import fields_to_json, properties_of
+from dcp_datastates.format.fields import fields_to_json, properties_from_json
 from dcp_datastates.format.metadata_table import STORED, Ints, narrowed
 
 _COLUMN = struct.Struct("<cQ")
@@ -117,7 +117,7 @@ def _put_and_get(hint: Any) -> tuple[_Put | None, _Get | None]:
     if hint == tuple[TensorProperties, ...]:
         return (
             lambda table: _pack_json(list(map(fields_to_json, table))),
-            lambda data, _: tuple(map(properties_of, _unpack_json(data))),
+            lambda data, _: tuple(map(properties_from_json, _unpack_json(data))),
         )
     if isinstance(hint, type) and issubclass(hint, Message):
         return hint.encode, functools.partial(_decode_once, hint)
