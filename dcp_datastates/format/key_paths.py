@@ -11,12 +11,13 @@ DCP's own paths have every key as a string, and lack empty dicts. This package's
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any, Final
 
 from dcp_datastates.format import values
+from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.process.job_log import once_per_job
 
 logger = logging.getLogger(__name__)
@@ -150,3 +151,65 @@ def as_dcp_has_them(paths: Any) -> Any:
 def with_types(paths: Any) -> Any:
     """The paths that :func:`as_dcp_has_them` was given; other values are returned as they are."""
     return paths.typed if isinstance(paths, Paths) else paths
+
+
+# ---- paths from a file ----
+
+
+_SPARE_LIST_ITEMS: Final = 1 << 24
+"""How many list items in total ``planner_data`` may leave without a value (128 MiB). A planner that keeps other tuples
+there does not reach this.
+"""
+
+
+def check_paths(planner_data: Any, entries: Iterable[str]) -> None:
+    """The nested state is rebuilt from ``planner_data``: names' paths (``key_paths.py``), also of empty dicts.
+
+    Rebuilding allocates a list up to its largest index, so a file's indices must be bounded. Other data of a planner
+    are not checked.
+    """
+    if not isinstance(planner_data, dict):
+        return
+    paths = planner_data.values()
+    if set(map(type, paths)) <= {tuple} and set(map(type, chain.from_iterable(paths))) <= {str}:
+        return
+    nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
+    largest: dict[int, int] = {}
+    indices = 0
+    empty = [
+        fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
+    ]
+    for fqn in chain(entries, empty):
+        path = planner_data.get(fqn)
+        if not isinstance(path, (tuple, list)):
+            continue
+        kinds = set(map(type, path))
+        if kinds <= {str} or not any(issubclass(kind, (int, tuple)) for kind in kinds):
+            continue
+        if not kinds <= {str, int, tuple}:
+            raise ValueRefused(f"the path of {described(fqn)} has a part that is no key or index")
+        parent = 0
+        for key in path[:-1] if path[-1] == EMPTY else path:
+            if type(key) is int:
+                if key < 0:
+                    raise ValueRefused(f"the path of {described(fqn)} has a negative index")
+                largest[parent] = max(largest.get(parent, 0), key)
+            elif type(key) is tuple and not _is_key(key):
+                raise ValueRefused(f"the path of {described(fqn)} has what is no key of a dict")
+            # the key contains a string, so a file cannot predict its hash
+            node = ("root", parent, key)
+            if node not in nodes:
+                nodes[node] = len(nodes) + 1
+                indices += type(key) is int
+            parent = nodes[node]
+    if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
+        raise ValueRefused("planner_data describe lists that are longer than what is in them")
+
+
+def _is_key(part: tuple[Any, ...]) -> bool:
+    """Whether it is a key of a dict that is no string, and perhaps its text."""
+    try:
+        hash(part)
+    except TypeError:
+        return False
+    return len(part) == 1 or (len(part) == 2 and type(part[1]) is str)

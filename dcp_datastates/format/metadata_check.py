@@ -8,14 +8,13 @@ checkpoint may have millions of chunks, so all work per chunk is done on columns
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from dcp_datastates.format.checksums import file_bytes
-from dcp_datastates.format.key_paths import EMPTY
+from dcp_datastates.format.key_paths import check_paths
 from dcp_datastates.format.metadata_table import Catalog, FileRecord, Ints, Placement, once
 from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import validate
@@ -29,11 +28,6 @@ _MAX_DIMENSIONS: Final = 64
 
 _MAX_SPARSITY: Final = 1 << 16
 """A tensor may be this many times larger than the data files: a rank that saves alone stores only its shard."""
-
-_SPARE_LIST_ITEMS: Final = 1 << 24
-"""How many list items in total ``planner_data`` may leave without a value (128 MiB). A planner that keeps other tuples
-there does not reach this.
-"""
 
 
 def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord]) -> None:
@@ -79,7 +73,7 @@ def _check_catalog(catalog: Catalog) -> _Sound:
     largest, name = _largest(catalog, itemsize)
     if wrong := validate(catalog, filled=False):
         raise ValueRefused(wrong[0])
-    _check_paths(catalog.mappings, catalog.names)
+    check_paths(catalog.mappings, catalog.names)
     of_chunk = np.repeat(np.arange(len(catalog.names)), catalog.counts)
     chunk_bytes = volumes(catalog.ndims[of_chunk], catalog.sizes) * itemsize[of_chunk]
     return _Sound(chunk_bytes, largest, name)
@@ -188,59 +182,3 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
 def _name(catalog: Catalog, row: int) -> str:
     """The name that a placement's row belongs to."""
     return described(catalog.names[int(catalog.owners()[row])])
-
-
-# --- a flattened state dict's paths ------------------------------------------------------------------
-
-
-def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
-    """The nested state is rebuilt from ``planner_data``: names' paths (``key_paths.py``), also of empty dicts.
-
-    Rebuilding allocates a list up to its largest index, so a file's indices must be bounded. Other data of a planner
-    are not checked.
-    """
-    if not isinstance(planner_data, dict):
-        return
-    paths = planner_data.values()
-    if set(map(type, paths)) <= {tuple} and set(map(type, chain.from_iterable(paths))) <= {str}:
-        return
-    nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
-    largest: dict[int, int] = {}
-    indices = 0
-    empty = [
-        fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
-    ]
-    for fqn in chain(entries, empty):
-        path = planner_data.get(fqn)
-        if not isinstance(path, (tuple, list)):
-            continue
-        kinds = set(map(type, path))
-        if kinds <= {str} or not any(issubclass(kind, (int, tuple)) for kind in kinds):
-            continue
-        if not kinds <= {str, int, tuple}:
-            raise ValueRefused(f"the path of {described(fqn)} has a part that is no key or index")
-        parent = 0
-        for key in path[:-1] if path[-1] == EMPTY else path:
-            if type(key) is int:
-                if key < 0:
-                    raise ValueRefused(f"the path of {described(fqn)} has a negative index")
-                largest[parent] = max(largest.get(parent, 0), key)
-            elif type(key) is tuple and not _is_key(key):
-                raise ValueRefused(f"the path of {described(fqn)} has what is no key of a dict")
-            # the key contains a string, so a file cannot predict its hash
-            node = ("root", parent, key)
-            if node not in nodes:
-                nodes[node] = len(nodes) + 1
-                indices += type(key) is int
-            parent = nodes[node]
-    if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
-        raise ValueRefused("planner_data describe lists that are longer than what is in them")
-
-
-def _is_key(part: tuple[Any, ...]) -> bool:
-    """Whether it is a key of a dict that is no string, and perhaps its text."""
-    try:
-        hash(part)
-    except TypeError:
-        return False
-    return len(part) == 1 or (len(part) == 2 and type(part[1]) is str)
