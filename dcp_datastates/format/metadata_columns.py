@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.format.fields import fields_to_json
 from dcp_datastates.format.key_paths import with_types
 from dcp_datastates.format.metadata import refused
-from dcp_datastates.format.metadata_table import Catalog, MetadataTable, Note, Placement
-from dcp_datastates.format.trailer import CATALOG
+from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.values import ValueRefused, described
 
 

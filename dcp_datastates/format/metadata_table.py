@@ -34,6 +34,11 @@ def narrowed(values: Ints) -> npt.NDArray[Any]:
     return values.astype(STORED[next((width for width in (1, 2, 4) if most < 1 << 8 * width), 8)])
 
 
+CATALOG: Final = ("properties", "ndims", "shapes", "counts", "offsets", "sizes")
+PLACEMENT: Final = ("files", "begins", "lengths")
+"""The columns of the two tables, as a file has them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Catalog:
     """The chunk table: names in order of ``Metadata.state_dict_metadata``. All arrays are C-contiguous int64.

@@ -24,11 +24,11 @@ from support.state.metadata_examples import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_datastates.format import metadata_objects, trailer
+from dcp_datastates.format import metadata_objects
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTable
 
 
 @settings(max_examples=150)
@@ -44,9 +44,9 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
         assert each.catalog.names == table.catalog.names
         assert each.placement.paths == table.placement.paths
         assert each.catalog.mappings == packed.mappings
-        for name in trailer.CATALOG[1:]:
+        for name in CATALOG[1:]:
             assert np.array_equal(getattr(each.catalog, name), getattr(table.catalog, name))
-        for name in trailer.PLACEMENT:
+        for name in PLACEMENT:
             assert np.array_equal(getattr(each.placement, name), getattr(table.placement, name))
         assert_identical(metadata_of(each), packed.metadata())
         assert opened_from(metadata_of(each)) is each
