@@ -28,10 +28,10 @@ from dcp_datastates.format.layout import (
     is_table,
     stored_form,
 )
+from dcp_datastates.format.metadata_check import elements
 from dcp_datastates.format.metadata_table import FileRecord, MetadataTable
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
-from dcp_datastates.format.validate import elements
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import presence

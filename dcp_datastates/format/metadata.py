@@ -23,7 +23,8 @@ Format 2. Integers are little-endian, except for the number of the format:
 4. The columns follow one another without padding, in the order of the directory. Values of 1, 2 and 4 bytes are
    unsigned, those of 8 bytes are signed. A writer uses the smallest size that fits all values.
 5. The first column, ``document``, has values of one byte: JSON in UTF-8. The other columns are those of
-   :data:`CATALOG` and :data:`PLACEMENT`, as documented in ``Catalog`` and ``Placement`` of :mod:`dcp_datastates.format.metadata_table`.
+   :data:`CATALOG` and :data:`PLACEMENT`, as documented in ``Catalog`` and ``Placement`` of
+   :mod:`dcp_datastates.format.metadata_table`.
 
 In every format from 2 on, the end is the last 24 bytes, with the same meaning of its first eight bytes, and with the
 checksum in its last four. So a reader can distinguish a file of a later format from a damaged one.

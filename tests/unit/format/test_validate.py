@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import UnreadableMetadataError
 from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.metadata_table import Catalog
-from dcp_datastates.format.validate import validate
 
 quick = settings(max_examples=250)
 
