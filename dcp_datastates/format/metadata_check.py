@@ -188,10 +188,10 @@ def _name(catalog: Catalog, row: int) -> str:
 
 
 # ---- chunks: within their tensors, without overlaps ----------------------------------------------
-# As stock DCP requires. Overlaps are found without comparing pairs: along one dimension, the chunks of a tensor fall into
-# clusters that do not touch; each cluster is divided in the same way along the next dimension. Grids, and all shardings
-# of parallel training, are divided until every chunk is alone. Only chunks that cannot be separated are compared in
-# pairs.
+# As stock DCP requires. Overlaps are found without comparing pairs: along one dimension, the chunks of a tensor fall
+# into clusters that do not touch; each cluster is divided in the same way along the next dimension. Grids, and all
+# shardings of parallel training, are divided until every chunk is alone. Only chunks that cannot be separated are
+# compared in pairs.
 
 
 _STEPS_PER_BOX: Final = 64

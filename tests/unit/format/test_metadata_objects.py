@@ -26,8 +26,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_datastates.format import metadata_objects
 from dcp_datastates.format.metadata import decode, encode
-from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
+from dcp_datastates.format.metadata_objects import (
+    metadata_of,
+    names_with_data,
+    opened_from,
+    table_of,
+)
 from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTable
 
 
