@@ -24,7 +24,7 @@ from dcp_datastates.errors import (
     CheckpointSupersededError,
     ConfigurationError,
 )
-from dcp_datastates.format.checksums import ChecksumTable, blocks
+from dcp_datastates.format.layout import ChecksumTable, blocks
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes

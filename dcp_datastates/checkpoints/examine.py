@@ -19,10 +19,11 @@ import numpy as np
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointCorruptError, StorageError
-from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.layout import (
     MAX_HEADER_BYTES,
+    ChecksumTable,
+    blocks,
     entry_key,
     is_bookkeeping,
     is_table,

@@ -16,14 +16,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.format.checksums import file_bytes, table_words
+from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.process.garbage import collection_paused
 
 ALIGNMENT: Final = 4096
@@ -353,3 +353,37 @@ def is_bookkeeping(key: str) -> bool:
 def is_table(key: str) -> bool:
     """Whether an entry of this name is a file's checksum table."""
     return key.startswith(f"{_RESERVED}.crc32c.")
+
+
+# ---- the checksum table --------------------------------------------------------------------------
+
+
+def table_words(table_offset: int) -> int:
+    """The number of words in the table of a file whose checksums begin at ``table_offset``."""
+    return -(-table_offset // BLOCK_BYTES) + 1
+
+
+def file_bytes(table_offset: int) -> int:
+    """The size of a data file whose checksums begin at ``table_offset``."""
+    return table_offset + 4 * table_words(table_offset)
+
+
+def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The blocks of ``[begin, end)``; ``begin`` is the start of a block, and the last block may be short."""
+    for start in range(begin, end, BLOCK_BYTES):
+        yield start, min(start + BLOCK_BYTES, end)
+
+
+class ChecksumTable:
+    """A checksum table, as stored."""
+
+    def __init__(self, words: bytes) -> None:
+        """``words``: at least one word; the last is the checksum of the others."""
+        self._words = words[:-4]
+        self.is_sound = crc32c(self._words) == int.from_bytes(words[-4:], "little")
+        """Whether the table matches its own checksum."""
+
+    def matches(self, begin: int, data: memoryview) -> bool:
+        """Whether the block ``data`` that begins at ``begin`` matches its checksum."""
+        at = 4 * (begin // BLOCK_BYTES)
+        return crc32c(data) == int.from_bytes(self._words[at : at + 4], "little")
