@@ -14,7 +14,6 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
-from dcp_datastates.io import stored_metadata
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, stored
@@ -53,7 +52,7 @@ def open_committed(directory: Location) -> Committed:
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    path, data = stored_metadata.read(stored(directory))
+    path, data = read(stored(directory))
     if presence.is_page(data):
         raise presence.web_page(path)
     return Committed(directory, decode(data, path.location), data)
