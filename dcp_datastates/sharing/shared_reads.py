@@ -111,7 +111,7 @@ def _peers_at(addresses: Mapping[int, Address]) -> dict[int, _Peer]:
 
 
 class SharedReads:
-    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.stored_checkpoint.Sharing`.
+    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.restore.Sharing`.
 
     Args:
         share: what the coordinator has said.
