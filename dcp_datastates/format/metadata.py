@@ -88,13 +88,13 @@ from dcp_datastates.format.metadata_table import (
     STORED,
     Catalog,
     FileRecord,
-    Ints,
     MetadataTable,
     Note,
     Placement,
     narrowed,
     once,
 )
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.attempt import Attempt

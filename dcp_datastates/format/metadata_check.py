@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.key_paths import check_paths
 from dcp_datastates.format.layout import file_bytes
-from dcp_datastates.format.metadata_table import Catalog, FileRecord, Ints, Placement, once
-from dcp_datastates.format.ragged import distinct, positions, starts_of, sums, volumes
+from dcp_datastates.format.metadata_table import Catalog, FileRecord, Placement, once
+from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described
 

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
-
-Ints = npt.NDArray[np.int64]
 
 STORED: Final[Mapping[int, np.dtype[Any]]] = {
     width: np.dtype(f"<{kind}{width}") for width, kind in ((1, "u"), (2, "u"), (4, "u"), (8, "i"))

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.key_paths import KeyPath, empties, path_of, with_types
 from dcp_datastates.format.metadata_objects import Columns
-from dcp_datastates.format.metadata_table import Ints, MetadataTable
-from dcp_datastates.format.ragged import positions, starts_of
+from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.ragged import Ints, positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES

@@ -17,12 +17,12 @@ from dcp_datastates.format.metadata_table import (
     Compose,
     Document,
     FileRecord,
-    Ints,
     MetadataTable,
     Note,
     Placement,
     Trace,
 )
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.planning.exchange import Answer, RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan

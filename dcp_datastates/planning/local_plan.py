@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_datastates.format.fields import carried
 from dcp_datastates.format.layout import LayoutItem
-from dcp_datastates.format.metadata_table import Ints
-from dcp_datastates.format.ragged import positions, starts_of, volumes
+from dcp_datastates.format.ragged import Ints, positions, starts_of, volumes
 from dcp_datastates.planning.packing import Message, Named
 
 OBJECT, TENSOR, SHARD = 0, 1, 2

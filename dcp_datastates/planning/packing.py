@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
 from dcp_datastates.format.fields import fields_to_json, properties_from_json
-from dcp_datastates.format.metadata_table import STORED, Ints, narrowed
+from dcp_datastates.format.metadata_table import STORED, narrowed
+from dcp_datastates.format.ragged import Ints
 
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Transfer
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
-from dcp_datastates.format.metadata_table import Ints
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.planning.exchange import Report
 
 KEPT: Final = 8

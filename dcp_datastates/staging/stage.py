@@ -24,7 +24,7 @@ from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.fields import HAS_STRIDES
-from dcp_datastates.format.metadata_table import Ints
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.devices import (
     HOST,
