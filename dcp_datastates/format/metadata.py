@@ -211,18 +211,19 @@ def _stub(catalog: Catalog) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     # Few are different, and the pickle has each once. An entry is its tensor's own: programs change its size.
-    alike: dict[tuple[int, ...], tuple[torch.Size, ChunkStorageMetadata]] = {}
-    columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
-    for name, kind, shape in zip(*columns, strict=True):
+    alike: dict[torch.Size, ChunkStorageMetadata] = {}
+    for number, (name, kind) in enumerate(
+        zip(catalog.names, catalog.properties.tolist(), strict=True)
+    ):
         if kind < 0:
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _NOWHERE
             continue
-        if shape not in alike:
-            size, begin = torch.Size(shape), torch.Size([0] * len(shape))
-            alike[shape] = size, ChunkStorageMetadata(begin, size)
-        size, chunk = alike[shape]
-        entries[name] = TensorStorageMetadata(catalog.table[kind], size, [chunk])
+        size = catalog.shape(number)
+        if size not in alike:
+            alike[size] = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        chunk = alike[size]
+        entries[name] = TensorStorageMetadata(catalog.table[kind], chunk.sizes, [chunk])
         places[MetadataIndex(name, chunk.offsets)] = _NOWHERE
     return Metadata(entries, storage_data=places, version=DCP_VERSION)
 

@@ -10,14 +10,15 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Final, TypeVar
+from itertools import compress
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_datastates.format.ragged import Ints
+from dcp_datastates.format.ragged import Ints, starts_of, sums
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -68,10 +69,42 @@ class Catalog:
     (``key_paths.py``); None if the state dict was not flattened.
     """
 
-    def tensor_shapes(self) -> list[tuple[int, ...]]:
-        """For each name the size of the global tensor, in elements; () for an object."""
-        values = iter(self.shapes.tolist())
-        return [tuple(islice(values, ndim)) for ndim in self.ndims.tolist()]
+    @functools.cached_property
+    def number(self) -> dict[str, int]:
+        """The index of each name."""
+        return {name: number for number, name in enumerate(self.names)}
+
+    @functools.cached_property
+    def first_chunks(self) -> list[int]:
+        """For each name, the row of its first chunk in a :class:`Placement`."""
+        return cast("list[int]", starts_of(self.counts).tolist())
+
+    @functools.cached_property
+    def object_rows(self) -> dict[int, int]:
+        """The rows of objects in a :class:`Placement`, by the indices of their names."""
+        objects = np.flatnonzero(self.properties < 0).tolist()
+        return {number: row for row, number in enumerate(objects, self.chunks)}
+
+    @functools.cached_property
+    def _first_values(self) -> tuple[list[int], list[int]]:
+        """Where each name's part begins in ``shapes``, and in ``offsets`` and ``sizes``."""
+        return starts_of(self.ndims).tolist(), starts_of(self.ndims * self.counts).tolist()
+
+    def shape(self, number: int) -> torch.Size:
+        """The size of the global tensor with this index, in elements; no dimensions for an object."""
+        begin = self._first_values[0][number]
+        return torch.Size(self.shapes[begin : begin + self.ndims.item(number)].tolist())
+
+    def of_chunks(self, column: Ints, number: int) -> Ints:
+        """(chunks, dimensions): the part of ``offsets`` or ``sizes`` for the tensor with this index."""
+        begin = self._first_values[1][number]
+        count, ndim = self.counts.item(number), self.ndims.item(number)
+        return column[begin : begin + count * ndim].reshape(count, ndim)
+
+    def names_with_data(self) -> list[str]:
+        """The names of tensors that have elements, and of objects, in their order."""
+        chosen = sums(self.ndims, (self.shapes == 0).astype(np.int64)) == 0
+        return list(compress(self.names, chosen.tolist()))
 
     @property
     def chunks(self) -> int:
