@@ -30,8 +30,8 @@ from dcp_datastates.io.devices import (
     HOST,
     THROUGH_TORCH,
     DeviceCopies,
+    accelerator,
     fences,
-    mark,
     numbers,
     report,
 )
@@ -281,7 +281,7 @@ def stage_state(
         raise
     if made.fences:
         report(engine)
-    made.call_events = mark(set(devices))
+    made.call_events = accelerator.mark(devices)
     return made
 
 
