@@ -51,11 +51,9 @@ from __future__ import annotations
 
 import copyreg
 import io
-import os
 import pickle
 import struct
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -98,7 +96,7 @@ from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.local import METADATA_NAME, open_regular
+from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location
 
 DCP_VERSION: Final = "1.0.0"
@@ -135,33 +133,6 @@ def encode(table: MetadataTable) -> bytes:
         return data
     except (values.ValueRefused, TypeError) as error:
         raise refused(error) from error
-
-
-_LARGE: Final = 64 << 20
-_MOST: Final = 4 << 30
-"""Bytes of the largest ``.metadata`` that is read. Those of 16,384 ranks with 900 tensors each have 1 GiB."""
-
-
-def read(path: Path) -> bytes:
-    """The bytes of the ``.metadata`` file at ``path``.
-
-    Of a large file of another program, only the beginning and the end: it may be endless. Raises OSError
-    (:class:`StorageError` if it is no file), or :class:`CheckpointCorruptError` if it is too large.
-    """
-    with os.fdopen(open_regular(path), "rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_size <= _LARGE:
-            return file.read()
-        file.seek(-END_BYTES, os.SEEK_END)
-        end = file.read()
-        file.seek(0)
-        if not is_end(end):
-            return file.read(1 << 20) + end
-        if status.st_size > _MOST:
-            raise CheckpointCorruptError(
-                f"{path}: it has {status.st_size} bytes, more than the metadata of any checkpoint"
-            )
-        return file.read()
 
 
 @collection_paused()
@@ -375,12 +346,9 @@ def append(pickled: bytes, document: bytes, columns: Iterable[Ints]) -> bytes:
     return b"".join((*parts, _CHECKSUM.pack(checksum)))
 
 
-END_BYTES: Final = _END.size
-
-
-def is_end(end: bytes) -> bool:
-    """Whether a file that ends with these :data:`END_BYTES` bytes ends as those of this package do."""
-    return len(end) == _END.size and end.startswith(_MAGIC)
+def is_ours(data: bytes) -> bool:
+    """Whether a file with these bytes, or a file that ends with them, ends as those of this package do."""
+    return data[-_END.size :].startswith(_MAGIC) and len(data) >= _END.size
 
 
 def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
@@ -410,13 +378,12 @@ def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, npt.NDArray[Any
 
 def _end(data: bytes, path: Location) -> tuple[int, int]:
     """The length of the pickle and the number of columns, from the end of an intact file of this format."""
-    end = data[-_END.size :]
-    if len(end) < _END.size or not end.startswith(_MAGIC):
+    if not is_ours(data):
         raise CheckpointCorruptError(
             f"{path}: no checksums at its end; the file is cut short, damaged, or was not written by "
             f"dcp_datastates (torch.distributed.checkpoint.FileSystemReader loads stock checkpoints)"
         )
-    _, number, pickle_bytes, count, checksum = _END.unpack(end)
+    _, number, pickle_bytes, count, checksum = _END.unpack(data[-_END.size :])
     if crc32c(memoryview(data)[: -_CHECKSUM.size]) != checksum:
         raise CheckpointCorruptError(f"{path}: checksum mismatch; the metadata file is damaged")
     version = int.from_bytes(number, "big")

@@ -6,7 +6,7 @@ import errno
 import logging
 import pickle
 import pickletools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -140,21 +140,18 @@ def read(directory: ObjectPath) -> tuple[ObjectPath, bytes]:
         listing = directory.store.list(directory.key)
         if not (directory.is_local or listing.folders or listing.objects):
             presence.check_answers(directory.store, directory.key)
-        _refuse_foreign(directory, listing)
+        data = _metadata_object(directory, listing)
+        if data is not None:
+            _refuse_foreign(directory, listing, data)
         raise CheckpointNotFoundError(
-            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing)}"
+            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing, data)}"
         )
     attempt, decision = found
     return decisions.decision_path(directory, attempt), decision.data
 
 
-def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
-    if directory.is_local and not (
-        _has_metadata(directory, listing) and attempts.has_foreign_metadata(directory)
-    ):
-        return
-    data = _metadata_object(directory, listing)
-    if data is None:
+def _refuse_foreign(directory: ObjectPath, listing: Listing, data: bytes) -> None:
+    if directory.is_local and metadata.is_ours(data):
         return
     reader = "FileSystemReader" if directory.is_local else "FsspecReader"
     if is_stock(data) and (not attempts.attempts_in(listing.folders) or is_complete_pickle(data)):
@@ -166,10 +163,11 @@ def _refuse_foreign(directory: ObjectPath, listing: Listing) -> None:
         metadata.decode(data, directory / METADATA_NAME)  # raises: it is damaged, or a later format
 
 
-def _what_is_there(directory: ObjectPath, listing: Listing) -> str:
+def _what_is_there(directory: ObjectPath, listing: Listing, data: bytes | None) -> str:
     there = attempts.attempts_in(listing.folders)
     states = {attempt: decisions.state_of(directory, attempt) for attempt in there}
-    if (copied := _attempt_of(directory, listing)) is not None and states.get(copied) is None:
+    copied = None if data is None else _attempt_in(data, directory / METADATA_NAME)
+    if copied is not None and states.get(copied) is None:
         return (
             "it has .metadata, but no decision that they are committed, so another tool has copied it there, perhaps "
             f"not all of it; {_COPIES}"
@@ -182,8 +180,9 @@ def _what_is_there(directory: ObjectPath, listing: Listing) -> str:
         return _of_the_key_itself(directory)
     if directory.is_local and (steps := [each for each in names if _holds(directory / each)]):
         return f"but there are checkpoints below it, such as {max(steps)!r}"
-    if (what := kind_of_folder(names)) is not None:
-        return f"it is {what}"
+    for pattern, what in _KINDS_OF_FOLDERS.items():
+        if any(fnmatchcase(name, pattern) for name in names):
+            return f"it is {what}"
     return f"there are {len(names)} other entries, such as {min(names)!r}"
 
 
@@ -214,11 +213,11 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
             if (old := local.moved_away(path)) is not None:
                 return f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
             return "the directory does not exist"
-        return f"it is {kind_of_file(directory.suffix)}"
+        return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
     if directory.key:
         try:
             directory.store.size(directory.key)
-            return f"it is {kind_of_file(directory.suffix)}"
+            return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
         except ObjectMissingError:
             pass
         except StorageError as error:
@@ -227,28 +226,24 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
     return "there is nothing"
 
 
-def _has_metadata(directory: ObjectPath, listing: Listing) -> bool:
-    key = (directory / METADATA_NAME).key
-    return any(each.key == key for each in listing.objects)
-
-
 def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
     path = directory / METADATA_NAME
-    if not _has_metadata(directory, listing):
+    if not any(each.key == path.key for each in listing.objects):
         return None
     try:
-        return metadata.read(Path(str(path))) if path.is_local else path.store.get(path.key)[0]
-    except FileNotFoundError:
+        return path.store.get(path.key)[0]
+    except ObjectMissingError:
         return None
+    except StorageError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointCorruptError(str(error)) from error
+        raise
 
 
-def _attempt_of(directory: ObjectPath, listing: Listing) -> Attempt | None:
-    """The attempt that ``.metadata`` names: a copy of a decision, which is not trusted here."""
-    data = _metadata_object(directory, listing)
+def _attempt_in(data: bytes, path: ObjectPath) -> Attempt | None:
+    """The attempt that the ``.metadata`` at ``path`` name: a copy of a decision, which is not trusted here."""
     try:
-        if data is None:
-            return None
-        return metadata.decode(data, directory / METADATA_NAME).note.attempt
+        return metadata.decode(data, path).note.attempt
     except CheckpointCorruptError:
         return None
 
@@ -273,20 +268,6 @@ _KINDS_OF_FOLDERS: Final = {
     "*_model_states.pt": "a tag that DeepSpeed itself has saved",
 }
 """By the ending of a file's name, and by the names in a folder: what it is, and what to do."""
-
-
-def kind_of_file(suffix: str) -> str:
-    """What a file whose name ends with ``suffix`` is, in words."""
-    return _KINDS_OF_FILES.get(suffix, "a file")
-
-
-def kind_of_folder(names: Iterable[str]) -> str | None:
-    """What a folder with these ``names`` in it is, in words; None if that is unknown."""
-    inside = list(names)
-    for pattern, what in _KINDS_OF_FOLDERS.items():
-        if any(fnmatchcase(name, pattern) for name in inside):
-            return what
-    return None
 
 
 def is_stock(data: bytes) -> bool:
