@@ -49,11 +49,12 @@ The document has the parts of a table other than chunks and places, as JSON, by 
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -117,6 +118,20 @@ version, and is not printed. This package's reader ignores it, and reads checkpo
 """
 
 
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Raise :class:`ConfigurationError` for metadata that must not be written."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its planner_data to "
+            f"plain dicts with strings as keys, lists, tuples, strings and numbers, and the ranks that hold a tensor "
+            f"must save together"
+        ) from error
+
+
+@refusing()
 @collection_paused()
 def encode(table: MetadataTable) -> bytes:
     """The bytes of a ``.metadata`` file.
@@ -124,15 +139,13 @@ def encode(table: MetadataTable) -> bytes:
     Raises :class:`ConfigurationError` if :func:`decode` would refuse the bytes, or if a planner's data cannot be
     stored: a checkpoint that cannot be opened must not be committed.
     """
-    try:
-        check(table.catalog, table.placement, table.note.files)
-        document = write_document(table)
-        columns = columns_of(table.catalog, table.placement)
-        data = append(stub_of(table.catalog), document, columns)
-        values.check_memory(len(data), document, sum(map(len, columns)))
-        return data
-    except (values.ValueRefused, TypeError) as error:
-        raise refused(error) from error
+    check(table.catalog, table.placement, table.note.files)
+    document = _written_document(table)
+    columns = [getattr(table.catalog, name) for name in CATALOG]
+    columns += [getattr(table.placement, name) for name in PLACEMENT]
+    data = _joined(stub_of(table.catalog), document, columns)
+    values.check_memory(len(data), document, sum(map(len, columns)))
+    return data
 
 
 @collection_paused()
@@ -143,24 +156,15 @@ def decode(data: bytes, path: Location) -> MetadataTable:
     Raises :class:`CheckpointCorruptError` if the bytes are damaged, :class:`UnreadableMetadataError` if they are not
     metadata of a format that this release knows. Time and memory are linear in the length.
     """
-    document, columns = parse(data, path)
     try:
+        document, columns = parse(data, path)
         values.check_memory(len(data), document, sum(map(len, columns.values())))
         widened = {name: column.astype(np.int64) for name, column in columns.items()}
-        table = read_document(document, widened)
+        table = _table_of(document, widened)
         check(table.catalog, table.placement, table.note.files)
-    except values.ValueRefused as error:
+    except ValueRefused as error:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
     return table
-
-
-def refused(error: Exception) -> ConfigurationError:
-    """The error for metadata that must not be written."""
-    return ConfigurationError(
-        f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its planner_data to "
-        f"plain dicts with strings as keys, lists, tuples, strings and numbers, and the ranks that hold a tensor "
-        f"must save together"
-    )
 
 
 # ---- the pickle for DCP's own tools --------------------------------------------------------------
@@ -220,7 +224,7 @@ _LAST_DAY: Final = 253_402_128_000.0
 """In the year 9999: Python has dates until then, in any time zone."""
 
 
-def write_document(table: MetadataTable) -> bytes:
+def _written_document(table: MetadataTable) -> bytes:
     """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored."""
     note, meta = table.note, table.storage_meta
     of_save = values.dump(
@@ -251,10 +255,10 @@ def _members_of(catalog: Catalog) -> bytes:
     return values.dump(content)[1:-1]
 
 
-def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
+def _table_of(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     """The table of this document and these columns. Does not check the columns' values.
 
-    Raises :class:`ValueRefused` for data that :func:`write_document` never writes.
+    Raises :class:`ValueRefused` for data that a save never writes.
     """
     found = values.load(data)
     if type(found) is not dict:
@@ -327,14 +331,8 @@ _CHECKSUM: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<BQ")
 
 
-def columns_of(catalog: Catalog, placement: Placement) -> list[Ints]:
-    """The columns after the document, in order."""
-    columns = [getattr(catalog, name) for name in CATALOG]
-    return columns + [getattr(placement, name) for name in PLACEMENT]
-
-
-def append(pickled: bytes, document: bytes, columns: Iterable[Ints]) -> bytes:
-    """The bytes of a whole file: ``pickled``, followed by the table with these :func:`columns_of`."""
+def _joined(pickled: bytes, document: bytes, columns: Iterable[Ints]) -> bytes:
+    """The bytes of a whole file: ``pickled``, followed by the table."""
     packed = [np.frombuffer(document, np.uint8), *map(narrowed, columns)]
     parts: list[bytes | memoryview] = [pickled, *(column.data for column in packed)]
     parts += [_ENTRY.pack(column.itemsize, len(column)) for column in packed]
@@ -354,20 +352,19 @@ def is_ours(data: bytes) -> bool:
 def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
     """The document and the columns in ``data``, the bytes of the file at ``path``; the columns as they are stored.
 
-    Does not check the columns' values. Raises :class:`CheckpointCorruptError` if the bytes are damaged, and
-    :class:`UnreadableMetadataError` if they are intact but of another format.
+    Does not check the columns' values. Raises :class:`CheckpointCorruptError` if the bytes are damaged,
+    :class:`UnreadableMetadataError` if they are intact but of another format, and :class:`ValueRefused` if they are no
+    table.
     """
     pickle_bytes, count = _end(data, path)
     directory = len(data) - _END.size - count * _ENTRY.size
     if count != 1 + len(_COLUMNS) or directory < pickle_bytes:
-        raise UnreadableMetadataError(f"{path}: not checkpoint metadata: it has {count} columns")
+        raise ValueRefused(f"it has {count} columns")
     entries = list(_ENTRY.iter_unpack(data[directory : len(data) - _END.size]))
     if {width for width, _ in entries} - STORED.keys() or entries[0][0] != 1:
-        raise UnreadableMetadataError(f"{path}: not checkpoint metadata: a column has no type")
+        raise ValueRefused("a column has no type")
     if sum(width * length for width, length in entries) != directory - pickle_bytes:
-        raise UnreadableMetadataError(
-            f"{path}: not checkpoint metadata: its columns do not fill the table"
-        )
+        raise ValueRefused("its columns do not fill the table")
     at = pickle_bytes
     found = []
     for width, length in entries:

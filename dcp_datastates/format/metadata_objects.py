@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.fields import fields_to_json
 from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
-from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refused
+from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described
@@ -198,18 +198,12 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
 # ---- columns of objects --------------------------------------------------------------------------
 
 
+@refusing()
 def table_of(metadata: Metadata, note: Note) -> MetadataTable:
     """The columns of any planner's ``metadata``.
 
     Raises :class:`ConfigurationError` for objects that DCP's readers could not use.
     """
-    try:
-        return _table_of(metadata, note)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise refused(error) from error
-
-
-def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
     catalog = catalog_of(metadata)
     entries = metadata.state_dict_metadata.items()
     indices = [
@@ -234,9 +228,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
     Raises :class:`ValueRefused`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
     """
     names: list[str] = []
-    numbers: dict[
-        str, int
-    ] = {}  # of different properties: stock planners make an object per tensor
+    numbers: dict[str, int] = {}  # of different properties: stock makes an object for each tensor
     table: list[TensorProperties] = []
     columns: dict[str, list[int]] = {name: [] for name in CATALOG}
     for name, entry in metadata.state_dict_metadata.items():
