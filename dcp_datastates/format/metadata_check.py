@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -109,20 +110,19 @@ def _check_lengths(catalog: Catalog) -> None:
 
 def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
     """Bytes of the largest tensor, and its name."""
-    if not catalog.names:
+    values = iter(catalog.shapes.tolist())
+    elements = [math.prod(islice(values, ndim)) for ndim in catalog.ndims.tolist()]
+    nbytes = list(map(int.__mul__, elements, itemsize.tolist()))
+    if not nbytes:
         return 0, ""
-    starts = starts_of(catalog.ndims)
-    with np.errstate(over="ignore", invalid="ignore"):
-        roughly = volumes(catalog.ndims, catalog.shapes.astype(np.float64)) * itemsize
-    for number in np.flatnonzero(~(roughly < MAX_BYTES / 2)).tolist():  # an infinity times 0 too
-        shape = catalog.shapes[starts[number] : starts[number] + catalog.ndims[number]].tolist()
-        if math.prod(shape) * int(itemsize[number]) > MAX_BYTES:
-            raise ValueRefused(
-                f"{described(catalog.names[number])}: {described(str(shape))} is larger than any tensor"
-            )
-    dense = volumes(catalog.ndims, catalog.shapes) * itemsize
-    number = int(np.argmax(dense))
-    return int(dense[number]), catalog.names[number]
+    largest = max(nbytes)
+    number = nbytes.index(largest)
+    if largest > MAX_BYTES:
+        shape = list(catalog.shape(number))
+        raise ValueRefused(
+            f"{described(catalog.names[number])}: {described(str(shape))} is larger than any tensor"
+        )
+    return largest, catalog.names[number]
 
 
 def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:

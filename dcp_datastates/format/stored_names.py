@@ -26,17 +26,6 @@ _SHARD: Final = re.compile(r"\.\[((?:\d+:\d+,?)*)\]$")
 _SHOWN: Final = 5
 
 
-def as_keys(option: str, keys: str | Iterable[str]) -> frozenset[str]:
-    """One key or several, as a set; :class:`ConfigurationError` for anything else."""
-    if isinstance(keys, str):
-        return frozenset([keys])
-    if isinstance(keys, Iterable):
-        found = list(keys)
-        if all(isinstance(key, str) for key in found):
-            return frozenset(found)
-    raise ConfigurationError(f"{option}={keys!r} must be a name, or names, such as 'model'")
-
-
 def shard_name(box: Box) -> str:
     """The name, below that of a DTensor around a wrapper subclass, of the shard at ``box``."""
     return f"[{','.join(f'{begin}:{end}' for begin, end in box)}]"
@@ -97,9 +86,6 @@ a name.
 
 _SPECIAL: Final = re.compile(r"[*?]")
 
-_FEW: Final = 16
-"""So many prefixes are compared with each name; of more, each name's own prefixes are looked up."""
-
 
 class NamePatterns:
     """A set of patterns.
@@ -110,10 +96,15 @@ class NamePatterns:
     """
 
     def __init__(self, option: str, given: str | Iterable[str]) -> None:
-        self.given: Final = as_keys(option, given)
+        is_one = isinstance(given, str) or not isinstance(given, Iterable)
+        names = [given] if is_one else list(given)
+        if not all(isinstance(each, str) for each in names):
+            raise ConfigurationError(
+                f"{option}={given!r} must be a name, or names, such as 'model'"
+            )
+        self.given: Final = frozenset(names)
         globs = sorted(each for each in self.given if _SPECIAL.search(each))
         self._plain = self.given.difference(globs)
-        self._below = tuple(f"{each}." for each in self._plain)
         self._globs = {each: _regex(each) for each in globs}
 
     def __bool__(self) -> bool:
@@ -125,10 +116,7 @@ class NamePatterns:
 
     def others(self, names: Iterable[str]) -> list[str]:
         """The ``names`` that do not match, in their order."""
-        if len(self._plain) <= _FEW:
-            rest = [n for n in names if n not in self._plain and not n.startswith(self._below)]
-        else:
-            rest = [name for name in names if self._plain.isdisjoint(prefixes_of(name))]
+        rest = [name for name in names if not is_under(name, self._plain)]
         for glob in self._globs.values():
             rest = [name for name in rest if not _fits(glob, name)]
         return rest
