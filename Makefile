@@ -126,7 +126,7 @@ integration-test: $(VENV)/integrations
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub.py tests/unit/format/test_metadata_objects.py \
-    tests/unit/format/test_metadata_check.py tests/unit/format/test_trailer.py tests/unit/format/test_validate.py \
+    tests/unit/format/test_metadata_check.py tests/unit/format/test_metadata.py tests/unit/format/test_validate.py \
     tests/unit/format/test_values.py tests/unit/staging/test_deferred_reads.py tests/unit/planning \
     tests/unit/dcp/test_round_trip_tensors.py tests/unit/dcp/test_round_trip_structure.py tests/unit/dcp/test_reader.py \
     tests/unit/dcp/test_planners.py tests/unit/dcp/test_refusals.py tests/unit/loading/test_fitting.py \

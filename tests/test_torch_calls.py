@@ -27,7 +27,7 @@ WEAK = {
     "ranks/incarnation.py": "incarnations",
     "ranks/gloo_group.py": "groups",
     "ranks/rank_set.py": "stores",
-    "format/chunk_table.py": "catalogs",
+    "format/metadata_table.py": "catalogs",
     "io/stored_files.py": "open files",
     "manager/live_optimizer.py": "optimizers",
     "manager/naming.py": "models",

@@ -24,8 +24,8 @@ from dcp_datastates.errors import (
     CheckpointSupersededError,
     ConfigurationError,
 )
-from dcp_datastates.format.checksums import ChecksumTable, blocks
-from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.layout import ChecksumTable, blocks
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter

@@ -28,7 +28,7 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
@@ -307,7 +307,8 @@ def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, .
     catalog = committed.table.catalog
     lengths = iter(committed.table.placement.lengths[catalog.chunks :].tolist())
     tensors, objects = [], []
-    columns = (catalog.properties.tolist(), catalog.tensor_shapes(), catalog.counts.tolist())
+    shapes = [tuple(catalog.shape(number)) for number in range(len(catalog.names))]
+    columns = (catalog.properties.tolist(), shapes, catalog.counts.tolist())
     for name, properties, shape, chunks in zip(catalog.names, *columns, strict=True):
         if properties < 0:
             objects.append(Object(name, next(lengths)))

@@ -19,20 +19,20 @@ import numpy as np
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointCorruptError, StorageError
-from dcp_datastates.format.checksums import ChecksumTable, blocks
-from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.layout import (
     MAX_HEADER_BYTES,
+    ChecksumTable,
+    blocks,
     entry_key,
     is_bookkeeping,
     is_table,
     stored_form,
 )
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_check import elements
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
-from dcp_datastates.format.validate import elements
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import presence

@@ -20,7 +20,7 @@ from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Box, Source, batches
 from dcp_datastates.errors import UnsafeObjectError
-from dcp_datastates.format.name_patterns import NamePatterns, Rename
+from dcp_datastates.format.stored_names import NamePatterns, Rename
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate

@@ -40,8 +40,8 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.name_patterns import Rename
-from dcp_datastates.format.nesting import nested
+from dcp_datastates.format.key_paths import nested
+from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations

@@ -20,10 +20,10 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.format.metadata_table import Catalog, FileRecord, MetadataTable, Note, Placement
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.reading import read

@@ -68,7 +68,7 @@ class OutputFile:
 
 
 def _with_checksums(pieces: Iterator[Buffer], table_offset: int) -> Iterator[Buffer]:
-    """``pieces``, zeros up to ``table_offset``, and the table (``format/checksums.py``)."""
+    """``pieces``, zeros up to ``table_offset``, and the table (``format/layout.py``)."""
     table = bytearray()
     crc, at = 0, 0
 

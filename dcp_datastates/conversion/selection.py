@@ -11,7 +11,7 @@ import torch
 
 from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.name_patterns import (
+from dcp_datastates.format.stored_names import (
     NO_NAMES,
     NamePatterns,
     Rename,

@@ -16,8 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, with_types
-from dcp_datastates.format.nesting import nested
+from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, nested, with_types
 from dcp_datastates.storage.object_path import Location
 
 

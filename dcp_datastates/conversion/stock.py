@@ -41,10 +41,9 @@ from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION
-from dcp_datastates.format.metadata_columns import catalog_of
-from dcp_datastates.format.validate import check_covered, validate
-from dcp_datastates.io.bounded_unpickler import BoundedUnpickler
-from dcp_datastates.io.unpickling import unsafe
+from dcp_datastates.format.metadata_check import check_covered, validate
+from dcp_datastates.format.metadata_objects import catalog_of
+from dcp_datastates.io.unpickling import BoundedUnpickler, unsafe
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location

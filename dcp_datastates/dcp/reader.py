@@ -26,7 +26,7 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
-from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
+from dcp_datastates.format.metadata_objects import metadata_of, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request
@@ -287,7 +287,7 @@ class DataStatesReader(StorageReader):
         return item.storage_index.fqn in self._opened().wrappers
 
     def _check_unread(self, asked: set[str]) -> None:
-        names = names_with_data(self._described().state_dict_metadata)
+        names = self._opened().names_with_data()
         self._say_unread(unread(names, asked, self._opened().wrappers))
 
     def _say_unread(self, left: list[str]) -> None:

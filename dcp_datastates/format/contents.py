@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.ragged import Ints
 
 _SHOWN: Final = 3
 

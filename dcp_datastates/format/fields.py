@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,6 +27,9 @@ from torch.distributed.checkpoint.planner import (
     TensorWriteData,
     WriteItem,
 )
+
+from dcp_datastates.format import values
+from dcp_datastates.format.values import ValueRefused, described
 
 _FIELDS: Final[Mapping[Any, tuple[str, ...]]] = {
     TensorProperties: (
@@ -68,3 +72,40 @@ def new_fields() -> dict[str, bool]:
         for field in dataclasses.fields(kind)
         if field.name not in known
     }
+
+
+# ---- as JSON ----
+
+
+def fields_to_json(instance: Any) -> dict[str, Any]:
+    """The fields of a ``TensorProperties`` or ``StorageMeta``, by name."""
+    kind = TensorProperties if isinstance(instance, TensorProperties) else StorageMeta
+    return {name: values.to_json(getattr(instance, name)) for name in carried(kind)}
+
+
+def fields_from_json(found: Any, kind: type) -> dict[str, Any]:
+    """The fields of an instance of one of DCP's classes that this torch has, too."""
+    if type(found) is not dict:
+        raise ValueRefused(f"{kind.__name__} is {described(found)}")
+    return {name: values.from_json(found[name]) for name in carried(kind) if name in found}
+
+
+_PROPERTY_TYPES: Final[Mapping[str, type]] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "requires_grad": bool,
+    "memory_format": torch.memory_format,
+    "pin_memory": bool,
+}
+
+
+def properties_from_json(found: Any) -> TensorProperties:
+    """What :func:`fields_to_json` made of properties. Raises :class:`ValueRefused`."""
+    fields = fields_from_json(found, TensorProperties)
+    for name, kind in _PROPERTY_TYPES.items():
+        if type(fields.get(name)) is not kind:
+            raise ValueRefused(f"{name} of a tensor is {described(fields.get(name))}")
+    strides = fields.get("strides")
+    if strides is not None and (type(strides) is not tuple or not set(map(type, strides)) <= {int}):
+        raise ValueRefused(f"strides of a tensor is {described(strides)}")
+    return TensorProperties(**fields)

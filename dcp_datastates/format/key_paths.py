@@ -1,4 +1,4 @@
-"""The paths of values in a saved state, with the types of keys.
+"""The paths of values in a saved state, with the types of keys, and nested states that are built from them.
 
 DCP's own paths have every key as a string, and lack empty dicts. This package's have both. A part of a path is
 
@@ -11,12 +11,14 @@ DCP's own paths have every key as a string, and lack empty dicts. This package's
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any, Final
 
+from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format import values
+from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.process.job_log import once_per_job
 
 logger = logging.getLogger(__name__)
@@ -150,3 +152,154 @@ def as_dcp_has_them(paths: Any) -> Any:
 def with_types(paths: Any) -> Any:
     """The paths that :func:`as_dcp_has_them` was given; other values are returned as they are."""
     return paths.typed if isinstance(paths, Paths) else paths
+
+
+# ---- paths from a file ---------------------------------------------------------------------------
+
+
+_SPARE_LIST_ITEMS: Final = 1 << 24
+"""How many list items in total ``planner_data`` may leave without a value (128 MiB). A planner that keeps other tuples
+there does not reach this.
+"""
+
+
+def check_paths(planner_data: Any, entries: Iterable[str]) -> None:
+    """The nested state is rebuilt from ``planner_data``: names' paths (``key_paths.py``), also of empty dicts.
+
+    Rebuilding allocates a list up to its largest index, so a file's indices must be bounded. Other data of a planner
+    are not checked.
+    """
+    if not isinstance(planner_data, dict):
+        return
+    paths = planner_data.values()
+    if set(map(type, paths)) <= {tuple} and set(map(type, chain.from_iterable(paths))) <= {str}:
+        return
+    nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
+    largest: dict[int, int] = {}
+    indices = 0
+    empty = [
+        fqn for fqn, path in planner_data.items() if type(path) is tuple and path[-1:] == (EMPTY,)
+    ]
+    for fqn in chain(entries, empty):
+        path = planner_data.get(fqn)
+        if not isinstance(path, (tuple, list)):
+            continue
+        kinds = set(map(type, path))
+        if kinds <= {str} or not any(issubclass(kind, (int, tuple)) for kind in kinds):
+            continue
+        if not kinds <= {str, int, tuple}:
+            raise ValueRefused(f"the path of {described(fqn)} has a part that is no key or index")
+        parent = 0
+        for key in path[:-1] if path[-1] == EMPTY else path:
+            if type(key) is int:
+                if key < 0:
+                    raise ValueRefused(f"the path of {described(fqn)} has a negative index")
+                largest[parent] = max(largest.get(parent, 0), key)
+            elif type(key) is tuple and not _is_key(key):
+                raise ValueRefused(f"the path of {described(fqn)} has what is no key of a dict")
+            # the key contains a string, so a file cannot predict its hash
+            node = ("root", parent, key)
+            if node not in nodes:
+                nodes[node] = len(nodes) + 1
+                indices += type(key) is int
+            parent = nodes[node]
+    if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
+        raise ValueRefused("planner_data describe lists that are longer than what is in them")
+
+
+def _is_key(part: tuple[Any, ...]) -> bool:
+    """Whether it is a key of a dict that is no string, and perhaps its text."""
+    try:
+        hash(part)
+    except TypeError:
+        return False
+    return len(part) == 1 or (len(part) == 2 and type(part[1]) is str)
+
+
+# ---- nested states -------------------------------------------------------------------------------
+
+
+_MOST_SKIPPED: Final = 1 << 20
+"""Elements of a list that a checkpoint may lack before one that it has."""
+
+
+def nested(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
+    """The values, nested by their paths, with the empty dicts that ``paths`` have, too.
+
+    Raises :class:`CheckpointCorruptError` if a path leads through another value.
+    """
+    found: dict[str, Any] = {}
+    for name in (*values, *(each for each in empties(paths) if each not in values)):
+        path = path_of(name, paths)
+        try:
+            put(found, path, values.get(name), anew=True)
+        except (TypeError, AttributeError) as error:
+            raise CheckpointCorruptError(
+                f"the metadata give {name!r} the path {path!r}, on which another value lies"
+            ) from error
+    for optimizer in list(_with_numbers_as_text(found)):
+        optimizer["state"] = {int(key): value for key, value in optimizer["state"].items()}
+    return found
+
+
+def _with_numbers_as_text(found: Any) -> Iterator[dict[str, Any]]:
+    """The states of ``Optimizer.state_dict()`` in which DCP has made strings of the parameters' numbers.
+
+    The names of a model's parameters may be numbers, too; then the groups have strings.
+    """
+    if isinstance(found, dict):
+        state, groups = found.get("state"), found.get("param_groups")
+        if isinstance(state, dict) and state and isinstance(groups, list):
+            params = [each.get("params") for each in groups if isinstance(each, dict)]
+            numbers = {
+                str(each)
+                for some in params
+                if isinstance(some, list)
+                for each in some
+                if type(each) is int
+            }
+            if state.keys() <= numbers:
+                yield found
+    if isinstance(found, (dict, list)):
+        for value in found.values() if isinstance(found, dict) else found:
+            yield from _with_numbers_as_text(value)
+
+
+def path_of(name: str, paths: object) -> KeyPath:
+    """The path that the save's planner stored for ``name``; the name itself, if it stored none."""
+    paths = with_types(paths)
+    path = paths.get(name) if isinstance(paths, dict) else None
+    return path if isinstance(path, tuple) and path else (name,)
+
+
+def put(root: dict[str, Any], path: KeyPath, value: Any, *, anew: bool = False) -> None:
+    """Put ``value`` at ``path``. Makes the containers on the way; at the path of an empty dict, nothing else.
+
+    Raises :class:`TypeError` or :class:`AttributeError` if another value lies on the way; with ``anew``, also if one
+    lies at the end.
+    """
+    container: Any = root
+    for part, following in zip(path, (*path[1:], None), strict=True):
+        if part == EMPTY:
+            return
+        key = key_of(part)
+        if isinstance(part, int):
+            if not 0 <= part <= len(container) + _MOST_SKIPPED:
+                raise TypeError("no index into a list")
+            container.extend([None] * (part + 1 - len(container)))
+            present = container[key]
+        else:
+            present = container.get(key)
+        if following is None:
+            if anew and present is not None:
+                raise TypeError("there is a value already")
+            container[key] = value
+        elif present is None or (not anew and _is_other_and_empty(present, following)):
+            present = container[key] = [] if isinstance(following, int) else {}
+        container = present
+
+
+def _is_other_and_empty(present: Any, following: object) -> bool:
+    """Whether an empty list of the program is there, where a dict was saved, or the reverse."""
+    other = dict if isinstance(following, int) else list
+    return isinstance(present, other) and not present

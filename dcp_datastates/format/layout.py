@@ -16,14 +16,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.format.checksums import file_bytes, table_words
+from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.process.garbage import collection_paused
 
 ALIGNMENT: Final = 4096
@@ -277,10 +277,10 @@ def _lay_out_file(
 ) -> FileLayout:
     """The file of the ``items`` at these positions."""
     name = f"{stem}{_SUFFIX}"
-    chunks = [(position, *_chunk(items[position])) for position in tensors]
-    chunks.sort(key=lambda chunk: -chunk[2].itemsize)
-    nbytes = [math.prod(sizes) * dtype.itemsize for _, _, dtype, sizes, _ in chunks]
-    ends = list(itertools.accumulate(nbytes, initial=0))
+    chunks = sorted(
+        (_entry(at, items[at]) for at in tensors), key=lambda entry: -entry.dtype.itemsize
+    )
+    ends = list(itertools.accumulate((chunk.nbytes for chunk in chunks), initial=0))
     texts = _texts(chunks, ends)
     object_entries = tuple([ObjectEntry(at, entry_key(items[at].fqn)) for at in objects])
     # The number of digits of an offset, and so the start of the data, depends on the header's very length only through
@@ -296,28 +296,25 @@ def _lay_out_file(
         )
     start = longest + -longest % ALIGNMENT
     entries = [
-        TensorEntry(*chunk, start + begin, size)
-        for chunk, begin, size in zip(chunks, ends[:-1], nbytes, strict=True)
+        chunk._replace(offset=start + begin) for chunk, begin in zip(chunks, ends[:-1], strict=True)
     ]
     return FileLayout(name, tuple(entries), object_entries, start, start + ends[-1], texts)
 
 
-_Chunk: TypeAlias = tuple[int, str, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""The first fields of a :class:`TensorEntry`."""
-
-
-def _chunk(item: LayoutItem) -> tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+def _entry(position: int, item: LayoutItem) -> TensorEntry:
+    """The entry of a tensor whose place is not known yet."""
     assert item.dtype is not None, "an object"
-    return entry_key(item.fqn), item.dtype, tuple(item.sizes), tuple(item.offsets)
+    key, nbytes = entry_key(item.fqn), math.prod(item.sizes) * item.dtype.itemsize
+    return TensorEntry(position, key, item.dtype, tuple(item.sizes), tuple(item.offsets), 0, nbytes)
 
 
-def _texts(chunks: Sequence[_Chunk], ends: Sequence[int]) -> _Texts:
+def _texts(chunks: Sequence[TensorEntry], ends: Sequence[int]) -> _Texts:
     entries: list[str] = []
     saved_offsets: list[str] = []
     torch_dtypes: dict[str, str] = {}
     alike: dict[Any, tuple[str, str]] = {}  # most tensors have the form of another
     spans = itertools.pairwise(ends)
-    for (_, key, dtype, sizes, offsets), (begin, end) in zip(chunks, spans, strict=True):
+    for (_, key, dtype, sizes, offsets, *_), (begin, end) in zip(chunks, spans, strict=True):
         if dtype not in SAFETENSORS_NAME:
             torch_dtypes[key] = str(dtype)
         texts = alike.get((dtype, sizes, offsets))
@@ -353,3 +350,37 @@ def is_bookkeeping(key: str) -> bool:
 def is_table(key: str) -> bool:
     """Whether an entry of this name is a file's checksum table."""
     return key.startswith(f"{_RESERVED}.crc32c.")
+
+
+# ---- the checksum table --------------------------------------------------------------------------
+
+
+def table_words(table_offset: int) -> int:
+    """The number of words in the table of a file whose checksums begin at ``table_offset``."""
+    return -(-table_offset // BLOCK_BYTES) + 1
+
+
+def file_bytes(table_offset: int) -> int:
+    """The size of a data file whose checksums begin at ``table_offset``."""
+    return table_offset + 4 * table_words(table_offset)
+
+
+def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The blocks of ``[begin, end)``; ``begin`` is the start of a block, and the last block may be short."""
+    for start in range(begin, end, BLOCK_BYTES):
+        yield start, min(start + BLOCK_BYTES, end)
+
+
+class ChecksumTable:
+    """A checksum table, as stored."""
+
+    def __init__(self, words: bytes) -> None:
+        """``words``: at least one word; the last is the checksum of the others."""
+        self._words = words[:-4]
+        self.is_sound = crc32c(self._words) == int.from_bytes(words[-4:], "little")
+        """Whether the table matches its own checksum."""
+
+    def matches(self, begin: int, data: memoryview) -> bool:
+        """Whether the block ``data`` that begins at ``begin`` matches its checksum."""
+        at = 4 * (begin // BLOCK_BYTES)
+        return crc32c(data) == int.from_bytes(self._words[at : at + 4], "little")

@@ -1,4 +1,4 @@
-"""Makes DCP's ``Metadata`` object from a table of columns.
+"""Makes DCP's ``Metadata`` object from a table of columns, and a table from the ``Metadata`` of any planner.
 
 A job of a thousand ranks has a million chunks, which take seconds to make as objects. So the entries of a ``Metadata``
 from a file are made when they are looked up. When its mappings are copied, pickled or changed, they become plain dicts.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
-from itertools import compress
+import json
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -21,16 +21,17 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS
-from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.format.ragged import starts_of, sums
+from dcp_datastates.format.fields import fields_to_json
+from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
+from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
+from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
+from dcp_datastates.format.values import ValueRefused, described
 from dcp_datastates.process.garbage import collection_paused
 
 _TABLE: Final = "dcp_datastates"
@@ -45,11 +46,10 @@ Value = TypeVar("Value")
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
-    columns = Columns(table.catalog)
     metadata = Metadata(
-        state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
+        state_dict_metadata=_Entries(table.catalog),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
-        storage_data=_Places(columns, table.placement),
+        storage_data=_Places(table.catalog, table.placement),
         storage_meta=table.storage_meta,
         version=DCP_VERSION,
     )
@@ -70,18 +70,7 @@ def opened_from(metadata: Metadata) -> MetadataTable:
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
     mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
-    return Metadata(dict(_Entries(Columns(catalog))), planner_data=mappings)
-
-
-def names_with_data(stored: Mapping[str, STORAGE_TYPES]) -> list[str]:
-    """The names of tensors that have elements, and of objects, in their order. Makes no entries."""
-    if isinstance(stored, _Entries) and not stored.is_plain:
-        return stored.names_with_data()
-    return [
-        name
-        for name, entry in stored.items()
-        if not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
-    ]
+    return Metadata(dict(_Entries(catalog)), planner_data=mappings)
 
 
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
@@ -102,11 +91,6 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         if self._all is None:
             self._all = {key: self._made(key) for key in self._keys()}
         return self._all
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether this has become a plain dict."""
-        return self._all is not None
 
     def __getitem__(self, key: Key) -> Value:
         return self._made(key) if self._all is None else self._all[key]
@@ -130,57 +114,6 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         return dict, (self._plain(),)
 
 
-class Columns:
-    """A catalog, with the start of each name's part in the columns, and its row in a placement."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.number = {name: number for number, name in enumerate(catalog.names)}
-        self.counts = catalog.counts.tolist()
-        self.first_chunk = starts_of(catalog.counts).tolist()
-        self._ndims = catalog.ndims.tolist()
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
-        self._first_dimension = starts_of(catalog.ndims).tolist()
-        self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
-        objects = np.flatnonzero(catalog.properties < 0).tolist()
-        self.object_rows = {number: row for row, number in enumerate(objects, catalog.chunks)}
-        """The rows of objects, by their numbers. That of a chunk is ``first_chunk`` and its place."""
-
-    def size(self, size: tuple[int, ...]) -> torch.Size:
-        """The one object for all equal sizes: most chunks have the same."""
-        return self._sizes.get(size) or self._sizes.setdefault(size, torch.Size(size))
-
-    def shape(self, number: int) -> torch.Size:
-        """The size of the global tensor."""
-        begin = self._first_dimension[number]
-        return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
-
-    def names_with_data(self) -> list[str]:
-        """See :func:`names_with_data`."""
-        catalog = self.catalog
-        chosen = sums(catalog.ndims, (catalog.shapes == 0).astype(np.int64)) == 0
-        return list(compress(catalog.names, chosen.tolist()))
-
-    def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
-        """The parts of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks, made lazily."""
-        count, ndim = self.counts[number], self._ndims[number]
-        begin = self._first_value[number]
-        values = column[begin : begin + count * ndim].tolist()
-        return zip(*[iter(values)] * ndim, strict=True) if ndim else [()] * count
-
-    def table(self, column: Ints, number: int) -> Ints:
-        """(chunks, dimensions): the part for a tensor's chunks."""
-        count, ndim = self.counts[number], self._ndims[number]
-        begin = self._first_value[number]
-        return column[begin : begin + count * ndim].reshape(count, ndim)
-
-    def row(self, column: Ints, number: int, place: int) -> tuple[int, ...]:
-        """The part for one of the tensor's chunks."""
-        ndim = self._ndims[number]
-        begin = self._first_value[number] + place * ndim
-        return tuple(column[begin : begin + ndim].tolist())
-
-
 class _Entries(_Lazy[str, STORAGE_TYPES]):
     """``Metadata.state_dict_metadata``. Caches entries: DCP looks the same entry up repeatedly.
 
@@ -188,90 +121,160 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
     reader reads its parts instead.
     """
 
-    def __init__(self, columns: Columns) -> None:
-        super().__init__(len(columns.catalog.names))
-        self._columns = columns
+    def __init__(self, catalog: Catalog) -> None:
+        super().__init__(len(catalog.names))
+        self._catalog = catalog
         self._kept: dict[str, STORAGE_TYPES] = {}
 
     def _keys(self) -> Iterator[str]:
-        return iter(self._columns.catalog.names)
+        return iter(self._catalog.names)
 
     def _made(self, key: str) -> STORAGE_TYPES:
-        entry = self._kept.get(key)
-        if entry is None:
-            number = self._columns.number.get(key)
-            if number is not None:
-                entry = self._make(number)
-            elif key in self._wrappers:
-                entry = BytesStorageMetadata()
-            else:
+        if key not in self._kept:
+            number = self._catalog.number.get(key)
+            if number is None and key not in self._wrappers:
                 raise KeyError(key)
-            self._kept[key] = entry
-        return entry
-
-    def names_with_data(self) -> list[str]:
-        """:func:`names_with_data`, if nothing was changed."""
-        return self._columns.names_with_data()
+            self._kept[key] = BytesStorageMetadata() if number is None else self._make(number)
+        return self._kept[key]
 
     @functools.cached_property
     def _wrappers(self) -> Container[str]:
-        return wrappers(self._columns.catalog.names)
+        return wrappers(self._catalog.names)
 
     def _make(self, number: int) -> STORAGE_TYPES:
-        columns, catalog = self._columns, self._columns.catalog
+        catalog = self._catalog
         kind = int(catalog.properties[number])
         if kind < 0:
             return BytesStorageMetadata()
-        boxes = zip(
-            columns.rows(catalog.offsets, number), columns.rows(catalog.sizes, number), strict=True
+        offsets, sizes = (
+            map(torch.Size, catalog.of_chunks(column, number).tolist())
+            for column in (catalog.offsets, catalog.sizes)
         )
-        with collection_paused() if columns.counts[number] > _MANY else contextlib.nullcontext():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(begin), columns.size(size)) for begin, size in boxes
-            ]
-        return TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
+        with collection_paused() if catalog.counts[number] > _MANY else contextlib.nullcontext():
+            chunks = list(map(ChunkStorageMetadata, offsets, sizes))
+        return TensorStorageMetadata(catalog.table[kind], catalog.shape(number), chunks)
 
 
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
-    def __init__(self, columns: Columns, placement: Placement) -> None:
-        self._rows = placement.files, placement.begins, placement.lengths
-        super().__init__(len(self._rows[0]))
-        self._columns = columns
-        self._paths = placement.paths
-        self._objects = columns.object_rows
+    def __init__(self, catalog: Catalog, placement: Placement) -> None:
+        super().__init__(len(placement.files))
+        self._catalog, self._placement = catalog, placement
 
     def _keys(self) -> Iterator[MetadataIndex]:
-        columns, names = self._columns, self._columns.catalog.names
-        for number, name in enumerate(names):
-            for place, begin in enumerate(columns.rows(columns.catalog.offsets, number)):
+        catalog = self._catalog
+        for number, name in enumerate(catalog.names):
+            for place, begin in enumerate(catalog.of_chunks(catalog.offsets, number).tolist()):
                 yield MetadataIndex(name, begin, place)
-        for number in self._objects:
-            yield MetadataIndex(names[number])
+        for number in catalog.object_rows:
+            yield MetadataIndex(catalog.names[number])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
-        row = self._row(key)
-        file, offset, length = [column.item(row) for column in self._rows]
-        return _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
+        row, places = self._row(key), self._placement
+        path = places.paths[places.files.item(row)]
+        begin, length = places.begins.item(row), places.lengths.item(row)
+        return _StorageInfo(path, begin, length, TRANSFORM_DESCRIPTORS)
 
     def _row(self, key: MetadataIndex) -> int:
         if not isinstance(key, MetadataIndex):
             raise KeyError(key)
-        number = self._columns.number[key.fqn]
-        if (key.offset is None) != (number in self._objects):
+        catalog = self._catalog
+        number = catalog.number[key.fqn]
+        if (key.offset is None) != (number in catalog.object_rows):
             raise KeyError(key)
         if key.offset is None:
-            return self._objects[number]
-        columns, begins = self._columns, self._columns.catalog.offsets
-        wanted, hint = tuple(key.offset), key.index
-        if (
-            hint is None
-            or not 0 <= hint < columns.counts[number]
-            or columns.row(begins, number, hint) != wanted
-        ):
+            return catalog.object_rows[number]
+        begins = catalog.of_chunks(catalog.offsets, number)
+        wanted, hint = list(key.offset), key.index
+        if hint is None or not 0 <= hint < len(begins) or begins[hint].tolist() != wanted:
             try:
-                hint = list(columns.rows(begins, number)).index(wanted)
+                hint = begins.tolist().index(wanted)
             except ValueError:
                 raise KeyError(key) from None
-        return int(columns.first_chunk[number] + hint)
+        return catalog.first_chunks[number] + hint
+
+
+# ---- columns of objects --------------------------------------------------------------------------
+
+
+@refusing()
+def table_of(metadata: Metadata, note: Note) -> MetadataTable:
+    """The columns of any planner's ``metadata``.
+
+    Raises :class:`ConfigurationError` for objects that DCP's readers could not use.
+    """
+    catalog = catalog_of(metadata)
+    entries = metadata.state_dict_metadata.items()
+    indices = [
+        MetadataIndex(name, chunk.offsets)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    ]
+    indices += [
+        MetadataIndex(name) for name, entry in entries if isinstance(entry, BytesStorageMetadata)
+    ]
+    paths = {path: number for number, path in enumerate(note.files)}
+    rows = [_row(index, metadata.storage_data.get(index), paths) for index in indices]
+    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    placement = Placement(tuple(paths), *map(np.ascontiguousarray, columns))
+    return MetadataTable(catalog, placement, note, metadata.storage_meta)
+
+
+def catalog_of(metadata: Metadata) -> Catalog:
+    """The names, tensors and chunks of any planner's ``metadata``, in columns.
+
+    Raises :class:`ValueRefused`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
+    """
+    names: list[str] = []
+    numbers: dict[str, int] = {}  # of different properties: stock makes an object for each tensor
+    table: list[TensorProperties] = []
+    columns: dict[str, list[int]] = {name: [] for name in CATALOG}
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(name) is not str:
+            raise ValueRefused(f"a name in state_dict_metadata is {described(name)}")
+        names.append(name)
+        properties, size, chunks = -1, torch.Size(()), list[ChunkStorageMetadata]()
+        if isinstance(entry, TensorStorageMetadata):
+            if not isinstance(entry.properties, TensorProperties):
+                raise ValueRefused(f"the properties of a tensor are {described(entry.properties)}")
+            content = json.dumps(fields_to_json(entry.properties))
+            properties = numbers.setdefault(content, len(table))
+            if properties == len(table):
+                table.append(entry.properties)
+            size, chunks = torch.Size(entry.size), entry.chunks
+        elif not isinstance(entry, BytesStorageMetadata):
+            raise ValueRefused(
+                f"{described(name)} is {described(entry)}, neither tensor nor object"
+            )
+        columns["properties"].append(properties)
+        columns["ndims"].append(len(size))
+        columns["shapes"] += size
+        columns["counts"].append(len(chunks))
+        for chunk in chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+                raise ValueRefused(
+                    f"a chunk of {name!r} has another number of dimensions than its tensor"
+                )
+            columns["offsets"] += torch.Size(chunk.offsets)
+            columns["sizes"] += torch.Size(chunk.sizes)
+    return Catalog(
+        names=tuple(names),
+        table=tuple(table),
+        mappings=with_types(metadata.planner_data),
+        **{name: np.array(column, np.int64) for name, column in columns.items()},
+    )
+
+
+def _row(index: MetadataIndex, info: Any, paths: Mapping[str, int]) -> tuple[int, int, int]:
+    """A row of :class:`Placement`."""
+    if info is None:
+        raise ValueRefused(
+            f"{index.fqn!r} at {index.offset} is in the metadata, but no rank has written it"
+        )
+    if not isinstance(info, _StorageInfo):
+        raise ValueRefused(f"the place of {index.fqn!r} is {described(info)}")
+    if info.relative_path not in paths:
+        raise ValueRefused(f"data file {described(info.relative_path)} is not described")
+    return paths[info.relative_path], info.offset, info.length

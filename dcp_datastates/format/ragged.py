@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dcp_datastates.format.chunk_table import Ints
+Ints = npt.NDArray[np.int64]
 
 Number = TypeVar("Number", np.int64, np.float64)
 

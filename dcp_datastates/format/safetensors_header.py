@@ -14,7 +14,7 @@ from typing import Any, Final
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format import values
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
-from dcp_datastates.format.values import ValueRefused
+from dcp_datastates.format.values import ValueRefused, described
 
 _MAX_BYTES: Final = (1 << 63) - 1
 _MAX_DIMENSIONS: Final = 64
@@ -92,14 +92,14 @@ def _parse(data: bytes, length: int, file_size: int) -> Header:
         _check_text(key)
         _check_text(value)
     entries = sorted(
-        (_entry(name, described) for name, described in content.items()),
+        (_entry(name, found) for name, found in content.items()),
         key=lambda entry: entry.data_offsets,
     )
     end = 0
     for entry in entries:
         if entry.data_offsets[0] != end:
             raise ValueRefused(
-                f"{_short(entry.name)} begins at {entry.data_offsets[0]}, not at {end}"
+                f"{described(entry.name)} begins at {entry.data_offsets[0]}, not at {end}"
             )
         end = entry.data_offsets[1]
     data_start = 8 + length
@@ -128,28 +128,28 @@ def _check_text(text: str) -> None:
         raise ValueRefused("its header has text that is no Unicode") from None
 
 
-def _entry(name: str, described: Any) -> HeaderEntry:
+def _entry(name: str, found: Any) -> HeaderEntry:
     _check_text(name)
-    if type(described) is not dict or described.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueRefused(f"{_short(name)} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if type(found) is not dict or found.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueRefused(f"{described(name)} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
-        raise ValueRefused(f"{_short(name)} has an unknown dtype")
+        raise ValueRefused(f"{described(name)} has an unknown dtype")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ValueRefused(f"the shape of {_short(name)} is malformed")
+        raise ValueRefused(f"the shape of {described(name)} is malformed")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueRefused(f"the data_offsets of {_short(name)} are malformed")
+        raise ValueRefused(f"the data_offsets of {described(name)} are malformed")
     begin, end = offsets
     bits = _BITS[dtype]
     for size in shape:
         bits *= size or 1  # check the other sizes even if one is 0
         if bits > 8 * _MAX_BYTES:
-            raise ValueRefused(f"{_short(name)} is larger than any file")
+            raise ValueRefused(f"{described(name)} is larger than any file")
     if 0 in shape:
         bits = 0
     if begin > end or bits != 8 * (end - begin):
         raise ValueRefused(
-            f"{_short(name)} lies from {begin} to {end}, but {dtype} of shape {shape} has {bits} bits"
+            f"{described(name)} lies from {begin} to {end}, but {dtype} of shape {shape} has {bits} bits"
         )
     return HeaderEntry(name, dtype, tuple(shape), (begin, end))
 
@@ -158,7 +158,3 @@ def _are_sizes(value: object) -> bool:
     return type(value) is list and all(
         type(size) is int and 0 <= size <= _MAX_BYTES for size in value
     )
-
-
-def _short(name: str) -> str:
-    return repr(name) if len(name) <= 200 else f"{name[:200]!r}…"

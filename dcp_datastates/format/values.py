@@ -46,7 +46,15 @@ _NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class ValueRefused(ValueError):
-    """A value that the metadata cannot store, or JSON that describes no value; the message says which."""
+    """A value that a checkpoint cannot store, or stored data that no checkpoint has; the message says which."""
+
+
+def described(value: object) -> str:
+    """A short text for ``value`` in a message, for any value from a file, without traversing it."""
+    if value is None or isinstance(value, (bool, int, str)):
+        text = repr(value)
+        return text if len(text) <= 200 else f"{text[:200]}…"
+    return f"a {type(value).__name__}"
 
 
 def to_json(value: Any, depth: int = 0) -> Any:

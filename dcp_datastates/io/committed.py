@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import pickle
+import pickletools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     DataStatesError,
+    ForeignCheckpointError,
+    StorageError,
 )
-from dcp_datastates.format.chunk_table import FileRecord
-from dcp_datastates.format.metadata import decode
-from dcp_datastates.format.metadata_table import MetadataTable, Note
-from dcp_datastates.io import stored_metadata
-from dcp_datastates.storage import presence
+from dcp_datastates.format import metadata
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
+from dcp_datastates.storage import attempts, decisions, local, presence, store_index
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, stored
+from dcp_datastates.storage.decisions import State
+from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_store import Listing, ObjectMissingError
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +63,10 @@ def open_committed(directory: Location) -> Committed:
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    path, data = stored_metadata.read(stored(directory))
+    path, data = read(stored(directory))
     if presence.is_page(data):
         raise presence.web_page(path)
-    return Committed(directory, decode(data, path.location), data)
+    return Committed(directory, metadata.decode(data, path.location), data)
 
 
 def open_nearest(places: Sequence[Location]) -> Committed:
@@ -112,3 +121,170 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
     if nbytes < record.nbytes:
         return f"cut short: it has {nbytes} of {record.nbytes} bytes"
     return f"too long: it has {nbytes} bytes instead of {record.nbytes}"
+
+
+# ---- where the metadata are ----------------------------------------------------------------------
+
+
+_COPIES: Final = "dcp-datastates copy, from where the checkpoint was, makes it one here"
+
+
+def read(directory: ObjectPath) -> tuple[ObjectPath, bytes]:
+    """Where the metadata of the checkpoint at ``directory`` lie, and their bytes. Usually one LIST and one GET.
+
+    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for one of stock DCP),
+    :class:`CheckpointCorruptError` if another program's ``.metadata`` are there, and :class:`StorageError`.
+    """
+    found = attempts.newest_committed(directory)
+    if found is None:
+        listing = directory.store.list(directory.key)
+        if not (directory.is_local or listing.folders or listing.objects):
+            presence.check_answers(directory.store, directory.key)
+        data = _metadata_object(directory, listing)
+        if data is not None:
+            _refuse_foreign(directory, listing, data)
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing, data)}"
+        )
+    attempt, decision = found
+    return decisions.decision_path(directory, attempt), decision.data
+
+
+def _refuse_foreign(directory: ObjectPath, listing: Listing, data: bytes) -> None:
+    if directory.is_local and metadata.is_ours(data):
+        return
+    reader = "FileSystemReader" if directory.is_local else "FsspecReader"
+    if is_stock(data) and (not attempts.attempts_in(listing.folders) or is_complete_pickle(data)):
+        raise ForeignCheckpointError(
+            f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no checksums; "
+            f"torch.distributed.checkpoint.{reader} loads it, and dcp_datastates.convert converts it"
+        )
+    if directory.is_local:
+        metadata.decode(data, directory / METADATA_NAME)  # raises: it is damaged, or a later format
+
+
+def _what_is_there(directory: ObjectPath, listing: Listing, data: bytes | None) -> str:
+    there = attempts.attempts_in(listing.folders)
+    states = {attempt: decisions.state_of(directory, attempt) for attempt in there}
+    copied = None if data is None else _attempt_in(data, directory / METADATA_NAME)
+    if copied is not None and states.get(copied) is None:
+        return (
+            "it has .metadata, but no decision that they are committed, so another tool has copied it there, perhaps "
+            f"not all of it; {_COPIES}"
+        )
+    if there:
+        return _uncommitted(there[-1], states[there[-1]])
+    if store_index.INDEX_NAME in listing.folders and (entries := store_index.entries(directory)):
+        return f"but there are checkpoints below it, such as {entries[0].name!r}"
+    if not (names := listing.names):
+        return _of_the_key_itself(directory)
+    if directory.is_local and (steps := [each for each in names if _holds(directory / each)]):
+        return f"but there are checkpoints below it, such as {max(steps)!r}"
+    for pattern, what in _KINDS_OF_FOLDERS.items():
+        if any(fnmatchcase(name, pattern) for name in names):
+            return f"it is {what}"
+    return f"there are {len(names)} other entries, such as {min(names)!r}"
+
+
+def _holds(path: ObjectPath) -> bool:
+    """Whether there may be a checkpoint at ``path``, a directory."""
+    try:
+        return bool(attempts.present(path)) or presence.is_there(str(path / METADATA_NAME))
+    except StorageError:  # lost+found, say
+        return False
+
+
+def _uncommitted(attempt: Attempt, state: State | None) -> str:
+    match state:
+        case State.DELETED:
+            return "it was deleted, and not all of it is gone yet: dcp_datastates.delete removes the rest"
+        case State.WITHDRAWN:
+            return f"a save failed, and its attempt {attempt.name} cannot be committed any more"
+        case _:
+            return f"a save was begun and not committed ({attempt.name}); it is still running, or failed"
+
+
+def _of_the_key_itself(directory: ObjectPath) -> str:
+    if directory.is_local:
+        path = Path(str(directory))
+        if presence.is_directory(path):
+            return "the directory is empty"
+        if not presence.is_there(path):
+            if (old := local.moved_away(path)) is not None:
+                return f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
+            return "the directory does not exist"
+        return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
+    if directory.key:
+        try:
+            directory.store.size(directory.key)
+            return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
+        except ObjectMissingError:
+            pass
+        except StorageError as error:
+            if error.errno != errno.EACCES:  # of a policy that grants the list of one prefix alone
+                raise
+    return "there is nothing"
+
+
+def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
+    path = directory / METADATA_NAME
+    if not any(each.key == path.key for each in listing.objects):
+        return None
+    try:
+        return path.store.get(path.key)[0]
+    except ObjectMissingError:
+        return None
+    except StorageError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointCorruptError(str(error)) from error
+        raise
+
+
+def _attempt_in(data: bytes, path: ObjectPath) -> Attempt | None:
+    """The attempt that the ``.metadata`` at ``path`` name: a copy of a decision, which is not trusted here."""
+    try:
+        return metadata.decode(data, path).note.attempt
+    except CheckpointCorruptError:
+        return None
+
+
+# ---- what is no checkpoint of this package -------------------------------------------------------
+
+
+_CONVERTS: Final = "dcp-datastates convert makes a checkpoint of this package of it"
+
+_KINDS_OF_FILES: Final = {
+    ".safetensors": f"a safetensors file; {_CONVERTS}",
+    ".pt": f"a file, perhaps of torch.save; {_CONVERTS}",
+    ".pth": f"a file, perhaps of torch.save; {_CONVERTS}",
+    ".ckpt": f"a file, perhaps of Lightning; {_CONVERTS}",
+}
+_KINDS_OF_FOLDERS: Final = {
+    "adapter_config.json": "a folder of PEFT, with an adapter",
+    "*.safetensors": f"a folder of safetensors files, such as Hugging Face's; {_CONVERTS}",
+    "pytorch_model*.bin*": "a Hugging Face folder with files of torch.save, which save_pretrained() converts",
+    "global_step*": "a directory of DeepSpeed's; its tags are below it",
+    "zero_pp_rank_*": "a tag that DeepSpeed itself has saved",
+    "*_model_states.pt": "a tag that DeepSpeed itself has saved",
+}
+"""By the ending of a file's name, and by the names in a folder: what it is, and what to do."""
+
+
+def is_stock(data: bytes) -> bool:
+    """Whether a ``.metadata`` that ``decode`` refuses is most likely stock DCP's, rather than a damaged one of this
+    package. (:func:`is_complete_pickle` is certain, and slow.)
+    """
+    return (
+        data.endswith(pickle.STOP)
+        and b"torch.distributed.checkpoint.metadata" in data
+        and b"dcp_datastates" not in data  # begins every .metadata of this package
+    )
+
+
+def is_complete_pickle(data: bytes) -> bool:
+    """Whether ``data`` is exactly one complete pickle. Slow; runs no code from it."""
+    try:
+        *_, (_, _, last) = pickletools.genops(data)
+    except ValueError:
+        return False
+    return last is not None and last + 1 == len(data)

@@ -72,16 +72,17 @@ class Cuda:
 
     def mark(self, devices: Iterable[int]) -> list[Any]:
         """Record the present point on the calling thread's current streams of ``devices``, and of the current device if
-        the process uses it.
+        the process uses it, for :meth:`follow` in another thread. Negative numbers are ignored.
         """
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
-        used = {*filter(_has_context, (torch.cuda.current_device(),)), *devices}
+        used = {each for each in devices if each >= 0}
+        used.update(filter(_has_context, (torch.cuda.current_device(),)))
         streams = [torch.cuda.current_stream(device) for device in used]
         return [(each, each.record_event()) for each in streams]
 
     def follow(self, events: list[Any]) -> None:
-        """Make the calling thread's current streams wait for ``events``."""
+        """Make the torch work that the calling thread enqueues from now on wait for ``events``."""
         for before, event in events:
             now = torch.cuda.current_stream(before.device)
             if now != before:
@@ -104,7 +105,7 @@ def _has_context(device: int) -> bool:
 
 
 accelerator = Cuda()
-"""Tests replace it."""
+"""Tests replace its methods."""
 
 _refused: set[int] = set()
 _reported: set[str] = set()
@@ -117,11 +118,6 @@ def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int]:
     if closed:
         return [THROUGH_TORCH if device in closed else device for device in found]
     return found
-
-
-def place(engine: Engine, tensor: torch.Tensor) -> int:
-    """The device number of one (local) tensor."""
-    return numbers(engine, (tensor,))[0]
 
 
 def _opened(engine: Engine, device: int) -> bool:
@@ -160,23 +156,13 @@ def report(engine: Engine) -> None:
         _reported.add(pinning.message)
 
 
-def stream(device: int) -> int:
-    """Handle of the calling thread's current stream on ``device``."""
-    return accelerator.stream(device)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a contiguous copy that the calling thread's current stream makes."""
-    return accelerator.dense(tensor)
-
-
 def record(engine: Engine, device: int) -> DeviceEvent:
     """An event behind all work that the calling thread's current stream on ``device`` has received.
 
     Raises :class:`DeviceError` with the driver's message.
     """
     try:
-        return engine.record_event(device, stream(device))
+        return engine.record_event(device, accelerator.stream(device))
     except RuntimeError as error:
         raise DeviceError(str(error)) from error
 
@@ -184,21 +170,6 @@ def record(engine: Engine, device: int) -> DeviceEvent:
 def fences(engine: Engine, devices: Iterable[int]) -> list[DeviceEvent]:
     """One event of :func:`record` per device; other numbers in ``devices`` are ignored."""
     return [record(engine, device) for device in sorted(set(devices)) if device >= 0]
-
-
-def mark(devices: Iterable[int]) -> list[Any]:
-    """Record the present point on the calling thread's current streams, for :func:`follow` in another thread."""
-    return accelerator.mark(device for device in devices if device >= 0)
-
-
-def follow(events: list[Any]) -> None:
-    """Make the torch work that the calling thread enqueues from now on wait for ``events``."""
-    accelerator.follow(events)
-
-
-def capturing() -> bool:
-    """Whether the calling thread's current stream is being captured into a graph."""
-    return accelerator.capturing()
 
 
 _POLL_SECONDS: Final = 0.1

@@ -14,7 +14,7 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
-from dcp_datastates.io.download import ReadRange
+from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError

@@ -15,15 +15,16 @@ import pathlib
 import pickle
 import threading
 import types
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import IO, Any, Final
+from functools import partial
+from typing import IO, Any, ClassVar, Final
 
 import numpy as np
 import torch
 
 from dcp_datastates.errors import UnsafeObjectError
-from dcp_datastates.io.bounded_unpickler import check_nesting
 
 _MOST_TUPLES: Final = 500
 """So many cannot nest too deeply, and need no second look."""
@@ -49,7 +50,7 @@ def unpickled(
         mapped: whether its tensors are mapped from the file.
 
     Raises :class:`UnsafeObjectError` for one that needs more, unless ``allow_objects``; and what ``torch.load`` and
-    :func:`~dcp_datastates.io.bounded_unpickler.check_nesting` raise.
+    :func:`check_nesting` raise.
     """
     if allow_objects:
         return torch.load(file, device, weights_only=False, mmap=mapped)
@@ -131,3 +132,73 @@ def _needs(file: str | IO[bytes], error: pickle.UnpicklingError) -> str:
             return ", ".join(sorted(names))
     lines = str(error).partition("WeightsUnpickler error:")[2].splitlines()
     return next(filter(None, map(str.strip, lines)), "more than safe types")
+
+
+# ---- tuples that nest too deeply -----------------------------------------------------------------
+# C code hashes a key of a dict by recursion, and a megabyte of pickle would end the process. So pickles are read in
+# Python first, and tuples that nest deeply are refused.
+
+
+_LEGACY_PICKLES: Final = 4
+"""Of a file of torch before 1.6: a number, the protocol, sizes of types, and the value. (Names of storages follow.)"""
+
+
+class BoundedUnpickler(pickle._Unpickler):  # the one in C cannot check what it builds
+    """Raises ValueError for tuples that nest deeper than ``deepest``: stock DCP's metadata have two levels."""
+
+    deepest: ClassVar[int] = 8
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def _load_tuple(self, load: Any) -> None:
+        load(self)
+        made = self.stack[-1]  # type: ignore[attr-defined]
+        depths = vars(self).setdefault("depths", {})  # with the tuple, so that its id stays its own
+        depth = 1 + max((depths.get(id(each), (0,))[0] for each in made), default=0)
+        if depth > self.deepest:
+            raise ValueError(f"it nests tuples too deeply; {self.deepest} levels are allowed")
+        depths[id(made)] = depth, made
+
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = partial(lambda load, self: self._load_tuple(load), dispatch[_code[0]])
+
+
+class _Anything:
+    """Stands for an instance of a class that is not called."""
+
+    def __new__(cls, *_args: object, **_kwargs: object) -> _Anything:
+        return super().__new__(cls)
+
+    def _ignore(self, *_args: object) -> None:
+        pass
+
+    __init__ = __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+class _Dry(BoundedUnpickler):
+    """Builds what is plain, and calls nothing."""
+
+    deepest = 500  # flattening a deeper state would exceed Python's own limit
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Anything
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Anything()
+
+
+def check_nesting(stream: IO[bytes]) -> None:
+    """Raise an exception if the pickles that ``torch.save`` has written to ``stream`` cannot be read, or nest tuples
+    too deeply. Leaves the stream where it was.
+    """
+    begin = stream.tell()
+    is_archive = stream.read(4) == b"PK\x03\x04"
+    stream.seek(begin)
+    if is_archive:
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith("/data.pkl"):
+                    _Dry(io.BytesIO(archive.read(entry))).load()
+    else:
+        for _ in range(_LEGACY_PICKLES):
+            _Dry(stream).load()
+    stream.seek(begin)

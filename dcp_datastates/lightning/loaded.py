@@ -11,7 +11,7 @@ import torch
 
 from dcp_datastates.conversion.lightning_file import MODEL, OPTIMIZERS
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.name_patterns import new_name
+from dcp_datastates.format.stored_names import new_name
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.manager.structure import Structure, taken_apart
 

@@ -11,7 +11,7 @@ from typing import Literal, TypedDict, get_args
 
 from dcp_datastates.config import check_options
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.name_patterns import (
+from dcp_datastates.format.stored_names import (
     NO_NAMES,
     NamePatterns,
     Rename,

@@ -15,10 +15,8 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.key_paths import KeyPath, key_of
-from dcp_datastates.format.name_patterns import renamed_path
-from dcp_datastates.format.nesting import put
-from dcp_datastates.format.stored_names import is_under, prefixes_of
+from dcp_datastates.format.key_paths import KeyPath, key_of, put
+from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES

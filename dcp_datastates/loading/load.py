@@ -21,8 +21,8 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     ConfigurationError,
 )
-from dcp_datastates.format.name_patterns import renamed_path
-from dcp_datastates.format.nesting import nested
+from dcp_datastates.format.key_paths import nested
+from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.fit import Fit, FitOptions

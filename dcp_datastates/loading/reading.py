@@ -12,8 +12,7 @@ from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request
-from dcp_datastates.io.restore import restore
-from dcp_datastates.io.stored_checkpoint import Sharing, StoredCheckpoint
+from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
 

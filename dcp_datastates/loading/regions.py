@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.ragged import distinct, positions, starts_of
+from dcp_datastates.format.metadata_table import Catalog
+from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of
 from dcp_datastates.format.stored_names import Box
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, holds_shards

@@ -14,12 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.key_paths import KeyPath, empties, with_types
-from dcp_datastates.format.metadata_objects import Columns
+from dcp_datastates.format.key_paths import KeyPath, empties, path_of, with_types
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.format.nesting import path_of
-from dcp_datastates.format.ragged import positions, starts_of
+from dcp_datastates.format.ragged import Ints, positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
@@ -40,23 +37,23 @@ class Stored(Mapping[str, Described | None]):
 
     def __init__(self, table: MetadataTable) -> None:
         self.table: Final = table
-        self._columns = Columns(table.catalog)
+        self._catalog: Final = table.catalog
         self._kinds = table.catalog.properties.tolist()
         self._dtypes = [properties.dtype for properties in table.catalog.table]
 
     def __getitem__(self, name: str) -> Described | None:
-        number = self._columns.number[name]
+        number = self._catalog.number[name]
         kind = self._kinds[number]
-        return None if kind < 0 else Described(self._columns.shape(number), self._dtypes[kind])
+        return None if kind < 0 else Described(self._catalog.shape(number), self._dtypes[kind])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.table.catalog.names)
+        return iter(self._catalog.names)
 
     def __len__(self) -> int:
-        return len(self.table.catalog.names)
+        return len(self._catalog.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._columns.number
+        return name in self._catalog.number
 
     @functools.cached_property
     def wrappers(self) -> dict[str, dict[str, Box | None]]:
@@ -65,15 +62,15 @@ class Stored(Mapping[str, Described | None]):
 
     @functools.cached_property
     def _paths(self) -> object:
-        return with_types(self.table.catalog.mappings)
+        return with_types(self._catalog.mappings)
 
     @functools.cached_property
     def empty(self) -> list[str]:
         """The names of empty dicts in the saved state, which have no value."""
-        paths = self.table.catalog.mappings
+        paths = self._catalog.mappings
         if not isinstance(paths, dict):
             return []
-        beside = {name: path for name, path in paths.items() if name not in self._columns.number}
+        beside = {name: path for name, path in paths.items() if name not in self._catalog.number}
         return list(empties(with_types(beside)))
 
     def path_of(self, name: str) -> KeyPath:
@@ -82,18 +79,18 @@ class Stored(Mapping[str, Described | None]):
 
     def names_with_data(self) -> list[str]:
         """The names of tensors that have elements, and of objects."""
-        return self._columns.names_with_data()
+        return self._catalog.names_with_data()
 
     @property
     def has_objects(self) -> bool:
         """Whether there is any object."""
-        return bool((self.table.catalog.properties < 0).any())
+        return bool((self._catalog.properties < 0).any())
 
     # ---- what to read --------------------------------------------------------------------------------
 
     def is_tensor(self, name: str) -> bool:
         """Whether there is a tensor called ``name``."""
-        number = self._columns.number.get(name)
+        number = self._catalog.number.get(name)
         return number is not None and self._kinds[number] >= 0
 
     def has_same(self, names: Sequence[str], values: Sequence[Any]) -> bool:
@@ -102,7 +99,7 @@ class Stored(Mapping[str, Described | None]):
         """
         if not set(map(type, values)) <= {*PLAIN_TYPES, DTensor}:
             return False
-        numbers, catalog = self._numbers(names), self.table.catalog
+        numbers, catalog = self._numbers(names), self._catalog
         sizes = list(chain.from_iterable(map(_SHAPE, values)))
         firsts, ndims = starts_of(catalog.ndims)[numbers], catalog.ndims[numbers]
         return (
@@ -113,7 +110,7 @@ class Stored(Mapping[str, Described | None]):
 
     def object(self, name: str, key: Any = None) -> Request:
         """What reads the object called ``name``."""
-        row = np.array([self._columns.object_rows[self._columns.number[name]]])
+        row = np.array([self._catalog.object_rows[self._catalog.number[name]]])
         (file,), (begin,), (nbytes,) = self._places(row)
         return Request(name, file, begin, nbytes, key)
 
@@ -130,7 +127,7 @@ class Stored(Mapping[str, Described | None]):
         left = needed.copy()
         requests: list[Request] = []
         targets: list[torch.Tensor] = []
-        for found in overlaps(self.table.catalog, numbers, shards):
+        for found in overlaps(self._catalog, numbers, shards):
             shard = found.shard.tolist()
             of = [shards.of[each] for each in shard]
             requests += map(
@@ -160,7 +157,7 @@ class Stored(Mapping[str, Described | None]):
         return requests
 
     def _numbers(self, names: Sequence[str]) -> Ints:
-        number = self._columns.number
+        number = self._catalog.number
         return np.array([number[name] for name in names], np.int64)
 
     def _places(self, rows: Ints) -> tuple[list[str], list[int], list[int]]:

@@ -22,7 +22,7 @@ from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
-from dcp_datastates.format.name_patterns import Rename
+from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.interval import AutoInterval, parse_every

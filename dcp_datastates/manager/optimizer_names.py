@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from dcp_datastates.format.name_patterns import new_name, renamed
-from dcp_datastates.format.stored_names import prefixes_of
+from dcp_datastates.format.stored_names import new_name, prefixes_of, renamed
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.manager.optimizers import OptimizerPart
 

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.ragged import fingerprints, leaders, positions, starts_of
+from dcp_datastates.format.metadata_table import Catalog
+from dcp_datastates.format.ragged import Ints, fingerprints, leaders, positions, starts_of
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Holdings, gather

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog
-from dcp_datastates.format.metadata_table import Compose
-from dcp_datastates.format.validate import validate
+from dcp_datastates.format.metadata_check import validate
+from dcp_datastates.format.metadata_table import Catalog, Compose
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report

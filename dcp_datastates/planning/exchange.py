@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.planning.packing import Message, Named
 
 

@@ -11,9 +11,18 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_table import Compose, Document, MetadataTable, Note, Trace
+from dcp_datastates.format.metadata_table import (
+    Catalog,
+    Compose,
+    Document,
+    FileRecord,
+    MetadataTable,
+    Note,
+    Placement,
+    Trace,
+)
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.planning.exchange import Answer, RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan

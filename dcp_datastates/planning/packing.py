@@ -22,8 +22,9 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
-from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
-from dcp_datastates.format.metadata_document import fields_to_json, properties_of
+from dcp_datastates.format.fields import fields_to_json, properties_from_json
+from dcp_datastates.format.metadata_table import STORED, narrowed
+from dcp_datastates.format.ragged import Ints
 
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
@@ -117,7 +118,7 @@ def _put_and_get(hint: Any) -> tuple[_Put | None, _Get | None]:
     if hint == tuple[TensorProperties, ...]:
         return (
             lambda table: _pack_json(list(map(fields_to_json, table))),
-            lambda data, _: tuple(map(properties_of, _unpack_json(data))),
+            lambda data, _: tuple(map(properties_from_json, _unpack_json(data))),
         )
     if isinstance(hint, type) and issubclass(hint, Message):
         return hint.encode, functools.partial(_decode_once, hint)

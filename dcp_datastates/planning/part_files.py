@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Transfer
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.planning.exchange import Report
 
 KEPT: Final = 8

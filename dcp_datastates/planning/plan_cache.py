@@ -18,8 +18,9 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.key_paths import key_of
+from dcp_datastates.format.metadata_table import Catalog
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.exchange import Offer
 from dcp_datastates.planning.global_plan import GlobalPlan

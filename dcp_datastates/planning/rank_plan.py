@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import LayoutItem
-from dcp_datastates.format.ragged import positions, starts_of
+from dcp_datastates.format.ragged import Ints, positions, starts_of
 from dcp_datastates.planning.local_plan import SHARD, LocalPlan
 from dcp_datastates.planning.packing import Named
 

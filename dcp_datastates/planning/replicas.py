@@ -32,9 +32,9 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import (
     Hashes,
+    Ints,
     equal,
     fingerprints,
     leaders,

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
-from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.format.metadata_table import Note, Trace
+from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata_table import FileRecord, Note, Trace
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim

@@ -9,7 +9,7 @@ from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
-from dcp_datastates.io.devices import capturing, open_used
+from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
@@ -62,7 +62,7 @@ def stage_save(
     May wait for earlier saves (``when_behind``). If staging fails, a rank alone raises here; with several ranks, the
     save carries the error, and planning tells the others.
     """
-    if capturing():
+    if accelerator.capturing():
         raise ConfigurationError(
             "async_save was called while a CUDA graph is being captured; call it outside"
         )

@@ -22,7 +22,7 @@ from dcp_datastates._native import Engine, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
-from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.part_files import PartFiles
@@ -84,7 +84,7 @@ class Sources:
             group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
             if device != HOST and group == STABLE:
                 self.devices.add(device)
-                tensor = dense(tensor)
+                tensor = accelerator.dense(tensor)
             self.keep.append(tensor)
             if entry.nbytes:
                 add_region(content, entry.offset, tensor, entry.nbytes, group, device)
@@ -148,7 +148,7 @@ def _resolve_tensor(
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    device = place(sources.engine, tensor)
+    (device,) = numbers(sources.engine, (tensor,))
     if device == THROUGH_TORCH:
         return tensor.cpu(), HOST
     return tensor, device

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import dense_strides
 from dcp_datastates.sharing.assignment import Ints

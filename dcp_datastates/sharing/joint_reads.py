@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.requests import Request
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.ranks.rank_set import RankSet

@@ -26,9 +26,9 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata_table import Note
-from dcp_datastates.io.download import ReadRange
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
+from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.sharing.assignment import Offer, Share, Unit
@@ -111,7 +111,7 @@ def _peers_at(addresses: Mapping[int, Address]) -> dict[int, _Peer]:
 
 
 class SharedReads:
-    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.stored_checkpoint.Sharing`.
+    """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.restore.Sharing`.
 
     Args:
         share: what the coordinator has said.

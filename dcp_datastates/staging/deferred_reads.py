@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
-from dcp_datastates.io.devices import follow, stream
+from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
 from dcp_datastates.process.futures import AskedFuture, without_traceback
@@ -273,7 +273,7 @@ class DeferredReads:
     def _hold(self, job: SaveJob, group: int) -> None:
         try:
             for event in (*job.events(group), *self._readers):
-                event.hold(stream(event.device))
+                event.hold(accelerator.stream(event.device))
         except RuntimeError as error:
             raise DeviceError(str(error)) from error
 
@@ -287,7 +287,7 @@ class DeferredReads:
         if not self._wanted:
             time.sleep(_YIELD_SECONDS)
         # Current streams are per thread: kernels that a planner launches run on this thread's streams.
-        follow(self.staged.call_events)
+        accelerator.follow(self.staged.call_events)
 
     @property
     def staged(self) -> StagedState:

@@ -20,7 +20,7 @@ import torch
 
 from dcp_datastates._native import Engine, ExpectedBytes, Slab, Transfer
 from dcp_datastates.errors import DeviceError
-from dcp_datastates.io.devices import HOST, DeviceCopies, dense, stream
+from dcp_datastates.io.devices import HOST, DeviceCopies, accelerator
 from dcp_datastates.io.tensor_memory import add_region
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import STABLE
@@ -54,7 +54,7 @@ class EagerCopies:
         for device in set(self.devices) - {HOST}:
             for batch in self._batches(self._places(device)):
                 # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
-                tensors = [dense(self.tensors[place]) for place in batch]
+                tensors = [accelerator.dense(self.tensors[place]) for place in batch]
                 content = self._content(batch, tensors, device)
                 copy_on_stream(engine, content, self.buffer, device, copying)
 
@@ -103,7 +103,7 @@ def copy_on_stream(
     """
     try:
         event, fault = engine.copy_to_host(
-            content, buffer.data_ptr(), buffer.nbytes, device, stream(device)
+            content, buffer.data_ptr(), buffer.nbytes, device, accelerator.stream(device)
         )
     except RuntimeError as error:
         raise DeviceError(str(error)) from error

@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
-from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import HAS_STRIDES
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.devices import (
     HOST,
     THROUGH_TORCH,
     DeviceCopies,
+    accelerator,
     fences,
-    mark,
     numbers,
     report,
 )
@@ -281,7 +281,7 @@ def stage_state(
         raise
     if made.fences:
         report(engine)
-    made.call_events = mark(set(devices))
+    made.call_events = accelerator.mark(devices)
     return made
 
 

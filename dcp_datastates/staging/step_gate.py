@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dcp_datastates.io.devices import capturing
+from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.gradient_hooks import compiles_backward, hooked, on_gradient, untraced
 from dcp_datastates.process.ending import at_end
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
@@ -71,7 +71,7 @@ def open_windows() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (watch := _watches.get(optimizer)) is not None:
         watch.stepped()
-    captured = capturing()
+    captured = accelerator.capturing()
     if captured:
         # A capture cannot wait for events, and no hook is called on replay.
         never_defer(optimizer)

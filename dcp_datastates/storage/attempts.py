@@ -31,7 +31,7 @@ _DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.safetensors")
 
 _OURS: Final = b"DCPDST"
 _END: Final = 24
-"""Every ``.metadata`` of this package has this mark in so many of its last bytes (``format/trailer.py``)."""
+"""Every ``.metadata`` of this package has this mark in so many of its last bytes (``format/metadata.py``)."""
 
 _TRIES: Final = 20
 """How often a reader looks again because attempts come and go while it looks."""

@@ -32,7 +32,7 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
     StorageError,
 )
-from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.beats import Loss

@@ -311,4 +311,4 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     with saved_as_now(stepper, tmp_path / "after"):
         for name, parameter in stepper.named.items():  # a replay
             cuda.write(parameter, stepper.values[name] + 5)
-    assert devices.capturing() is False
+    assert devices.accelerator.capturing() is False

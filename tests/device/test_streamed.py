@@ -9,9 +9,8 @@ from support.state.objects import Objects
 from support.tiers import sampled
 
 from dcp_datastates import _native
-from dcp_datastates.io.download import fetch
 from dcp_datastates.io.engine import engine
-from dcp_datastates.io.upload import Upload
+from dcp_datastates.io.streams import Upload, fetch
 
 SEGMENT = _native.SEGMENT_BYTES
 

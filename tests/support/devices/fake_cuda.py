@@ -127,7 +127,7 @@ class FakeCuda(devices.Cuda):
     def mark(self, devices_: Iterable[int]) -> list[Any]:
         native = engine.engine(MIN_HOST_CACHE_BYTES)
         events = []
-        for device in {device for device, _ in self._adopted.values()} | set(devices_):
+        for device in {*self.used(), *filter(lambda device: device >= 0, devices_)}:
             with contextlib.suppress(RuntimeError):  # without a driver
                 native.open_device(device)
                 stream = self.stream(device)
@@ -337,22 +337,20 @@ def installed() -> Iterator[FakeCuda]:
     engine._shut_down()
     fake.reset()
     fake.watch_interpreter()
-    before: dict[str, Any] = {
-        "accelerator": devices.accelerator,
-        "library": os.environ.get("DCP_DATASTATES_CUDA_LIBRARY"),
-    }
+    before = os.environ.get("DCP_DATASTATES_CUDA_LIBRARY")
     os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = str(library)
-    devices.accelerator = fake
+    replaced = ("numbers", "used", "stream", "dense", "mark", "follow", "capturing")
+    vars(devices.accelerator).update({name: getattr(fake, name) for name in replaced})
     devices._refused.clear()
     devices._reported.clear()
     try:
         yield fake
     finally:
-        devices.accelerator = before["accelerator"]
-        if before["library"] is None:
+        vars(devices.accelerator).clear()
+        if before is None:
             del os.environ["DCP_DATASTATES_CUDA_LIBRARY"]
         else:
-            os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = before["library"]
+            os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = before
         fake.lib.fake_cuda_stall(0)
         engine._shut_down()
         gc.collect()  # what still has streams and events

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS
-from dcp_datastates.format.metadata_table import Note
+from dcp_datastates.format.metadata_table import Catalog, FileRecord, Note, Placement
 from dcp_datastates.storage.attempt import Attempt
 
 META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")

@@ -32,7 +32,7 @@ from dcp_datastates import (
 from dcp_datastates.format import metadata_check
 from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.metadata import decode, encode
-from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import MetadataTable
 
 PATH = Path("c/.metadata")

@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,11 +23,13 @@ from support.state.metadata_examples import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_datastates.format import metadata_objects, trailer
 from dcp_datastates.format.metadata import decode, encode
-from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, opened_from
-from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.metadata_objects import (
+    metadata_of,
+    opened_from,
+    table_of,
+)
+from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTable
 
 
 @settings(max_examples=150)
@@ -44,9 +45,9 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
         assert each.catalog.names == table.catalog.names
         assert each.placement.paths == table.placement.paths
         assert each.catalog.mappings == packed.mappings
-        for name in trailer.CATALOG[1:]:
+        for name in CATALOG[1:]:
             assert np.array_equal(getattr(each.catalog, name), getattr(table.catalog, name))
-        for name in trailer.PLACEMENT:
+        for name in PLACEMENT:
             assert np.array_equal(getattr(each.placement, name), getattr(table.placement, name))
         assert_identical(metadata_of(each), packed.metadata())
         assert opened_from(metadata_of(each)) is each
@@ -94,23 +95,11 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
         assert MetadataIndex(index.fqn, wrong) not in metadata_of(table).storage_data
 
 
-@settings(max_examples=100)
-@given(examples().filter(storable))
-def test_names_with_data_are_known_without_making_entries(case: Example) -> None:
-    packed, note = packed_example(case)
-    stored = metadata_of(MetadataTable(*packed.columns(), note, META)).state_dict_metadata
-    with mock.patch.object(metadata_objects, "TensorStorageMetadata", side_effect=AssertionError):
-        found = names_with_data(stored)
-    assert found == names_with_data(packed.metadata().state_dict_metadata)
-    assert found == names_with_data(copy.deepcopy(stored))
-
-
 def test_entries_can_be_changed() -> None:
     packed, note = packed_example(sharded(3, 2))
     found = metadata_of(MetadataTable(*packed.columns(), note, META))
     kept = found.state_dict_metadata["w1"]
     found.state_dict_metadata["more"] = kept
-    assert names_with_data(found.state_dict_metadata)[-1] == "more"
     assert found.state_dict_metadata.pop("w0").chunks
     assert list(found.state_dict_metadata) == ["w1", "more"]
     assert found.state_dict_metadata["w1"] is kept

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import UnreadableMetadataError
-from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata
-from dcp_datastates.format.validate import validate
+from dcp_datastates.format.metadata_table import Catalog
 
 quick = settings(max_examples=250)
 

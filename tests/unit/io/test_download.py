@@ -12,7 +12,7 @@ from support.waiting import await_that
 
 from dcp_datastates import _native
 from dcp_datastates.errors import StorageError
-from dcp_datastates.io.download import fetch
+from dcp_datastates.io.streams import fetch
 from dcp_datastates.process.garbage import collection_paused
 
 SEGMENT = _native.SEGMENT_BYTES

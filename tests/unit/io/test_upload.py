@@ -10,7 +10,7 @@ from support.state.objects import Objects, save, sources
 from support.waiting import await_that
 
 from dcp_datastates import _native
-from dcp_datastates.io.upload import Upload
+from dcp_datastates.io.streams import Upload
 
 SEGMENT = _native.SEGMENT_BYTES
 NAME = "dcp_datastates-upload"

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from unit.planning.balance import divided, key_of
 
 from dcp_datastates.format import ragged
+from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata
-from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.requests import Request
 from dcp_datastates.sharing import blocks as blocks_module
 from dcp_datastates.sharing.blocks import Blocks, needed_blocks

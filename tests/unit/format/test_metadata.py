@@ -20,8 +20,7 @@ from support.state.metadata import (
 )
 
 from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
-from dcp_datastates.format import trailer
-from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata import decode, parse
 
 PATH = Path("c/.metadata")
 HUGE = 1 << 62
@@ -109,10 +108,10 @@ def test_a_document_of_wider_values_is_refused(checkpoint):
 
 def test_columns_of_any_width_are_read(checkpoint):
     data = decision_of(checkpoint).read_bytes()
-    expected = trailer.parse(data, PATH)[1]
+    expected = parse(data, PATH)[1]
     wide = file_of(parts_of(checkpoint))
     assert len(wide) > len(data)
-    found = trailer.parse(wide, PATH)[1]
+    found = parse(wide, PATH)[1]
     assert {name: column.tolist() for name, column in found.items()} == {
         name: column.tolist() for name, column in expected.items()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcp_datastates.format.chunk_table import Catalog
+from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import positions, starts_of
 
 
