@@ -18,10 +18,9 @@ from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.protocol import DecisionFound
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Outcome
-from dcp_datastates.commit.voter import Agreed, Voter
+from dcp_datastates.commit.vote import Decision, Outcome
+from dcp_datastates.commit.voter import Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.worker import Worker
@@ -96,14 +95,11 @@ class CommitGroup:
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
-        self.detector: FailureDetector[DecisionFound] | None = None
+        self.detector: FailureDetector | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
             alone = rank_set.connect("commit", shared=False)
-            decisions = DecisionLog(alone)
-            self.detector = FailureDetector(
-                rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
-            )
+            self.detector = FailureDetector(rank_set, alone, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
         self._attached_lock = threading.RLock()  # guards _attached
         self._attached: AttachedContext | None = None
@@ -227,23 +223,23 @@ class CommitGroup:
 
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
-        agreed = self._voter.agree(round_)
+        decision = self._voter.agree(round_)
         round_.timeline.begin("ending")
         if self.is_coordinator and self._decisions is not None:
             with contextlib.suppress(RuntimeError):
                 self._decisions.forget_before(round_.number)
         try:
-            self._tidy(round_, agreed)
+            self._tidy(round_, decision.outcome)
         except Exception:  # the next commit removes the rest; the outcome stands
             logger.exception("could not tidy up after save %d", round_.number - round_.first)
-        round_.resolve(self._error(round_, agreed))
+        round_.resolve(self._error(round_, decision))
 
-    def _error(self, round_: Round, agreed: Agreed) -> BaseException | None:
+    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
-        error = agreed.decision.error(where, self.rank_set.world)
+        error = decision.error(where, self.rank_set.world)
         if error is None:
             return None
-        cause = agreed.failure or round_.part.error  # a save that stalls is cancelled
+        cause = round_.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)
         failed = not isinstance(error, CommitOutcomeUnknown)
@@ -253,8 +249,7 @@ class CommitGroup:
         error.__cause__ = cause
         return error
 
-    def _tidy(self, round_: Round, agreed: Agreed) -> None:  # 12
-        outcome, rank, world = agreed.decision.outcome, self.rank_set.rank, self.rank_set.world
+    def _tidy(self, round_: Round, outcome: Outcome) -> None:  # 12
         removes = outcome is Outcome.FAILED
         if removes:
             round_.part.cancel()
@@ -265,10 +260,10 @@ class CommitGroup:
 
         def tidy() -> None:
             hit("cleanup.before")
-            if place is not None and outcome is Outcome.COMMITTED:
-                place.tidy_after_commit(round_, agreed.older, rank, world)
+            if place is not None and outcome is Outcome.COMMITTED and self.is_coordinator:
+                place.tidy_after_commit(round_)
             elif place is not None and removes:
-                place.tidy_after_failure(round_, rank, world)
+                place.tidy_after_failure(round_, self.rank_set.rank, self.rank_set.world)
             hit("cleanup.after")
 
         hung = round_.directory is not None and is_hung(round_.directory)

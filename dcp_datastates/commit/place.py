@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -188,29 +188,24 @@ class Place:
 
     # ---- cleaning up -------------------------------------------------------------------------------
 
-    def find_older(self, round_: Round) -> list[Attempt]:
-        """The older attempts that this rank may remove if the round commits. Never raises."""
-        # One request deletes a thousand objects, so the coordinator does it for all ranks: they need not list the path.
-        return [] if round_.claim is None else list(round_.claim.older)
-
-    def tidy_after_commit(
-        self, round_: Round, superseded: Sequence[Attempt], rank: int, world: int
-    ) -> None:
-        """Remove the attempts that :meth:`find_older` found. Never raises."""
+    def tidy_after_commit(self, round_: Round) -> None:
+        """Coordinator: write what other tools read, and remove the attempts that were there before the claim. (One
+        request deletes a thousand objects: other ranks need not even list the path.) Never raises.
+        """
         try:
             with operations.during("cleanup", self._directory.folder):
-                self._tidy(round_, superseded, rank)
+                self._tidy(round_)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
 
-    def _tidy(self, round_: Round, superseded: Sequence[Attempt], rank: int) -> None:
-        if rank == 0 and self._directory.is_local:
+    def _tidy(self, round_: Round) -> None:
+        if self._directory.is_local:
             readme.write(Path(str(self._directory)))
             local_store.sweep(self._directory.key)
-        if rank == 0 and round_.attempt is not None:
+        if round_.attempt is not None:
             self._copy(round_.attempt, round_.published)
-        if superseded and self._deletes:
-            self.remove(superseded)
+        if round_.claim is not None and round_.claim.older and self._deletes:  # 5
+            self.remove(round_.claim.older)
 
     def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
         """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an

@@ -41,7 +41,9 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class _EndedPart:
+class EndedPart:
+    """A part whose files are durable already, or, because of ``error``, were never written or are removed again."""
+
     error: BaseException | None = None
     progress: int = 0
 
@@ -53,14 +55,6 @@ class _EndedPart:
 
     def check(self) -> None:
         pass
-
-
-class DurablePart(_EndedPart):
-    """A part whose files are durable already."""
-
-
-class FailedPart(_EndedPart):
-    """A part whose files were never written, or were removed again, because of ``error``."""
 
 
 @dataclass(eq=False)
@@ -98,6 +92,8 @@ class Round:
     """Makes what this rank tells of the save's cost with its vote."""
     published: bytes | None = field(init=False, default=None)
     """Coordinator: the metadata that were committed, until the round is over."""
+    failure: BaseException | None = field(init=False, default=None)
+    """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
     committed: SharedFuture = field(init=False, default_factory=SharedFuture)
     """The commit thread resolves it with the round's outcome on this rank."""
 
@@ -121,4 +117,4 @@ class Round:
     def missing(number: int, first: int, timeout: float) -> Round:
         """A round that this rank knows nothing of: the rank votes no."""
         error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
-        return Round(number, None, None, FailedPart(error), first=first, timeout=timeout)
+        return Round(number, None, None, EndedPart(error), first=first, timeout=timeout)

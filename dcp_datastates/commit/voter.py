@@ -5,11 +5,11 @@ Runs in the commit thread. Every wait asks the failure detector several times a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
@@ -26,7 +26,6 @@ from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetect
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.self_test import what_it_says
@@ -47,17 +46,6 @@ _AGAIN_SECONDS: Final = 5.0
 """How long storage may take to settle a save after it has failed to publish it in time."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """A round's decision, and what this rank found on the way."""
-
-    decision: Decision
-    older: Sequence[Attempt]
-    """The older attempts, which may be removed if the save was committed."""
-    failure: BaseException | None
-    """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
-
-
 class Voter:
     """Runs this rank's part of each round.
 
@@ -69,7 +57,7 @@ class Voter:
     def __init__(
         self,
         rank_set: RankSet,
-        detector: FailureDetector[protocol.DecisionFound] | None,
+        detector: FailureDetector | None,
         decisions: DecisionLog | None,
     ) -> None:
         self._rank_set = rank_set
@@ -81,8 +69,7 @@ class Voter:
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
         self._store_failed = False
-        self._older: list[Attempt] = []
-        self._failure: BaseException | None = None  # see Agreed
+        self._found: protocol.DecisionFound | None = None  # see _find
         self._reports: Sequence[bytes] = ()  # coordinator: all ranks'
         self._traces: Sequence[bytes] = ()
         self._counted_at = 0.0  # in seconds since the epoch
@@ -102,23 +89,22 @@ class Voter:
         round_ = self.round
         return self._ticks if round_ is None else self._ticks + round_.part.progress
 
-    def agree(self, round_: Round) -> Agreed:
+    def agree(self, round_: Round) -> Decision:
         """Run the round to its decision."""
         self.round = round_
-        self._apart = None
-        self._store_failed, self._older, self._failure, self._reports = False, [], None, ()
+        self._apart = self._found = None
+        self._store_failed = False
         if self._detector is not None:
-            self._detector.follow(round_.number)
+            self._detector.expect_votes(True)
         try:
-            decision = self._follow_protocol(round_)
-            return Agreed(decision, self._older, self._failure)
+            return self._follow_protocol(round_)
         finally:
             self._say("idle", round_)
             self._reports = self._traces = ()
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
             if self._detector is not None:
-                self._detector.follow(None)
+                self._detector.expect_votes(False)
 
     def close(self) -> None:
         self._tree.close()
@@ -212,16 +198,11 @@ class Voter:
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)
-
-                def look() -> list[Attempt]:
-                    round_.part.check()
-                    return Place(directory).find_older(round_)  # 5
-
-                self._older = bounded("looking at the files", directory, round_.timeout, look)
+                bounded("looking at the files", directory, round_.timeout, round_.part.check)
         except SaveStalledError as stalled:
-            error = self._failure = SaveStalledError(f"{stalled}{what_it_says(round_.directory)}")
+            error = round_.failure = SaveStalledError(f"{stalled}{what_it_says(round_.directory)}")
         except StorageError as failure:
-            error = self._failure = failure
+            error = round_.failure = failure
         return protocol.Written(None if error is None else Reason.of(error))
 
     def _meet(self, round_: Round) -> protocol.Event:
@@ -309,15 +290,13 @@ class Voter:
                 timeout,
                 lambda: place.publish(round_, lambda meta, claim: document(meta, claim, trace)),
             )
-        except HungError as error:
-            self._failure = error
-            raise  # the protocol settles it
-        except CommitOutcomeUnknown as error:
-            self._failure = error
-            return protocol.Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
         except Exception as error:
-            self._failure = error
-            return protocol.Decided(Decision.failed(0, error))
+            round_.failure = error
+            if isinstance(error, HungError):
+                raise  # the protocol settles it
+            unknown = isinstance(error, CommitOutcomeUnknown)
+            outcome = Outcome.UNKNOWN if unknown else Outcome.FAILED
+            return protocol.Decided(Decision(outcome, {0: Reason.of(error)}))
         return protocol.Decided(Decision(Outcome.COMMITTED))
 
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
@@ -346,7 +325,7 @@ class Voter:
         directory, attempt = round_.directory, round_.attempt
         assert directory is not None
         assert attempt is not None
-        again = isinstance(self._failure, HungError)
+        again = isinstance(round_.failure, HungError)
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
             place = Place(directory)
@@ -398,15 +377,25 @@ class Voter:
         detector = self._detector
         if detector is None:
             return None
-        losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
+        losses = detector.losses() or detector.stalled(round_.timeout, round_.number)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
+        ended = detector.ended(round_.number)
         return protocol.interruption(
-            detector.ended(round_.number) if self._is_coordinator else (),
-            detector.decision,
+            ended if self._is_coordinator else (),
+            self._find(round_) if ended and not self._is_coordinator else None,
             protocol.Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )
+
+    def _find(self, round_: Round) -> protocol.DecisionFound | None:
+        """The decision about a round that the coordinator has ended; None if the store does not answer. Asks once."""
+        assert self._detector is not None
+        assert self._decisions is not None
+        if self._found is None and not self._detector.misses_store:
+            with contextlib.suppress(RuntimeError):
+                self._found = protocol.DecisionFound(self._decisions.find(round_.number))
+        return self._found
 
     def _say(self, doing: str, round_: Round) -> None:
         self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"

@@ -40,6 +40,10 @@ class Beat:
     def decode(value: bytes) -> Beat:
         return Beat(*json.loads(value)[1:])
 
+    def owes_vote(self, round_number: int) -> bool:
+        """Whether the others wait for the rank's vote in the round, or for its publication."""
+        return self.voted < round_number or self.doing.startswith("publishing")
+
     def with_losses(self, losses: Sequence[Loss]) -> Beat:
         """This beat, telling of ``losses``."""
         lost = [dataclasses.astuple(loss) for loss in losses[:_LISTED]]
@@ -78,13 +82,8 @@ class Loss:
 class Watched:
     """What this rank knows of another."""
 
-    value: bytes = b""
+    value: bytes = b""  # its latest beat as it was written; empty before the first
     beat: Beat = field(default_factory=Beat)
     silent: float = 0.0  # seconds without a new beat, counted while this rank was looking
     still: float = 0.0  # seconds without progress
     near: str | None = None  # the identity of its process, if this rank can see it
-
-    @property
-    def heard(self) -> bool:
-        """Whether the rank has ever beaten."""
-        return bool(self.value)

@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from typing import Final
 
 from dcp_datastates.ranks.beats import Beat, Loss, Watched
 from dcp_datastates.ranks.connection import Connection
@@ -30,8 +30,6 @@ from dcp_datastates.ranks.processes import is_gone, is_near
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
-
-D = TypeVar("D")
 
 SILENCE_SECONDS: Final = 60.0
 """A rank that has not beaten for this long counts as lost. A call that holds its GIL for half a minute is no loss."""
@@ -64,48 +62,36 @@ def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
-class FailureDetector(Generic[D]):
+Listener = Callable[[list[Loss]], None]
+
+
+class FailureDetector:
     """This rank's beat, and its watch over the others'.
 
     Args:
         store: a connection to the store for this thread alone.
         status: returns this rank's beat; the failure detector's thread calls it.
-        find: reads the coordinator's decision about a round that the coordinator has ended; the same thread calls it.
     """
 
-    def __init__(
-        self,
-        rank_set: RankSet,
-        store: Connection,
-        status: Callable[[], Beat],
-        find: Callable[[int], D],
-    ) -> None:
+    def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
         self._rank_set = rank_set
         self._store = store
         self._status = status
-        self._find = find
-        self._watched = {
-            rank: Watched()
-            for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
-            if rank != rank_set.rank
-        }
+        others = range(1, rank_set.world) if rank_set.rank == 0 else (0,)
+        self._watched = {rank: Watched() for rank in others}
         self._lock = threading.RLock()  # guards what follows
-        self._round: int | None = None
-        self._decision: D | None = None  # the coordinator's, in that round
+        self._in_round = False
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
-        self._told: list[Loss] = []  # by the coordinator's latest beat
         # The coordinator's beat from before the save: its losses are out of date.
         self._old_news = b""
-        self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
         self._count = 0  # how many beats this rank has written
         self._interval = _ACTIVE_SECONDS  # between two beats
-        self._active = 0
+        self._active: list[Listener | None] = []  # for each save in flight
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
-        self._listeners: list[Callable[[list[Loss]], None]] = []
         name = "dcp_datastates-heartbeat"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # The thread's:
@@ -114,28 +100,19 @@ class FailureDetector(Generic[D]):
 
     # ---- any thread --------------------------------------------------------------------------
 
-    def listen(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Call ``listener`` from the failure detector's thread whenever ranks are lost while a save is in flight."""
-        with self._lock:
-            self._listeners.append(listener)
-
-    def forget(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Undo :meth:`listen`."""
-        with self._lock:
-            self._listeners = [other for other in self._listeners if other != listener]
-
-    def save_started(self) -> None:
-        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this.
+    def save_started(self, listener: Listener | None = None) -> None:
+        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this. The
+        detector's thread calls ``listener`` whenever ranks are lost meanwhile.
 
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
             if not self._active:
                 self._expect_silent()
-            self._active += 1
+            self._active.append(listener)
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
-                self._told, self._old_news = [], self._watched[0].value
+                self._old_news = self._watched[0].value
         self.register(0.0)
         self._wake.set()
 
@@ -150,7 +127,7 @@ class FailureDetector(Generic[D]):
 
     def _expect_unheard(self) -> None:
         for watched in self._watched.values():
-            if not watched.heard:
+            if not watched.value:
                 watched.silent = 0.0
 
     def _expect_silent(self) -> None:
@@ -158,18 +135,16 @@ class FailureDetector(Generic[D]):
         grace = 3 * seconds_between_beats(self._rank_set.world)
         for watched in self._watched.values():
             watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
-        self._silent = []
 
-    def save_ended(self) -> None:
+    def save_ended(self, listener: Listener | None = None) -> None:
         """Note that a save is over."""
         with self._lock:
-            self._active -= 1
+            self._active.remove(listener)
 
-    def follow(self, round_number: int | None) -> None:
-        """From now on look with every beat for the decision about this round; None for no round."""
+    def expect_votes(self, expected: bool) -> None:
+        """Note that a round begins, or has ended: in a round, each rank must be heard, and make progress."""
         with self._lock:
-            self._round = round_number
-            self._decision = None
+            self._in_round = expected
             self._expect_unheard()  # a rank may reach its first save late
             # Before the round there was no progress to make. The next look counts from the last one on.
             uncounted = time.monotonic() - self._looked_at
@@ -178,19 +153,13 @@ class FailureDetector(Generic[D]):
         self._wake.set()
 
     @property
-    def decision(self) -> D | None:
-        """The coordinator's decision about the round of :meth:`follow`; None before, and on the coordinator."""
-        with self._lock:
-            return self._decision
-
-    @property
     def misses_store(self) -> bool:
         """Whether the store did not answer the latest beat."""
         with self._lock:
             return self._store_error is not None
 
     def ended(self, round_number: int) -> list[int]:
-        """The other ranks that know the outcome of the round."""
+        """The watched ranks that know the outcome of the round."""
         with self._lock:
             return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
 
@@ -203,7 +172,7 @@ class FailureDetector(Generic[D]):
                 near = [rank for rank, watched in self._watched.items() if watched.near is not None]
                 self._gone = [loss for rank in near if (loss := self._visit(rank))]
             certain = {loss.rank for loss in self._gone}
-            others = [loss for loss in self._told + self._silent if loss.rank not in certain]
+            others = [loss for loss in self._told() + self._silent() if loss.rank not in certain]
             if self._store_error is not None:
                 reason = (
                     f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
@@ -225,28 +194,36 @@ class FailureDetector(Generic[D]):
         host, _, pid, _ = who.split("|")
         return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
-    def _is_silent(self, watched: Watched) -> bool:
-        if not watched.heard and self._round is None:
-            # Outside a round, a rank may not have reached its first save yet.
-            return watched.silent >= _UNSEEN_SECONDS
-        return watched.silent >= SILENCE_SECONDS
+    def _told(self) -> list[Loss]:
+        """The losses of which the coordinator's latest beat tells another rank."""
+        coordinator = self._watched.get(0)
+        if coordinator is None or coordinator.value == self._old_news:
+            return []
+        return [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
 
-    def stalled(self, round_number: int, seconds: float) -> list[Loss]:
-        """The ranks that beat and have not voted in the round (or are publishing), but have made no progress for
-        ``seconds``.
+    def _silent(self) -> list[Loss]:
+        # Outside a round, a rank may not have reached its first save yet.
+        unheard = SILENCE_SECONDS if self._in_round else _UNSEEN_SECONDS
+        return [
+            Loss(
+                rank,
+                f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
+                f"(last seen: {watched.beat.doing})",
+            )
+            for rank, watched in self._watched.items()
+            if watched.silent >= (SILENCE_SECONDS if watched.value else unheard)
+        ]
+
+    def stalled(self, seconds: float, round_number: int | None = None) -> list[Loss]:
+        """The ranks that have made no progress for ``seconds``; if this is for a round, those that have not voted in
+        it, or are publishing.
         """
         with self._lock:
             return [
-                Loss(
-                    rank,
-                    f"is alive, but has made no progress for {watched.still:.0f} s "
-                    f"({watched.beat.doing})",
-                )
-                for rank, watched in self._watched.items()
-                if watched.still >= seconds
-                and (
-                    watched.beat.voted < round_number or watched.beat.doing.startswith("publishing")
-                )
+                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
+                for rank, each in self._watched.items()
+                if each.still >= seconds
+                and (round_number is None or each.beat.owes_vote(round_number))
             ]
 
     def absent(self, calls: int, own: bool) -> list[int]:
@@ -257,21 +234,12 @@ class FailureDetector(Generic[D]):
             beats = [(rank, each.beat) for rank, each in self._watched.items()]
         return [rank for rank, beat in beats if (beat.calls if own else beat.dcp_calls) < calls]
 
-    def standing_still(self, seconds: float) -> list[Loss]:
-        """The ranks that have made no progress for ``seconds``, in whatever phase."""
-        with self._lock:
-            return [
-                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
-                for rank, each in self._watched.items()
-                if each.still >= seconds
-            ]
-
     @property
     def said_by_coordinator(self) -> str:
         """The phase that the coordinator's latest beat names; empty on the coordinator, and before its first beat."""
         with self._lock:
-            coordinator = self._watched.get(0)
-            return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
+            coordinator = self._watched.get(0, Watched())
+            return coordinator.beat.doing if coordinator.value else ""
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
@@ -302,9 +270,9 @@ class FailureDetector(Generic[D]):
                     self._store_error = error
                     if error is not None and self._active:
                         logger.warning("the store that the ranks meet at fails: %s", error)
-                active = self._active > 0 or self._round is not None
+                active = bool(self._active) or self._in_round
                 self._interval = seconds_between_beats(self._rank_set.world, active=active)
-                listeners = list(self._listeners) if active else []
+                listeners = [each for each in self._active if each is not None]
             if listeners and (losses := self.losses()):
                 for listener in listeners:
                     try:
@@ -339,20 +307,6 @@ class FailureDetector(Generic[D]):
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
         self._read_beats(passed)
-        if self._rank_set.rank == 0:
-            return
-        coordinator = self._watched[0]
-        told = [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
-        with self._lock:
-            news = coordinator.heard and coordinator.value != self._old_news
-            self._told = told if news else []
-            round_number = self._round
-        if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
-            return
-        decision = self._find(round_number)
-        with self._lock:
-            if self._round == round_number:
-                self._decision = decision
 
     def _values(self) -> dict[int, bytes]:
         """The watched ranks' beats, by one request."""
@@ -386,15 +340,6 @@ class FailureDetector(Generic[D]):
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
-            self._silent = [
-                Loss(
-                    rank,
-                    f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
-                    f"(last seen: {watched.beat.doing})",
-                )
-                for rank, watched in self._watched.items()
-                if self._is_silent(watched)
-            ]
 
 
 class LossWatch:
@@ -405,7 +350,7 @@ class LossWatch:
             a silent rank may be back, and this rank may not have seen it yet.
     """
 
-    def __init__(self, detector: FailureDetector[Any], patience: float = RETURN_SECONDS) -> None:
+    def __init__(self, detector: FailureDetector, patience: float = RETURN_SECONDS) -> None:
         self._detector = detector
         self._patience = patience
         self._since: float | None = None

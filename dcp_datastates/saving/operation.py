@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 from dcp_datastates._native import SaveJob
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Part, Round
+from dcp_datastates.commit.round import EndedPart, Part, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
@@ -233,8 +233,7 @@ class SaveOperation:
         self.doing = "planning"
         self.stats.timeline.begin("planning")
         if detector is not None:
-            detector.save_started()
-            detector.listen(self._lost)
+            detector.save_started(self._lost)
 
     def directory(self) -> Location:
         """The checkpoint's directory. Raises :class:`ConfigurationError` if no path was given."""
@@ -341,12 +340,11 @@ class SaveOperation:
         if self._phase is not Phase.COMMITTING and not self.own:
             self.fail(error)
         if listens and self.group_of_call.detector is not None:
-            self.group_of_call.detector.save_ended()
-            self.group_of_call.detector.forget(self._lost)
+            self.group_of_call.detector.save_ended(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
         """Vote against the save, unless this rank's part is submitted. Any thread."""
-        self.submit(FailedPart(error))
+        self.submit(EndedPart(error))
 
     # ---- within ------------------------------------------------------------------------------------
 

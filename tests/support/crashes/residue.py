@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dcp_datastates.commit import group as groups
 from dcp_datastates.io import engine
@@ -82,12 +81,12 @@ def _await_beats() -> None:
             time.sleep(0.02)
 
 
-def _hears_all(detector: FailureDetector[Any] | None) -> bool:
+def _hears_all(detector: FailureDetector | None) -> bool:
     """Whether it has heard each rank that it watches; it watches none before it has started."""
     return (
         detector is None
         or detector._thread.ident is None
-        or all(each.heard for each in list(detector._watched.values()))
+        or all(each.value for each in list(detector._watched.values()))
     )
 
 

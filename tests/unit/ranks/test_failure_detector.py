@@ -31,10 +31,6 @@ def _hurried(monkeypatch):
     monkeypatch.setattr(detector_module, "_IDLE_SECONDS", 0.4)
 
 
-def _nothing(number):
-    return None
-
-
 class _Status:
     """What a rank says of itself, each time that it beats; :meth:`stand_still` has its Python stand still there."""
 
@@ -73,7 +69,6 @@ class _Detectors:
         self.made = []
         self.stores = {}
         self._rank_sets = {}
-        self.decided = {}  # by the coordinator, by round
 
     def rank_set(self, rank, world=2):
         if rank not in self._rank_sets:
@@ -84,12 +79,7 @@ class _Detectors:
     def __call__(self, rank, world=2, status=None):
         rank_set = self.rank_set(rank, world)
         self.stores[rank] = rank_set.connect("commit")
-        detector = FailureDetector(
-            rank_set,
-            self.stores[rank],
-            status or _Status(),
-            lambda number: self.decided.get(number, "forgotten"),
-        )
+        detector = FailureDetector(rank_set, self.stores[rank], status or _Status())
         detector.save_started()
         self.made.append(detector)
         return detector
@@ -146,9 +136,9 @@ def test_time_before_a_round_is_no_time_without_progress(detectors):
     first.close()  # the test looks in its place
     first._interval = 60.0
     first._looked_at -= 60
-    first.follow(1)
+    first.expect_votes(True)
     first._look()
-    assert first.stalled(1, 30) == []
+    assert first.stalled(30, 1) == []
 
 
 def test_the_others_hear_from_the_coordinator_who_is_lost(detectors, monkeypatch):
@@ -189,7 +179,7 @@ def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monk
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", NEVER)
     status = _Status()
     first = detectors(0, status=status)
-    await_that(lambda: first.standing_still(2 * SILENCE))
+    await_that(lambda: first.stalled(2 * SILENCE))
     assert first.losses() == []
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", SILENCE)
     await_that(first.losses)
@@ -198,7 +188,7 @@ def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monk
 def test_in_a_round_a_rank_never_heard_of_is_silent_like_any_other(detectors, monkeypatch):
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", NEVER)
     first = detectors(0)
-    first.follow(0)
+    first.expect_votes(True)
     await_that(first.losses)
 
 
@@ -206,14 +196,14 @@ def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(detectors)
     status = _Status(Beat(voted=4, progress=7, doing="flushing (save 5)"))
     first = detectors(0)
     detectors(1, status=status)
-    first.follow(5)
-    await_that(lambda: first.stalled(5, 1.0))
-    (loss,) = first.stalled(5, 1.0)
-    assert "rank 1 is alive, but has made no progress" in str(loss)
+    first.expect_votes(True)
+    await_that(lambda: first.stalled(1.0, 5))
+    (loss,) = first.stalled(1.0, 5)
+    assert "rank 1 has made no progress" in str(loss)
     assert "flushing (save 5)" in str(loss)
-    assert first.stalled(4, 1.0) == [], "it has voted in that one"
+    assert first.stalled(1.0, 4) == [], "it has voted in that one"
     status.beat = Beat(voted=4, progress=8, doing="flushing (save 5)")
-    await_that(lambda: not first.stalled(5, 1.0))
+    await_that(lambda: not first.stalled(1.0, 5))
 
 
 @pytest.mark.parametrize("standing", [0, 1])
@@ -248,36 +238,17 @@ def test_a_rank_that_misses_the_store_is_silent(detectors, monkeypatch):
 def test_what_went_before_a_round_does_not_count_against_it(detectors):
     first = detectors(0)
     detectors(1)
-    await_that(lambda: first.standing_still(1.0))
-    first.follow(1)
-    assert first.stalled(1, 1.0) == []
+    await_that(lambda: first.stalled(1.0))
+    first.expect_votes(True)
+    assert first.stalled(1.0, 1) == []
 
 
-def test_what_the_coordinator_decided_in_the_followed_round_is_seen(detectors):
-    status = _Status(Beat(ended=-1))
-    first, second = detectors(0, status=status), detectors(1)
-    second.follow(3)
-    await_that(lambda: second.losses() == [] and first.ended(0) == [])
-    assert second.decision is None
-    detectors.decided.update({3: "committed", 4: "failed"})
-    assert second.decision is None, "the coordinator has not ended it"
-    status.beat = Beat(ended=3)
-    await_that(lambda: second.decision == "committed")
-    second.follow(4)
-    status.beat = Beat(ended=4)
-    await_that(lambda: second.decision == "failed")
-    second.follow(5)
-    status.beat = Beat(ended=6)
-    await_that(lambda: second.decision == "forgotten")
-    second.follow(None)
-    assert second.decision is None
-
-
-def test_the_coordinator_sees_which_ranks_have_ended_a_round(detectors):
-    first = detectors(0)
-    detectors(1, status=_Status(Beat(ended=7)))
-    await_that(lambda: first.ended(7) == [1])
-    assert first.ended(8) == []
+@pytest.mark.parametrize("watching", [0, 1])
+def test_which_ranks_have_ended_a_round_is_seen(detectors, watching):
+    ends = _Status(Beat(ended=7))
+    watches = [detectors(rank, status=None if rank == watching else ends) for rank in (0, 1)]
+    await_that(lambda: watches[watching].ended(7) == [1 - watching])
+    assert watches[watching].ended(8) == []
 
 
 def test_close_ends_the_thread(detectors):
@@ -321,7 +292,7 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
     incarnations = [each.incarnation for each in ranks]
     assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * world
     assert all(each.await_all(30) for each in incarnations)
-    detectors = [FailureDetector(each, each.connect("commit"), Beat, _nothing) for each in ranks]
+    detectors = [FailureDetector(each, each.connect("commit"), Beat) for each in ranks]
     for late in (False, True):  # at first the others have no beats yet
         store.requests = 0
         detectors[0]._look()
@@ -341,7 +312,7 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
         assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 3
         assert all(each.await_all(30) for each in incarnations)
         for each in ranks:
-            detector = FailureDetector(each, each.connect("commit"), Beat, _nothing)
+            detector = FailureDetector(each, each.connect("commit"), Beat)
             detector._beat()
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4
@@ -364,7 +335,7 @@ def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(first, "losses", lambda: [Loss(1, "is lost")])
-    first.listen(listener)
+    first.save_started(listener)
     await_that(lambda: len(told) >= 2)
 
 
