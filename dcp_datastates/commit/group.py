@@ -97,9 +97,9 @@ class CommitGroup:
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
         self.detector: FailureDetector | None = None
         if rank_set.world > 1:
-            self._decisions = DecisionLog(rank_set.connect("commit"))
-            alone = rank_set.connect("commit", shared=False)
-            self.detector = FailureDetector(rank_set, alone, self._status)
+            store = rank_set.connect("commit")
+            self._decisions = DecisionLog(store)
+            self.detector = FailureDetector(rank_set, store, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
         self._attached_lock = threading.RLock()  # guards _attached
         self._attached: AttachedContext | None = None

@@ -69,7 +69,7 @@ class FailureDetector:
     """This rank's beat, and its watch over the others'.
 
     Args:
-        store: a connection to the store for this thread alone.
+        store: where the beats are.
         status: returns this rank's beat; the failure detector's thread calls it.
     """
 

@@ -56,9 +56,9 @@ class Residue:
     def beyond(self, before: Residue) -> dict[str, object]:
         """What there is more of now than ``before``; any segment of the cache that is not free.
 
-        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.ranks.gloo_group.abandoned`.
+        But for what gloo keeps by a defect of its own: see :data:`dcp_datastates.ranks.gloo_group.abandoned`.
         """
-        stuck = gloo_group.abandoned()
+        stuck = len(gloo_group.abandoned)
         more = {
             "threads": self.threads - before.threads,
             "native threads": self._more_tasks(before, 3 * stuck),
