@@ -12,8 +12,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.decision_log import DecisionLog
@@ -77,7 +77,8 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = threading.RLock()  # guards the next three, and _drawn
+        self._lock = threading.RLock()  # guards the next four, _drawn and _reading
+        self._attached: AttachedContext | None = None
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self._calls = 0
@@ -90,10 +91,9 @@ class CommitGroup:
         self._expected: int | None = None  # the next round; commit thread only; None at first
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
-        self._order_lock = threading.RLock()  # guards the next three
+        self._order_lock = threading.RLock()  # guards the next two, and the order of posts
         self._announced: set[int] = set()  # numbers of rounds that are to come
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
-        self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
         self.detector: FailureDetector | None = None
         if rank_set.world > 1:
@@ -101,8 +101,6 @@ class CommitGroup:
             self._decisions = DecisionLog(store)
             self.detector = FailureDetector(rank_set, store, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
-        self._attached_lock = threading.RLock()  # guards _attached
-        self._attached: AttachedContext | None = None
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class CommitGroup:
 
     def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
-        with self._attached_lock:
+        with self._lock:
             if self._attached is None:
                 self._attached = make(self)
             return cast("C", self._attached)
@@ -173,25 +171,17 @@ class CommitGroup:
             waiting = sorted([*self._waiting, round_], key=lambda each: each.number)
             ready = [each for each in waiting if each.number < first]
             self._waiting = waiting[len(ready) :]
-            self._ready.extend(ready)
-        for _ in ready:
-            if not self._worker.post(lambda: self._run(self._next())):
-                late = self._next()
-                late.part.cancel()
-                late.resolve(
-                    SaveFailedError(f"this save was not committed: {self._worker.refusal}")
-                )
-
-    def _next(self) -> Round:
-        with self._order_lock:
-            return self._ready.popleft()
+            late = [each for each in ready if not self._worker.post(partial(self._run, each))]
+        for each in late:
+            each.part.cancel()
+            each.resolve(SaveFailedError(f"this save was not committed: {self._worker.refusal}"))
 
     def close(self) -> None:
         """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
 
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
-        with self._attached_lock:
+        with self._lock:
             attached, self._attached = self._attached, None
         if attached is not None:
             attached.close()
@@ -231,7 +221,7 @@ class CommitGroup:
         try:
             self._tidy(round_, decision.outcome)
         except Exception:  # the next commit removes the rest; the outcome stands
-            logger.exception("could not tidy up after save %d", round_.number - round_.first)
+            logger.exception("could not tidy up after %s", round_)
         round_.resolve(self._error(round_, decision))
 
     def _error(self, round_: Round, decision: Decision) -> BaseException | None:

@@ -84,16 +84,13 @@ class Place:
 
     # ---- publishing ------------------------------------------------------------------------------
 
+    @operations.during("publish")
     def publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
         """Coordinator: commit the round's attempt, with the bytes that ``document`` makes, which is called once.
 
         Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
         and cannot be any more.
         """
-        with operations.during("publish"):
-            self._publish(round_, document)
-
-    def _publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
         directory, attempt, claim = self._directory, round_.attempt, round_.claim
         assert attempt is not None
         assert claim is not None
@@ -163,14 +160,11 @@ class Place:
 
     # ---- settling ----------------------------------------------------------------------------------
 
+    @operations.during("settle")
     def settle(self, attempt: Attempt) -> bool | None:  # 16
         """Any rank that has voted: whether the attempt is committed. If not, it can no longer be. None if that can no
         longer be known.
         """
-        with operations.during("settle"):
-            return self._settle(attempt)
-
-    def _settle(self, attempt: Attempt) -> bool | None:
         # A directory is not tried now, when storage may be in trouble: where nothing is created once, this raises.
         if not (self._directory.is_local or self._creates_once):
             if decisions.state_of(self._directory, attempt) is State.COMMITTED:
@@ -194,18 +188,15 @@ class Place:
         """
         try:
             with operations.during("cleanup", self._directory.folder):
-                self._tidy(round_)
+                if self._directory.is_local:
+                    readme.write(Path(str(self._directory)))
+                    local_store.sweep(self._directory.key)
+                if round_.attempt is not None:
+                    self._copy(round_.attempt, round_.published)
+                if round_.claim is not None and round_.claim.older and self._deletes:  # 5
+                    self.remove(round_.claim.older)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
-
-    def _tidy(self, round_: Round) -> None:
-        if self._directory.is_local:
-            readme.write(Path(str(self._directory)))
-            local_store.sweep(self._directory.key)
-        if round_.attempt is not None:
-            self._copy(round_.attempt, round_.published)
-        if round_.claim is not None and round_.claim.older and self._deletes:  # 5
-            self.remove(round_.claim.older)
 
     def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
         """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an

@@ -26,20 +26,24 @@ from dcp_datastates.errors import RankLostError, SaveFailedError
 # ---- actions ---------------------------------------------------------------------------------
 
 
+class Action:
+    """What a rank does next. The text after the colon is the event that results."""
+
+
 @dataclass(frozen=True)
-class AwaitFiles:
+class AwaitFiles(Action):
     """Wait until this rank's files are durable, or have failed: :class:`Written`."""
 
 
 @dataclass(frozen=True)
-class Explain:
+class Explain(Action):
     """Write to the store why this rank fails the save, if the store can be reached: :class:`Done`."""
 
     reason: Reason
 
 
 @dataclass(frozen=True)
-class Meet:
+class Meet(Action):
     """Connect with all ranks if this rank is not connected: :class:`Done`, or :class:`Broke`.
 
     A rank that has reconnected first looks whether the round was decided without it: :class:`DecisionFound`.
@@ -47,72 +51,57 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class Vote:
+class Vote(Action):
     """Vote, and count all ranks' votes: :class:`Counted`."""
 
     ok: bool
 
 
 @dataclass(frozen=True)
-class Collect:
+class Collect(Action):
     """Coordinator: read the reasons that ranks have written to the store: :class:`Collected`."""
 
 
 @dataclass(frozen=True)
-class Publish:
+class Publish(Action):
     """Coordinator: publish the attempt: :class:`Decided`. Nothing interrupts a publication that has begun."""
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Action):
     """Coordinator: write the decision to the store, now or before this rank reconnects."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Action):
     """Coordinator: broadcast the decision: :class:`Done`, whether or not all ranks have received it."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class Hear:
+class Hear(Action):
     """Wait for the decision that :class:`Tell` broadcasts: :class:`DecisionReceived`."""
 
 
 @dataclass(frozen=True)
-class Look:
+class Look(Action):
     """Read the coordinator's decision from the store: :class:`DecisionFound`."""
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Action):
     """Close the connections, so that all ranks must reconnect: :class:`Done`."""
 
 
 @dataclass(frozen=True)
-class Settle:
+class Settle(Action):
     """Withdraw the attempt and read what is committed at the path: :class:`Decided`."""
 
     why: Reason
 
-
-Action = (
-    AwaitFiles
-    | Explain
-    | Meet
-    | Vote
-    | Collect
-    | Publish
-    | Note
-    | Tell
-    | Hear
-    | Look
-    | Leave
-    | Settle
-)
 
 MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
 """These actions may raise because of a defect; the driver throws the error into the generator. The others never raise.
@@ -121,20 +110,24 @@ MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
 # ---- events ----------------------------------------------------------------------------------
 
 
+class Event:
+    """What a rank has seen."""
+
+
 @dataclass(frozen=True)
-class Done:
+class Done(Event):
     """The action was carried out."""
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Event):
     """This rank's files are durable (``reason`` is None), or have failed."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True)
-class Counted:
+class Counted(Event):
     """Whether all ranks' files are durable, and all voted for this save. ``why``: the reason if they voted for
     different saves.
     """
@@ -144,7 +137,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Collected:
+class Collected(Event):
     """Why ranks fail the save, by rank. ``more``: how many further ranks fail it."""
 
     reasons: dict[int, Reason]
@@ -152,57 +145,44 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Decided:
+class Decided(Event):
     """The result of :class:`Publish` or :class:`Settle`."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class DecisionReceived:
+class DecisionReceived(Event):
     """The decision that the coordinator broadcast; None if it is about another round."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
-class Broke:
+class Broke(Event):
     """A connection broke; this does not say which rank is at fault."""
 
 
 @dataclass(frozen=True)
-class DecisionFound:
+class DecisionFound(Event):
     """The coordinator has ended this round; ``decision`` is None if the store does not have it (any more)."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(Event):
     """Ranks are lost. The coordinator gets this for any rank; other ranks only for the coordinator or the store."""
 
     reason: Reason
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Event):
     """Coordinator: these ranks have ended the round without the coordinator's decision."""
 
     ranks: Sequence[int]
 
-
-Event = (
-    Done
-    | Written
-    | Counted
-    | Collected
-    | Decided
-    | DecisionReceived
-    | Broke
-    | DecisionFound
-    | Lost
-    | Refused
-)
 
 Steps = Generator[Action, Event, Decision]
 

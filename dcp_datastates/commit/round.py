@@ -97,6 +97,9 @@ class Round:
     committed: SharedFuture = field(init=False, default_factory=SharedFuture)
     """The commit thread resolves it with the round's outcome on this rank."""
 
+    def __str__(self) -> str:
+        return f"save {self.number - self.first}"
+
     def different(self) -> SaveFailedError:
         """The error if the ranks vote for different saves, and this rank for this one."""
         return SaveFailedError(

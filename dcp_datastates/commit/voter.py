@@ -117,13 +117,8 @@ class Voter:
                 try:
                     event = self._do(action, round_)
                 except Exception as error:
-                    logger.warning(
-                        "%s failed in save %d: %s",
-                        action,
-                        round_.number - round_.first,
-                        error,
-                        exc_info=None if isinstance(error, HungError) else error,
-                    )
+                    trace = None if isinstance(error, HungError) else error
+                    logger.warning("%s failed in %s: %s", action, round_, error, exc_info=trace)
                     action = steps.throw(error)
                 else:
                     action = steps.send(event)
@@ -166,9 +161,7 @@ class Voter:
             return self._try(action, round_, self._decisions)
         except Exception as error:
             self._store_failed = True
-            logger.warning(
-                "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
-            )
+            logger.warning("%s: %s: %s", round_, type(action).__name__, error)
             return nothing
 
     def _try(self, action: protocol.Action, round_: Round, log: DecisionLog) -> protocol.Event:
@@ -187,7 +180,7 @@ class Voter:
 
     def _await_files(self, round_: Round) -> protocol.Event:
         self._say("flushing", round_)
-        stall = Stall(logger, f"save {round_.number - round_.first}", round_.timeout)
+        stall = Stall(logger, str(round_), round_.timeout)
         try:
             while not round_.part.wait(_POLL_SECONDS):
                 if (event := self._notice(round_)) is not None:
@@ -227,7 +220,7 @@ class Voter:
 
     def _after_break(self, round_: Round, broken: Exception) -> protocol.Event:
         """Find out whether a lost rank caused the break. If none did, give up after some time."""
-        logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
+        logger.info("%s: a connection broke: %s", round_, broken)
         now = time.monotonic()
         if self._apart is None:
             self._apart = now
@@ -398,7 +391,7 @@ class Voter:
         return self._found
 
     def _say(self, doing: str, round_: Round) -> None:
-        self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
+        self.doing = doing if doing == "idle" else f"{doing} ({round_})"
         self._tick()
 
     def _tick(self) -> None:
