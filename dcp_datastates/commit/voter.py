@@ -21,8 +21,7 @@ from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, Storag
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
-from dcp_datastates.ranks.beats import Loss
-from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet

@@ -36,7 +36,7 @@ from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate

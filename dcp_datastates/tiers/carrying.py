@@ -35,7 +35,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import failure_detector as detector
-from dcp_datastates.ranks.beats import Beat
+from dcp_datastates.ranks.failure_detector import Beat
 from dcp_datastates.ranks.rank_set import of_store
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging import eager_copies

@@ -31,7 +31,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import engine as engine_module
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 
 
 def _owned():

@@ -13,9 +13,8 @@ from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import failure_detector as detector_module
-from dcp_datastates.ranks import processes
-from dcp_datastates.ranks.beats import Beat, Loss
-from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.failure_detector import Beat, FailureDetector, Loss
+from dcp_datastates.ranks.incarnation import identity, is_gone, is_near
 from dcp_datastates.ranks.rank_set import of_store
 
 SILENCE = 1.5
@@ -168,11 +167,11 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
 
 
 def test_another_machines_process_is_never_called_dead():
-    host, boot, pid, started = processes.identity().split("|")
-    assert not processes.is_gone("|".join([host, "another boot", "1", "0"]))
-    assert processes.is_gone("|".join([host, boot, pid, "0"])), "pid reused"
-    assert not processes.is_gone("|".join([host, boot, pid, started]))
-    assert not processes.is_gone("|".join([host, "", "999999", "0"]))
+    host, boot, pid, started = identity().split("|")
+    assert not is_gone("|".join([host, "another boot", "1", "0"]))
+    assert is_gone("|".join([host, boot, pid, "0"])), "pid reused"
+    assert not is_gone("|".join([host, boot, pid, started]))
+    assert not is_gone("|".join([host, "", "999999", "0"]))
 
 
 def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monkeypatch):
@@ -320,10 +319,10 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
 
 def test_a_process_of_a_host_with_another_name_is_not_near():
     """Machines that were copied while they ran share all the rest."""
-    host, boot, pid, started = processes.identity().split("|")
-    assert processes.is_near("|".join([host, boot, pid, started]))
-    assert not processes.is_near("|".join([host + "-2", boot, pid, started]))
-    assert not processes.is_gone("|".join([host + "-2", boot, pid, "0"]))
+    host, boot, pid, started = identity().split("|")
+    assert is_near("|".join([host, boot, pid, started]))
+    assert not is_near("|".join([host + "-2", boot, pid, started]))
+    assert not is_gone("|".join([host + "-2", boot, pid, "0"]))
 
 
 def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):
