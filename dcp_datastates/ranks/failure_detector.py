@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks.connection import Connection
@@ -69,8 +69,8 @@ class Beat:
 
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
     counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
-    the last round whose outcome the rank knows. Only the coordinator fills in the rest: ``lost``, the first few of the
-    lost ranks (16,384 ranks read it), as the fields of :class:`Loss`; ``more``, how many further ranks are lost.
+    the last round whose outcome the rank knows. Only the coordinator fills in ``lost``: the first few of the lost ranks
+    (16,384 ranks read it), and one loss that stands for the others.
     """
 
     voted: int = -1
@@ -79,15 +79,16 @@ class Beat:
     calls: int = 0
     dcp_calls: int = 0
     ended: int = -1
-    lost: Sequence[Sequence[Any]] = ()
-    more: int = 0
+    lost: Sequence[Loss] = ()
 
     def encode(self, count: int) -> str:
         return json.dumps([count, *dataclasses.astuple(self)])
 
     @staticmethod
     def decode(value: bytes) -> Beat:
-        return Beat(*json.loads(value)[1:])
+        fields = json.loads(value)[1:]
+        fields[-1] = [Loss(*each) for each in fields[-1]]
+        return Beat(*fields)
 
     def owes_vote(self, round_number: int) -> bool:
         """Whether the others wait for the rank's vote in the round, or for its publication."""
@@ -95,14 +96,9 @@ class Beat:
 
     def with_losses(self, losses: Sequence[Loss]) -> Beat:
         """This beat, telling of ``losses``."""
-        lost = [dataclasses.astuple(loss) for loss in losses[:_LISTED]]
-        return dataclasses.replace(self, lost=lost, more=max(0, len(losses) - _LISTED))
-
-    @property
-    def losses(self) -> list[Loss]:
-        """The losses that this beat tells of; the last stands for those that it does not list."""
-        told = [Loss(*loss) for loss in self.lost]
-        return [*told, Loss(-1, "is lost", count=self.more)] if self.more else told
+        more = len(losses) - _LISTED
+        others = [Loss(-1, "is lost", count=more)] if more > 0 else []
+        return dataclasses.replace(self, lost=[*losses[:_LISTED], *others])
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,6 @@ class Watched:
     beat: Beat = field(default_factory=Beat)
     silent: float = 0.0  # seconds without a new beat, counted while this rank was looking
     still: float = 0.0  # seconds without progress
-    near: str | None = None  # the identity of its process, if this rank can see it
 
 
 def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
@@ -166,6 +161,7 @@ class FailureDetector:
         self._looked_at = time.monotonic()
         # The coordinator's beat from before the save: its losses are out of date.
         self._old_news = b""
+        self._near: dict[int, str] = {}  # the identities of the processes that this one can see
         self._gone: list[Loss] = []
         self._visited = 0.0
         self._count = 0  # how many beats this rank has written
@@ -188,8 +184,12 @@ class FailureDetector:
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
-            if not self._active:
-                self._expect_silent()
+            if (
+                not self._active
+            ):  # a silent rank gets three beats' time: it was stopped, say, and comes back
+                grace = 3 * seconds_between_beats(self._rank_set.world)
+                for watched in self._watched.values():
+                    watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
             self._active.append(listener)
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
@@ -210,12 +210,6 @@ class FailureDetector:
         for watched in self._watched.values():
             if not watched.value:
                 watched.silent = 0.0
-
-    def _expect_silent(self) -> None:
-        """Give a silent rank three beats' time: it was stopped, say, and comes back with this save."""
-        grace = 3 * seconds_between_beats(self._rank_set.world)
-        for watched in self._watched.values():
-            watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
 
     def save_ended(self, listener: Listener | None = None) -> None:
         """Note that a save is over."""
@@ -250,8 +244,7 @@ class FailureDetector:
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                near = [rank for rank, watched in self._watched.items() if watched.near is not None]
-                self._gone = [loss for rank in near if (loss := self._visit(rank))]
+                self._gone = [_death(rank, who) for rank, who in self._near.items() if is_gone(who)]
             certain = {loss.rank for loss in self._gone}
             others = [loss for loss in self._told() + self._silent() if loss.rank not in certain]
             if self._store_error is not None:
@@ -268,19 +261,12 @@ class FailureDetector:
         losses = [each for each in self.losses() if each.rank == 0]
         return losses[0] if losses and (losses[0].certain or self.said_by_coordinator) else None
 
-    def _visit(self, rank: int) -> Loss | None:
-        who = self._watched[rank].near
-        if who is None or not is_gone(who):
-            return None
-        host, _, pid, _ = who.split("|")
-        return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
-
     def _told(self) -> list[Loss]:
         """The losses of which the coordinator's latest beat tells another rank."""
         coordinator = self._watched.get(0)
         if coordinator is None or coordinator.value == self._old_news:
             return []
-        return [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
+        return [loss for loss in coordinator.beat.lost if loss.rank != self._rank_set.rank]
 
     def _silent(self) -> list[Loss]:
         # Outside a round, a rank may not have reached its first save yet.
@@ -407,8 +393,8 @@ class FailureDetector:
         processes = incarnation.processes
         if processes is not self._processes:
             self._processes = processes
-            for rank in filter(self._watched.__contains__, processes):
-                self._watched[rank].near = processes[rank] if is_near(processes[rank]) else None
+            near = {rank: who for rank, who in processes.items() if rank in self._watched}
+            self._near = {rank: who for rank, who in near.items() if is_near(who)}
         with self._lock:
             for watched in self._watched.values():
                 watched.silent += passed
@@ -421,6 +407,11 @@ class FailureDetector:
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
+
+
+def _death(rank: int, who: str) -> Loss:
+    host, _, pid, _ = who.split("|")
+    return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
 
 class LossWatch:
