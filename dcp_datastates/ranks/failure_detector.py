@@ -184,9 +184,8 @@ class FailureDetector:
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
-            if (
-                not self._active
-            ):  # a silent rank gets three beats' time: it was stopped, say, and comes back
+            if not self._active:
+                # A silent rank gets three beats' time: it was stopped, say, and comes back with this save.
                 grace = 3 * seconds_between_beats(self._rank_set.world)
                 for watched in self._watched.values():
                     watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
@@ -325,7 +324,7 @@ class FailureDetector:
             try:
                 if self._rank_set.rank == 0:  # look first: the beat contains the losses
                     self._look()
-                if self._rank_set.incarnation.is_known:
+                if self._rank_set.incarnation.await_known(0.0):
                     self._beat()
                 if self._rank_set.rank != 0:
                     self._look()
@@ -373,23 +372,8 @@ class FailureDetector:
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        self._read_beats(passed)
-
-    def _values(self) -> dict[int, bytes]:
-        """The watched ranks' beats, by one request."""
-        keys = [f"beat/{rank}" for rank in self._watched]
-        if not self._has_keys:  # a request for a key that is missing would wait for it
-            if self._rank_set.rank == 0:
-                self._store.multi_set(dict.fromkeys(keys, ""))
-            elif not self._store.check(keys):
-                return {}
-            self._has_keys = True
-        values = zip(self._watched, self._store.multi_get(keys), strict=True)
-        return {rank: value for rank, value in values if value}
-
-    def _read_beats(self, passed: float) -> None:
         incarnation = self._rank_set.incarnation
-        values = self._values() if incarnation.is_known else {}
+        values = self._values() if incarnation.await_known(0.0) else {}
         processes = incarnation.processes
         if processes is not self._processes:
             self._processes = processes
@@ -407,6 +391,18 @@ class FailureDetector:
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
+
+    def _values(self) -> dict[int, bytes]:
+        """The watched ranks' beats, by one request."""
+        keys = [f"beat/{rank}" for rank in self._watched]
+        if not self._has_keys:  # a request for a key that is missing would wait for it
+            if self._rank_set.rank == 0:
+                self._store.multi_set(dict.fromkeys(keys, ""))
+            elif not self._store.check(keys):
+                return {}
+            self._has_keys = True
+        values = zip(self._watched, self._store.multi_get(keys), strict=True)
+        return {rank: value for rank, value in values if value}
 
 
 def _death(rank: int, who: str) -> Loss:

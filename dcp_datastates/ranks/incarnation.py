@@ -102,13 +102,10 @@ class Incarnation:
         """
         return self._processes
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a request to the store need not wait for rank 0. The first look begins to meet it."""
-        return self.await_known(0.0)
-
     def await_known(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has."""
+        """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has, so
+        that a request to the store need not wait for that. The first call begins to meet it.
+        """
         if not self._known.is_set():
             self._start()
             self._known.wait(seconds)
