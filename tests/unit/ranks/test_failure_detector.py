@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
+from dcp_datastates.process import forks
 from dcp_datastates.ranks import failure_detector as detector_module
 from dcp_datastates.ranks.failure_detector import Beat, FailureDetector, Loss
 from dcp_datastates.ranks.incarnation import identity, is_gone, is_near
@@ -154,6 +155,7 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
     first = detectors(0)
     child = os.fork()
     if child == 0:
+        monkeypatch.setattr(forks, "_in_child", False)  # a rank of its own
         detectors(1)
         await_that(lambda: detectors.made[-1].ended(0) == [0])
         os._exit(0)
