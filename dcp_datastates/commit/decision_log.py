@@ -1,6 +1,6 @@
-"""The coordinator's decisions, in the store: for ranks that gloo does not reach. Ranks leave their reasons there, too.
+"""The coordinator's decisions, in the store: for ranks that gloo does not reach. Only the coordinator writes them.
 
-Only the coordinator writes decisions. A rank that fails a save writes its reason before it votes.
+Ranks that archive together (``tiers/carrying.py``) have no other way to each other: they leave their reasons there.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from dcp_datastates.commit.protocol import Collected
-from dcp_datastates.commit.vote import Decision, Reason
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks.connection import Connection
 
 _KEPT: Final = 64
 """How many rounds' decisions stay in the store, for ranks that are behind."""
 
 _EXPLAINED: Final = 8
-"""How many ranks' reasons the store keeps for one save."""
+"""How many ranks' reasons the store keeps for one decision."""
 
 
 class DecisionLog:
@@ -46,15 +45,15 @@ class DecisionLog:
             del self._unsaid[number]
 
     def explain(self, number: int, rank: int, reason: Reason) -> None:
-        """Write the reason why ``rank`` fails the round; the store keeps the first few ranks' reasons."""
+        """Write the reason why ``rank`` fails; the store keeps the first few ranks' reasons."""
         # The client may send a request twice: then the count is one too high, and no reason is lost.
         place = self._store.add(_reasons(number), 1)
         if place <= _EXPLAINED:
             text = json.dumps([rank, reason.kind, reason.message])
             self._store.set(f"{_reasons(number)}/{place}", text)
 
-    def collect(self, number: int) -> Collected:
-        """Coordinator: the reasons that ranks have written."""
+    def failures(self, number: int) -> Decision | None:
+        """Coordinator: the decision to fail, for the reasons that ranks have written; None if there are none."""
         count = self._store.add(_reasons(number), 0)
         keys = [f"{_reasons(number)}/{place + 1}" for place in range(min(count, _EXPLAINED))]
         reasons = {}
@@ -62,11 +61,12 @@ class DecisionLog:
             if self._store.check([key]):
                 rank, kind, message = json.loads(self._store.get(key))
                 reasons[rank] = Reason(kind, message)
-        return Collected(reasons, max(0, count - len(keys)))
+        more = max(0, count - len(keys))
+        return Decision(Outcome.FAILED, reasons, more=more) if reasons else None
 
     def forget_before(self, number: int) -> None:
-        """Coordinator, once a round: delete the entries that no rank asks for any more."""
-        self.forget(number - _KEPT)
+        """Coordinator, once a round: delete the decision that no rank asks for any more."""
+        self._store.delete_key(_decision(number - _KEPT))
 
     def forget(self, number: int) -> None:
         """Coordinator: delete the entries of the round."""

@@ -76,12 +76,11 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = threading.RLock()  # guards the next four, _drawn and _reading
+        self._lock = threading.RLock()  # guards the next three, _drawn and _reading
         self._attached: AttachedContext | None = None
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
-        self._calls = 0
-        self._dcp_calls = 0
+        self._calls = {True: 0, False: 0}  # by ``own``: see count_call
         self._planning = ""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
@@ -136,11 +135,8 @@ class CommitGroup:
         which the next beat tells the other ranks. ``more=-1``: the call was for this process alone.
         """
         with self._lock:
-            if own:
-                self._calls += more
-                return self._calls
-            self._dcp_calls += more
-            return self._dcp_calls
+            self._calls[own] += more
+            return self._calls[own]
 
     def tell_planning(self, doing: str) -> None:
         """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
@@ -195,7 +191,8 @@ class CommitGroup:
         doing = self._planning if self._planning and voter.round is None else voter.doing
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
-        return Beat(voter.voted, progress, doing, self._calls, self._dcp_calls, voter.ended)
+        calls, dcp_calls = self._calls[True], self._calls[False]
+        return Beat(voter.voted, progress, doing, calls, dcp_calls, voter.ended, voter.gave_up)
 
     # ---- the commit thread -------------------------------------------------------------------
 

@@ -100,13 +100,6 @@ class Round:
     def __str__(self) -> str:
         return f"save {self.number - self.first}"
 
-    def different(self) -> SaveFailedError:
-        """The error if the ranks vote for different saves, and this rank for this one."""
-        return SaveFailedError(
-            f"the ranks vote for different saves: rank 0 for attempt {self.attempt and self.attempt.name} at "
-            f"{str(self.path)!r}"
-        )
-
     def resolve(self, error: BaseException | None) -> None:
         """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
         with contextlib.suppress(InvalidStateError):

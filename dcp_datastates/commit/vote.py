@@ -20,7 +20,10 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 
 _LONGEST: Final = 768
-"""Longest message of a reason, in characters: reasons travel through the store."""
+"""Longest message of a reason, in characters: decisions travel through the store."""
+
+_TOLD: Final = 8
+"""How many ranks' reasons a decision contains."""
 
 _SHOWN: Final = 3
 """How many ranks' reasons an error message contains."""
@@ -32,11 +35,11 @@ _VOTE: Final = struct.Struct("<?20sB")
 class RankVote:
     """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``report``: what the coordinator needs to know of this rank's files, in any encoding. ``trace``: what this rank's
-    part has cost (``format/save_trace.py``); 255 bytes at most.
+    ``no``: why they are not. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
+    ``trace``: what this rank's part has cost (``format/save_trace.py``); 255 bytes at most.
     """
 
-    ok: bool
+    no: Reason | None
     number: int
     attempt: Attempt | None
     directory: Location | None
@@ -45,8 +48,9 @@ class RankVote:
     trace: bytes = b""
 
     def encode(self) -> bytes:
-        """Yes or no, a digest of the save, the trace, and the report."""
-        return _VOTE.pack(self.ok, self._digest(), len(self.trace)) + self.trace + self.report
+        """Yes or no, a digest of the save, the trace, and the report, or the reason."""
+        told = self.report if self.no is None else json.dumps(astuple(self.no)).encode()
+        return _VOTE.pack(self.no is None, self._digest(), len(self.trace)) + self.trace + told
 
     def _digest(self) -> bytes:
         # Only the last part of the path: other machines may mount the directory elsewhere.
@@ -67,16 +71,30 @@ class Count(Enum):
     """The ranks vote for different saves."""
 
 
-def count_votes(votes: Sequence[bytes]) -> tuple[Count, list[bytes], list[bytes]]:
-    """What the ranks' encoded votes come to, and the ranks' reports and traces."""
-    heads = [_VOTE.unpack_from(vote) for vote in votes]
-    ends = [_VOTE.size + length for _, _, length in heads]
-    reports = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
-    traces = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
-    if not all(ok for ok, _, _ in heads):
-        return Count.FAILED, reports, traces
-    same = len({digest for _, digest, _ in heads}) == 1
-    return Count.UNANIMOUS if same else Count.DIFFERENT, reports, traces
+class Votes:
+    """All ranks' votes, as the coordinator has them.
+
+    Attributes:
+        count: what they come to.
+        reports, traces: the ranks' own, if none votes no.
+        noes: the reasons of those that vote no, by rank.
+    """
+
+    def __init__(self, votes: Sequence[bytes]) -> None:
+        heads = [_VOTE.unpack_from(vote) for vote in votes]
+        ends = [_VOTE.size + length for _, _, length in heads]
+        self.reports: Final = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
+        self.traces: Final = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
+        self.noes: Final = [rank for rank, (ok, _, _) in enumerate(heads) if not ok]
+        same = len({digest for _, digest, _ in heads}) == 1
+        agreed = Count.UNANIMOUS if same else Count.DIFFERENT
+        self.count: Final = Count.FAILED if self.noes else agreed
+
+    def reasons(self) -> tuple[dict[int, Reason], int]:
+        """Why ranks vote no: the first few, by rank, and how many others do."""
+        told = self.noes[:_TOLD]
+        reasons = {rank: Reason(*json.loads(self.reports[rank])) for rank in told}
+        return reasons, len(self.noes) - len(told)
 
 
 class Outcome(Enum):

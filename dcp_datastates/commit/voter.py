@@ -9,15 +9,20 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.place import Place
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, StorageError
+from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, Votes
+from dcp_datastates.errors import (
+    CommitOutcomeUnknown,
+    SaveFailedError,
+    SaveStalledError,
+    StorageError,
+)
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
@@ -35,6 +40,9 @@ _POLL_SECONDS: Final = 0.05
 
 _TOLD: Final = struct.Struct("<q")
 """The round's number, which precedes the decision in a broadcast."""
+
+_LONGEST_WHY: Final = 200
+"""Of the text in a beat, in characters."""
 
 T = TypeVar("T")
 
@@ -67,10 +75,9 @@ class Voter:
         self._tree = GlooTree(rank_set, "vote")
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
-        self._store_failed = False
+        self._why = ""  # see gave_up
         self._found: protocol.DecisionFound | None = None  # see _find
-        self._reports: Sequence[bytes] = ()  # coordinator: all ranks'
-        self._traces: Sequence[bytes] = ()
+        self._votes: Votes | None = None  # coordinator: all ranks'
         self._counted_at = 0.0  # in seconds since the epoch
         # The failure detector's thread reads these:
         self.round: Round | None = None
@@ -79,6 +86,8 @@ class Voter:
         """The newest round that this rank has voted in."""
         self.ended = -1
         """The newest round whose outcome is known here."""
+        self.gave_up = ""
+        """Why this rank ended that round without the coordinator; empty if it did not."""
         self.doing = "idle"
         self._ticks = 0
 
@@ -92,14 +101,15 @@ class Voter:
         """Run the round to its decision."""
         self.round = round_
         self._apart = self._found = None
-        self._store_failed = False
+        self._why = ""
         if self._detector is not None:
             self._detector.expect_votes(True)
         try:
             return self._follow_protocol(round_)
         finally:
             self._say("idle", round_)
-            self._reports = self._traces = ()
+            self._votes = None
+            self.gave_up = self._why
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
             if self._detector is not None:
@@ -131,8 +141,8 @@ class Voter:
                 return self._await_files(round_)
             case protocol.Meet():
                 return self._meet(round_)
-            case protocol.Vote(ok):
-                return self._vote(round_, ok)
+            case protocol.Vote(no):
+                return self._vote(round_, no)
             case protocol.Publish():
                 return self._publish(round_)
             case protocol.Tell(decision):
@@ -141,38 +151,15 @@ class Voter:
                 return self._hear(round_)
             case protocol.Settle(why):
                 return protocol.Decided(self._settle(round_, why))
+            case protocol.Look():
+                self._found = None  # what was not there before may be there now
+                return self._find(round_) or protocol.DecisionFound(None)
+            case protocol.Note(decision):
+                self._note(round_, decision)
+            case protocol.GiveUp(why):
+                self._why = why.message[:_LONGEST_WHY]
             case protocol.Leave():
                 self._tree.leave()
-                return protocol.Done()
-        # These actions end the round: they must not fail, nor wait repeatedly for a store that is gone.
-        nothing: protocol.Event = protocol.DecisionFound(None)
-        if isinstance(action, protocol.Collect):
-            nothing = protocol.Collected({})
-        if self._decisions is None:
-            return nothing
-        try:
-            gone = self._detector is not None and (
-                self._store_failed or self._detector.misses_store
-            )
-            # the decision log keeps a note, and writes it later
-            if gone and not isinstance(action, protocol.Note):
-                raise RuntimeError("the ranks' store does not answer")
-            return self._try(action, round_, self._decisions)
-        except Exception as error:
-            self._store_failed = True
-            logger.warning("%s: %s: %s", round_, type(action).__name__, error)
-            return nothing
-
-    def _try(self, action: protocol.Action, round_: Round, log: DecisionLog) -> protocol.Event:
-        match action:
-            case protocol.Explain(reason):
-                log.explain(round_.number, self._rank_set.rank, reason)
-            case protocol.Note(decision):
-                log.note(round_.number, decision)
-            case protocol.Collect():
-                return log.collect(round_.number)
-            case protocol.Look():
-                return protocol.DecisionFound(log.find(round_.number))
         return protocol.Done()
 
     # ---- actions ---------------------------------------------------------------------------------
@@ -233,9 +220,9 @@ class Voter:
             event = protocol.Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
         return event or protocol.Broke()
 
-    def _vote(self, round_: Round, ok: bool) -> protocol.Event:
+    def _vote(self, round_: Round, no: Reason | None) -> protocol.Event:
         vote = RankVote(
-            ok,
+            no,
             round_.number,
             round_.attempt,
             round_.path,
@@ -244,28 +231,31 @@ class Voter:
             round_.trace(),
         ).encode()
         hit("vote.before")
-        if self._rank_set.world > 1:
-            self.voted = round_.number
-            found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
-        else:
-            found, self._reports, self._traces = count_votes([vote])
+        self.voted = round_.number
+        found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
         if not isinstance(found, Count):
             return found
         self._apart, self._counted_at = None, time.time()
         if found is Count.UNANIMOUS:
             round_.timeline.begin("publishing")
         hit("vote.after")
-        different = Reason.of(round_.different()) if found is Count.DIFFERENT else None
-        return protocol.Counted(found is Count.UNANIMOUS, different)
+        if found is Count.DIFFERENT:
+            different = SaveFailedError(
+                f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
+                f"{str(round_.path)!r}"
+            )
+            return protocol.Counted(False, {-1: Reason.of(different)})
+        reasons = ({}, 0) if self._votes is None else self._votes.reasons()
+        return protocol.Counted(found is Count.UNANIMOUS, *reasons)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
         """Send this rank's vote up the tree; the coordinator's count comes down it."""
         votes = tree.gather(vote, check)
         if votes is None:
             return Count(tree.broadcast(None, check))
-        count, self._reports, self._traces = count_votes(votes)
-        tree.broadcast(count.value, check)
-        return count
+        self._votes = Votes(votes)
+        tree.broadcast(self._votes.count.value, check)
+        return self._votes.count
 
     def _publish(self, round_: Round) -> protocol.Event:
         """Coordinator: publish. All ranks' files are durable."""
@@ -273,9 +263,11 @@ class Voter:
         directory, timeout = round_.directory, round_.timeout
         assert directory is not None
         assert round_.compose is not None
+        assert self._votes is not None
         try:
-            document = round_.compose(self._reports)
-            place, trace = Place(directory), save_trace.join(self._traces, self._counted_at)
+            document = round_.compose(self._votes.reports)
+            trace = save_trace.join(self._votes.traces, self._counted_at)
+            place = Place(directory)
             bounded(  # 8 to 10
                 "publishing",
                 directory,
@@ -291,10 +283,15 @@ class Voter:
             return protocol.Decided(Decision(outcome, {0: Reason.of(error)}))
         return protocol.Decided(Decision(Outcome.COMMITTED))
 
+    def _note(self, round_: Round, decision: Decision) -> None:  # 11
+        try:
+            if self._decisions is not None:
+                self._decisions.note(round_.number, decision)
+        except RuntimeError as error:  # the decision log keeps it, and writes it later
+            logger.warning("%s: the decision is not in the ranks' store yet: %s", round_, error)
+
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
         round_.timeline.begin("ending")
-        if self._rank_set.world == 1:
-            return protocol.Done()
         hit("outcome.before")
         self._say("telling the outcome", round_)
         told = _TOLD.pack(round_.number) + decision.encode().encode()
@@ -373,7 +370,7 @@ class Voter:
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         ended = detector.ended(round_.number)
         return protocol.interruption(
-            ended if self._is_coordinator else (),
+            ended if self._is_coordinator else {},
             self._find(round_) if ended and not self._is_coordinator else None,
             protocol.Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),

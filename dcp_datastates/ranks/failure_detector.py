@@ -69,8 +69,9 @@ class Beat:
 
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
     counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
-    the last round whose outcome the rank knows. Only the coordinator fills in ``lost``: the first few of the lost ranks
-    (16,384 ranks read it), and one loss that stands for the others.
+    the last round whose outcome the rank knows, and ``gave_up`` says why it ended that without the coordinator. Only
+    the coordinator fills in ``lost``: the first few of the lost ranks (16,384 ranks read it), and one loss that stands
+    for the others.
     """
 
     voted: int = -1
@@ -79,6 +80,7 @@ class Beat:
     calls: int = 0
     dcp_calls: int = 0
     ended: int = -1
+    gave_up: str = ""
     lost: Sequence[Loss] = ()
 
     def encode(self, count: int) -> str:
@@ -232,10 +234,11 @@ class FailureDetector:
         with self._lock:
             return self._store_error is not None
 
-    def ended(self, round_number: int) -> list[int]:
-        """The watched ranks that know the outcome of the round."""
+    def ended(self, round_number: int) -> dict[int, str]:
+        """The watched ranks that know the outcome of the round, and why they gave it up; empty if they did not."""
         with self._lock:
-            return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
+            beats = {rank: each.beat for rank, each in self._watched.items()}
+        return {rank: beat.gave_up for rank, beat in beats.items() if beat.ended >= round_number}
 
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""

@@ -76,7 +76,7 @@ class GlooTree:
 
     The ranks connect at most once in a generation. All ranks call the same operations in the same order. An operation
     calls its ``check`` repeatedly while it waits, and raises what ``check`` raises, or :class:`GroupBroken`. The caller
-    must then call :meth:`leave`. Only one thread uses a tree.
+    must then call :meth:`leave`. Only one thread uses a tree. A rank alone is connected.
 
     Args:
         name: prefix of the tree's keys in the store.
@@ -101,6 +101,8 @@ class GlooTree:
 
         Raises :class:`GroupBroken`, or what ``check`` raises, after it has left the tree.
         """
+        if self._rank_set.world == 1:
+            return False
         self._check_open()
         if self._met:
             return False
@@ -202,7 +204,7 @@ class GlooTree:
 
     def _joined(self) -> list[tuple[Place, GlooGroup]]:
         groups = list(self._groups)  # another thread may close the tree
-        if not self._met or self._closed or (not groups and self._rank_set.world > 1):
+        if self._rank_set.world > 1 and not (groups and self._met and not self._closed):
             raise GroupBroken("these connections were given up")
         return groups
 

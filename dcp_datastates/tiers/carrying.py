@@ -302,13 +302,9 @@ class ArchiveVote:
 
     def failures(self) -> Decision | None:
         """Coordinator: the decision if ranks have failed; None if none has said so."""
-        try:
-            collected = self._votes.log.collect(self._number)
-        except RuntimeError:
-            return None
-        if not collected.reasons:
-            return None
-        return Decision(Outcome.FAILED, collected.reasons, more=collected.more)
+        with contextlib.suppress(RuntimeError):
+            return self._votes.log.failures(self._number)
+        return None
 
     def decide(self, decision: Decision) -> None:
         """Coordinator: tell the other ranks."""
