@@ -16,10 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Decision, Outcome
+from dcp_datastates.commit.place import Place, Round
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit

@@ -13,10 +13,16 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, Votes
+from dcp_datastates.commit.place import Place, Round
+from dcp_datastates.commit.vote import (
+    Count,
+    Decision,
+    DecisionLog,
+    Outcome,
+    RankVote,
+    Reason,
+    Votes,
+)
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     SaveFailedError,

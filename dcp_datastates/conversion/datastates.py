@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.source import Box, Source, known_paths, shape_of, shards
 from dcp_datastates.errors import (

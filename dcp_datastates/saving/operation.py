@@ -22,8 +22,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates._native import SaveJob
 from dcp_datastates.commit.group import CommitGroup, commit_group
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Part, Round
+from dcp_datastates.commit.place import EndedPart, Part, Place, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,

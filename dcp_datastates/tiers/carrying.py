@@ -20,9 +20,8 @@ from dcp_datastates.checkpoints.copy import (
     is_whole,
     same_size,
 )
-from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome, Reason
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

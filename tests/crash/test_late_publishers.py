@@ -25,8 +25,7 @@ from dcp_datastates import (
     retain,
 )
 from dcp_datastates.commit import group as groups
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt

@@ -15,8 +15,7 @@ from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
 from dcp_datastates import CheckpointSupersededError, StorageError
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import decisions, stores
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State

@@ -20,8 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempt as attempt_module
 from dcp_datastates.storage import attempts, claims, decisions, operations, store_index
 from dcp_datastates.storage.attempt import Attempt

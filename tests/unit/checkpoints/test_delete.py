@@ -28,8 +28,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.checkpoints.delete import delete_committed
 from dcp_datastates.checkpoints.find import open_found
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours

@@ -3,8 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome, Reason
 
 FAILED = Decision(Outcome.FAILED, given_up=True)
 COMMITTED = Decision(Outcome.COMMITTED)

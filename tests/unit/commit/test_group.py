@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Round
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import ALONE

@@ -16,8 +16,7 @@ from dcp_datastates import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import EndedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempts, decisions, operations, store_index
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
