@@ -32,8 +32,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.format.metadata_table import Document
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
@@ -152,7 +151,7 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             drawn,
             claimed.attempt,
             path,
-            DurablePart(),
+            EndedPart(),
             claim=claimed if rank == 0 else None,
             first=groups[0].first,
             timeout=300,

@@ -103,7 +103,7 @@ def from_first_of(
     key: str,
     purpose: str,
     timeout: float,
-    detector: FailureDetector[Any] | None = None,
+    detector: FailureDetector | None = None,
 ) -> T:
     """:func:`from_first_rank`, of a set of ranks. Any thread; the calls of one key come from one thread.
 
@@ -143,7 +143,7 @@ def _await(
     number: str,
     purpose: str,
     timeout: float,
-    detector: FailureDetector[Any] | None,
+    detector: FailureDetector | None,
 ) -> Any:
     first, incarnation = rank_set.ranks[0], rank_set.incarnation
     try:
@@ -189,7 +189,7 @@ def _find(
     number: str,
     timeout: float,
     missing: str,
-    detector: FailureDetector[Any] | None,
+    detector: FailureDetector | None,
 ) -> bytes | None:
     """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then. ``missing`` says what
     does, for the log.

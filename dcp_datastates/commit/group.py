@@ -12,22 +12,18 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.protocol import DecisionFound
-from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Outcome
-from dcp_datastates.commit.voter import Agreed, Voter
+from dcp_datastates.commit.place import Place, Round
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
+from dcp_datastates.commit.voter import Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.worker import Worker
-from dcp_datastates.ranks.beats import Beat
 from dcp_datastates.ranks.connection import end_requests
-from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.failure_detector import Beat, FailureDetector
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
 from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
@@ -78,11 +74,11 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = threading.RLock()  # guards the next three, and _drawn
+        self._lock = threading.RLock()  # guards the next three, _drawn and _reading
+        self._attached: AttachedContext | None = None
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
-        self._calls = 0
-        self._dcp_calls = 0
+        self._calls = {True: 0, False: 0}  # by ``own``: see count_call
         self._planning = ""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
@@ -91,22 +87,16 @@ class CommitGroup:
         self._expected: int | None = None  # the next round; commit thread only; None at first
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
-        self._order_lock = threading.RLock()  # guards the next three
+        self._order_lock = threading.RLock()  # guards the next two, and the order of posts
         self._announced: set[int] = set()  # numbers of rounds that are to come
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
-        self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
-        self.detector: FailureDetector[DecisionFound] | None = None
+        self.detector: FailureDetector | None = None
         if rank_set.world > 1:
-            self._decisions = DecisionLog(rank_set.connect("commit"))
-            alone = rank_set.connect("commit", shared=False)
-            decisions = DecisionLog(alone)
-            self.detector = FailureDetector(
-                rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
-            )
+            store = rank_set.connect("commit")
+            self._decisions = DecisionLog(store)
+            self.detector = FailureDetector(rank_set, store, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
-        self._attached_lock = threading.RLock()  # guards _attached
-        self._attached: AttachedContext | None = None
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -122,7 +112,7 @@ class CommitGroup:
 
     def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
-        with self._attached_lock:
+        with self._lock:
             if self._attached is None:
                 self._attached = make(self)
             return cast("C", self._attached)
@@ -143,11 +133,8 @@ class CommitGroup:
         which the next beat tells the other ranks. ``more=-1``: the call was for this process alone.
         """
         with self._lock:
-            if own:
-                self._calls += more
-                return self._calls
-            self._dcp_calls += more
-            return self._dcp_calls
+            self._calls[own] += more
+            return self._calls[own]
 
     def tell_planning(self, doing: str) -> None:
         """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
@@ -177,25 +164,17 @@ class CommitGroup:
             waiting = sorted([*self._waiting, round_], key=lambda each: each.number)
             ready = [each for each in waiting if each.number < first]
             self._waiting = waiting[len(ready) :]
-            self._ready.extend(ready)
-        for _ in ready:
-            if not self._worker.post(lambda: self._run(self._next())):
-                late = self._next()
-                late.part.cancel()
-                late.resolve(
-                    SaveFailedError(f"this save was not committed: {self._worker.refusal}")
-                )
-
-    def _next(self) -> Round:
-        with self._order_lock:
-            return self._ready.popleft()
+            late = [each for each in ready if not self._worker.post(partial(self._run, each))]
+        for each in late:
+            each.part.cancel()
+            each.resolve(SaveFailedError(f"this save was not committed: {self._worker.refusal}"))
 
     def close(self) -> None:
         """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
 
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
-        with self._attached_lock:
+        with self._lock:
             attached, self._attached = self._attached, None
         if attached is not None:
             attached.close()
@@ -210,7 +189,8 @@ class CommitGroup:
         doing = self._planning if self._planning and voter.round is None else voter.doing
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
-        return Beat(voter.voted, progress, doing, self._calls, self._dcp_calls, voter.ended)
+        calls, dcp_calls = self._calls[True], self._calls[False]
+        return Beat(voter.voted, progress, doing, calls, dcp_calls, voter.ended, voter.gave_up)
 
     # ---- the commit thread -------------------------------------------------------------------
 
@@ -227,23 +207,23 @@ class CommitGroup:
 
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
-        agreed = self._voter.agree(round_)
+        decision = self._voter.agree(round_)
         round_.timeline.begin("ending")
         if self.is_coordinator and self._decisions is not None:
             with contextlib.suppress(RuntimeError):
                 self._decisions.forget_before(round_.number)
         try:
-            self._tidy(round_, agreed)
+            self._tidy(round_, decision.outcome)
         except Exception:  # the next commit removes the rest; the outcome stands
-            logger.exception("could not tidy up after save %d", round_.number - round_.first)
-        round_.resolve(self._error(round_, agreed))
+            logger.exception("could not tidy up after %s", round_)
+        round_.resolve(self._error(round_, decision))
 
-    def _error(self, round_: Round, agreed: Agreed) -> BaseException | None:
+    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
-        error = agreed.decision.error(where, self.rank_set.world)
+        error = decision.error(where, self.rank_set.world)
         if error is None:
             return None
-        cause = agreed.failure or round_.part.error  # a save that stalls is cancelled
+        cause = round_.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)
         failed = not isinstance(error, CommitOutcomeUnknown)
@@ -253,8 +233,7 @@ class CommitGroup:
         error.__cause__ = cause
         return error
 
-    def _tidy(self, round_: Round, agreed: Agreed) -> None:  # 12
-        outcome, rank, world = agreed.decision.outcome, self.rank_set.rank, self.rank_set.world
+    def _tidy(self, round_: Round, outcome: Outcome) -> None:  # 12
         removes = outcome is Outcome.FAILED
         if removes:
             round_.part.cancel()
@@ -265,10 +244,10 @@ class CommitGroup:
 
         def tidy() -> None:
             hit("cleanup.before")
-            if place is not None and outcome is Outcome.COMMITTED:
-                place.tidy_after_commit(round_, agreed.older, rank, world)
+            if place is not None and outcome is Outcome.COMMITTED and self.is_coordinator:
+                place.tidy_after_commit(round_)
             elif place is not None and removes:
-                place.tidy_after_failure(round_, rank, world)
+                place.tidy_after_failure(round_, self.rank_set.rank, self.rank_set.world)
             hit("cleanup.after")
 
         hung = round_.directory is not None and is_hung(round_.directory)

@@ -1,27 +1,34 @@
-"""Where a save is committed: a directory, or a prefix in an object store (docs/commit.md; the numbers are its steps).
+"""A save from its vote to the outcome, and the place where it is committed (docs/commit.md; the numbers are its steps).
 
-An attempt is committed by the creation of one object, its decision (``storage/decisions.py``), and the checkpoint at a
-path is the newest attempt that is committed there (``storage/attempts.py``). No lock is needed.
+The place is a directory, or a prefix in an object store. An attempt is committed by the creation of one object, its
+decision (``storage/decisions.py``), and the checkpoint at a path is the newest attempt that is committed there
+(``storage/attempts.py``). No lock is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import InvalidStateError
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.commit.round import Round
 from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
+    SaveFailedError,
     StorageError,
 )
+from dcp_datastates.format.metadata_table import Compose
+from dcp_datastates.process.futures import SharedFuture
+from dcp_datastates.stats import Timeline
 from dcp_datastates.storage import (
     attempts,
     claims,
@@ -46,6 +53,105 @@ _REMEMBERED: Final = 64
 _lock = threading.RLock()  # guards _committed
 _committed: OrderedDict[ObjectPath, Attempt] = OrderedDict()
 """By path: what this process has committed there last."""
+
+
+class Part(Protocol):
+    """One rank's files of one save, on their way to stable storage."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until the files are durable, or have failed and are no longer written; return whether
+        they are.
+        """
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the files failed; None while they are in progress, and once they are durable."""
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while there is progress."""
+
+    def cancel(self) -> None:
+        """Fail the files if they are not durable yet. Returns at once."""
+
+    def check(self) -> None:
+        """Once they are durable: raise :class:`StorageError` unless storage shows each with its size. Asks storage."""
+
+
+@dataclass(frozen=True)
+class EndedPart:
+    """A part whose files are durable already, or, because of ``error``, were never written or are removed again."""
+
+    error: BaseException | None = None
+    progress: int = 0
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Round:
+    """One save, from the moment that a rank has its part of the plan until its outcome is known."""
+
+    number: int
+    """The round's number, which the coordinator draws; the same on every rank."""
+    attempt: Attempt | None
+    """The attempt, the same on every rank; None if this rank knows only that there was a save."""
+    directory: Location | None
+    """The checkpoint's directory, with symbolic links resolved on this rank; or its prefix in an object store."""
+    part: Part
+    """This rank's files."""
+    _: KW_ONLY
+    timeout: float
+    """Seconds without progress after which a rank counts as lost."""
+    path: Location | None = None
+    """The directory as the user named it."""
+    claim: Claim | None = None
+    """Coordinator: how the attempt was claimed."""
+    overwrite: bool = True
+    """Whether this save may replace a checkpoint."""
+    first: int = 0
+    """The number of the commit group's first round."""
+    report: bytes = b""
+    """What this rank tells the coordinator with its vote."""
+    compose: Compose | None = None
+    """Coordinator: makes the document of all ranks' reports."""
+    archives: bool = False
+    """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """When the phases of the save began."""
+    trace: Callable[[], bytes] = bytes
+    """Makes what this rank tells of the save's cost with its vote."""
+    published: bytes | None = field(init=False, default=None)
+    """Coordinator: the metadata that were committed, until the round is over."""
+    failure: BaseException | None = field(init=False, default=None)
+    """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
+    committed: SharedFuture = field(init=False, default_factory=SharedFuture)
+    """The commit thread resolves it with the round's outcome on this rank."""
+
+    def __str__(self) -> str:
+        return f"save {self.number - self.first}"
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.committed.set_result(None)
+            else:
+                self.committed.set_exception(error)
+        self.trace = bytes  # it refers to the save, and the save to this
+
+    @staticmethod
+    def missing(number: int, first: int, timeout: float) -> Round:
+        """A round that this rank knows nothing of: the rank votes no."""
+        error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
+        return Round(number, None, None, EndedPart(error), first=first, timeout=timeout)
 
 
 class Place:
@@ -84,16 +190,13 @@ class Place:
 
     # ---- publishing ------------------------------------------------------------------------------
 
+    @operations.during("publish")
     def publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
         """Coordinator: commit the round's attempt, with the bytes that ``document`` makes, which is called once.
 
         Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
         and cannot be any more.
         """
-        with operations.during("publish"):
-            self._publish(round_, document)
-
-    def _publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
         directory, attempt, claim = self._directory, round_.attempt, round_.claim
         assert attempt is not None
         assert claim is not None
@@ -163,14 +266,11 @@ class Place:
 
     # ---- settling ----------------------------------------------------------------------------------
 
+    @operations.during("settle")
     def settle(self, attempt: Attempt) -> bool | None:  # 16
         """Any rank that has voted: whether the attempt is committed. If not, it can no longer be. None if that can no
         longer be known.
         """
-        with operations.during("settle"):
-            return self._settle(attempt)
-
-    def _settle(self, attempt: Attempt) -> bool | None:
         # A directory is not tried now, when storage may be in trouble: where nothing is created once, this raises.
         if not (self._directory.is_local or self._creates_once):
             if decisions.state_of(self._directory, attempt) is State.COMMITTED:
@@ -188,29 +288,21 @@ class Place:
 
     # ---- cleaning up -------------------------------------------------------------------------------
 
-    def find_older(self, round_: Round) -> list[Attempt]:
-        """The older attempts that this rank may remove if the round commits. Never raises."""
-        # One request deletes a thousand objects, so the coordinator does it for all ranks: they need not list the path.
-        return [] if round_.claim is None else list(round_.claim.older)
-
-    def tidy_after_commit(
-        self, round_: Round, superseded: Sequence[Attempt], rank: int, world: int
-    ) -> None:
-        """Remove the attempts that :meth:`find_older` found. Never raises."""
+    def tidy_after_commit(self, round_: Round) -> None:
+        """Coordinator: write what other tools read, and remove the attempts that were there before the claim. (One
+        request deletes a thousand objects: other ranks need not even list the path.) Never raises.
+        """
         try:
             with operations.during("cleanup", self._directory.folder):
-                self._tidy(round_, superseded, rank)
+                if self._directory.is_local:
+                    readme.write(Path(str(self._directory)))
+                    local_store.sweep(self._directory.key)
+                if round_.attempt is not None:
+                    self._copy(round_.attempt, round_.published)
+                if round_.claim is not None and round_.claim.older and self._deletes:  # 5
+                    self.remove(round_.claim.older)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
-
-    def _tidy(self, round_: Round, superseded: Sequence[Attempt], rank: int) -> None:
-        if rank == 0 and self._directory.is_local:
-            readme.write(Path(str(self._directory)))
-            local_store.sweep(self._directory.key)
-        if rank == 0 and round_.attempt is not None:
-            self._copy(round_.attempt, round_.published)
-        if superseded and self._deletes:
-            self.remove(superseded)
 
     def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
         """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an

@@ -17,29 +17,33 @@ store first, and it accepts a decision only for the round that it is in.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
-from dcp_datastates.errors import RankLostError, SaveFailedError
+from dcp_datastates.errors import RankLostError
 
 # ---- actions ---------------------------------------------------------------------------------
 
 
+class Action:
+    """What a rank does next. The text after the colon is the event that results."""
+
+
 @dataclass(frozen=True)
-class AwaitFiles:
+class AwaitFiles(Action):
     """Wait until this rank's files are durable, or have failed: :class:`Written`."""
 
 
 @dataclass(frozen=True)
-class Explain:
-    """Write to the store why this rank fails the save, if the store can be reached: :class:`Done`."""
+class GiveUp(Action):
+    """Say in this rank's beat why it ends the round without the coordinator, which may be alive: :class:`Done`."""
 
-    reason: Reason
+    why: Reason
 
 
 @dataclass(frozen=True)
-class Meet:
+class Meet(Action):
     """Connect with all ranks if this rank is not connected: :class:`Done`, or :class:`Broke`.
 
     A rank that has reconnected first looks whether the round was decided without it: :class:`DecisionFound`.
@@ -47,72 +51,52 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class Vote:
-    """Vote, and count all ranks' votes: :class:`Counted`."""
+class Vote(Action):
+    """Vote, and count all ranks' votes: :class:`Counted`. ``no``: why this rank's files are not durable."""
 
-    ok: bool
-
-
-@dataclass(frozen=True)
-class Collect:
-    """Coordinator: read the reasons that ranks have written to the store: :class:`Collected`."""
+    no: Reason | None
 
 
 @dataclass(frozen=True)
-class Publish:
+class Publish(Action):
     """Coordinator: publish the attempt: :class:`Decided`. Nothing interrupts a publication that has begun."""
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Action):
     """Coordinator: write the decision to the store, now or before this rank reconnects."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Action):
     """Coordinator: broadcast the decision: :class:`Done`, whether or not all ranks have received it."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class Hear:
+class Hear(Action):
     """Wait for the decision that :class:`Tell` broadcasts: :class:`DecisionReceived`."""
 
 
 @dataclass(frozen=True)
-class Look:
+class Look(Action):
     """Read the coordinator's decision from the store: :class:`DecisionFound`."""
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Action):
     """Close the connections, so that all ranks must reconnect: :class:`Done`."""
 
 
 @dataclass(frozen=True)
-class Settle:
+class Settle(Action):
     """Withdraw the attempt and read what is committed at the path: :class:`Decided`."""
 
     why: Reason
 
-
-Action = (
-    AwaitFiles
-    | Explain
-    | Meet
-    | Vote
-    | Collect
-    | Publish
-    | Note
-    | Tell
-    | Hear
-    | Look
-    | Leave
-    | Settle
-)
 
 MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
 """These actions may raise because of a defect; the driver throws the error into the generator. The others never raise.
@@ -121,94 +105,73 @@ MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
 # ---- events ----------------------------------------------------------------------------------
 
 
+class Event:
+    """What a rank has seen."""
+
+
 @dataclass(frozen=True)
-class Done:
+class Done(Event):
     """The action was carried out."""
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Event):
     """This rank's files are durable (``reason`` is None), or have failed."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Whether all ranks' files are durable, and all voted for this save. ``why``: the reason if they voted for
-    different saves.
+class Counted(Event):
+    """Whether all ranks' files are durable, and all voted for this save. On the coordinator, if not: ``reasons`` by
+    rank, and ``more``, how many further ranks voted no.
     """
 
     unanimous: bool
-    why: Reason | None = None
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Why ranks fail the save, by rank. ``more``: how many further ranks fail it."""
-
-    reasons: dict[int, Reason]
+    reasons: Mapping[int, Reason] = field(default_factory=dict)
     more: int = 0
 
 
 @dataclass(frozen=True)
-class Decided:
+class Decided(Event):
     """The result of :class:`Publish` or :class:`Settle`."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
-class DecisionReceived:
+class DecisionReceived(Event):
     """The decision that the coordinator broadcast; None if it is about another round."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
-class Broke:
+class Broke(Event):
     """A connection broke; this does not say which rank is at fault."""
 
 
 @dataclass(frozen=True)
-class DecisionFound:
+class DecisionFound(Event):
     """The coordinator has ended this round; ``decision`` is None if the store does not have it (any more)."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Ranks are lost. The coordinator gets this for any rank; other ranks only for the coordinator or the store."""
+class Lost(Event):
+    """Ranks are lost. The coordinator gets this for any rank, and for one that has ended the round without its
+    decision; other ranks only for the coordinator or the store.
+    """
 
     reason: Reason
 
-
-@dataclass(frozen=True)
-class Refused:
-    """Coordinator: these ranks have ended the round without the coordinator's decision."""
-
-    ranks: Sequence[int]
-
-
-Event = (
-    Done
-    | Written
-    | Counted
-    | Collected
-    | Decided
-    | DecisionReceived
-    | Broke
-    | DecisionFound
-    | Lost
-    | Refused
-)
 
 Steps = Generator[Action, Event, Decision]
 
 
 def interruption(
-    ended: Sequence[int],
+    ended: Mapping[int, str],
     found: DecisionFound | None,
     lost: Lost | None,
     *,
@@ -218,7 +181,7 @@ def interruption(
     """The event that ends a rank's wait, given the heartbeats it has read; None if the rank keeps waiting.
 
     Args:
-        ended: on the coordinator, the ranks that have ended the round; empty on the others.
+        ended: on the coordinator, the ranks that have ended the round, and why; empty on the others.
         found: on the other ranks, the coordinator's decision.
         lost: the lost ranks that matter to this rank.
         waits_in_vain: this rank is not connected, or a rank that passes the decision on may be lost.
@@ -230,7 +193,10 @@ def interruption(
     ):
         return found
     if lost is None and ended and not telling:
-        return Refused(ended)
+        named = ", ".join(map(str, list(ended)[:3])) + (", …" if len(ended) > 3 else "")
+        whys = [why for why in ended.values() if why]
+        text = f"rank {named} gave this save up: {whys[0] if whys else 'it lost sight of rank 0'}"
+        return Lost(Reason.of(RankLostError(text)))
     return lost
 
 
@@ -257,9 +223,7 @@ def lead() -> Steps:
 def _decide() -> Steps:
     event = yield AwaitFiles()
     if isinstance(event, Written):
-        if event.reason is not None:
-            yield Explain(event.reason)
-        event = yield from _count(event.reason is None)  # 6
+        event = yield from _count(event.reason)  # 6
     if isinstance(event, Counted) and event.unanimous:
         try:
             event = yield Publish()  # 8 to 10
@@ -268,35 +232,21 @@ def _decide() -> Steps:
     match event:
         case Decided(decision):
             return decision
-        case Refused(ranks):  # 14
-            return _failed((yield Collect()), _gave_up(ranks), given_up=True)
-        case Counted(why=why):  # 7
-            return _failed((yield Collect()), why)
+        case Counted(_, reasons, more):  # 7
+            return Decision(Outcome.FAILED, reasons, more=more)
     assert isinstance(event, Lost)  # 14
     return Decision(Outcome.FAILED, {-1: event.reason}, given_up=True)
 
 
-def _count(ok: bool) -> Generator[Action, Event, Event]:
+def _count(no: Reason | None) -> Generator[Action, Event, Event]:
     while True:
         event = yield Meet()
         if isinstance(event, Done):
-            event = yield Vote(ok)
+            event = yield Vote(no)
             if isinstance(event, Broke):
                 yield Leave()
         if not isinstance(event, Broke):
             return event
-
-
-def _failed(collected: Event, otherwise: Reason | None, *, given_up: bool = False) -> Decision:
-    assert isinstance(collected, Collected)
-    unknown = Reason.of(SaveFailedError("a rank failed, and why is not known"))
-    reasons = collected.reasons or {-1: otherwise or unknown}
-    return Decision(Outcome.FAILED, reasons, given_up=given_up, more=collected.more)
-
-
-def _gave_up(ranks: Sequence[int]) -> Reason:
-    named = ", ".join(map(str, ranks[:3])) + (", …" if len(ranks) > 3 else "")
-    return Reason.of(RankLostError(f"rank {named} lost sight of rank 0 and gave this save up"))
 
 
 # ---- the other ranks -------------------------------------------------------------------------
@@ -308,14 +258,12 @@ def follow() -> Steps:
     try:
         event = yield AwaitFiles()
         if isinstance(event, Written):
-            ok = event.reason is None
-            if event.reason is not None:
-                yield Explain(event.reason)
+            no = event.reason
             while not isinstance(event, DecisionFound | Lost):
                 event = yield Meet()
                 if isinstance(event, Done):
-                    voted = ok
-                    event = yield Vote(ok)  # 6
+                    voted = no is None
+                    event = yield Vote(no)  # 6
                     if isinstance(event, Counted):
                         event = yield Hear()  # 11
                     if isinstance(event, DecisionReceived) and event.decision is not None:
@@ -333,7 +281,7 @@ def follow() -> Steps:
     match event:
         case DecisionFound(Decision() as decision):
             return decision
-    yield Explain(why)  # the coordinator may be alive, and see this rank end the round
+    yield GiveUp(why)
     if not voted:  # 15
         return Decision(Outcome.FAILED, {-1: why})
     event = yield Settle(why)  # 16

@@ -1,6 +1,7 @@
 """A rank's vote in a round, and the decision that all votes come to.
 
-The coordinator gathers the votes as bytes and broadcasts whether they are unanimous; a decision travels as text.
+The coordinator gathers the votes as bytes and broadcasts whether they are unanimous; a decision travels as text, by
+gloo, and in the store for ranks that gloo does not reach.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from typing import Final
 
 from dcp_datastates import errors
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFailedError
+from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 
 _LONGEST: Final = 768
-"""Longest message of a reason, in characters: reasons travel through the store."""
+"""Longest message of a reason, in characters: decisions travel through the store."""
+
+_TOLD: Final = 8
+"""How many ranks' reasons a decision contains."""
 
 _SHOWN: Final = 3
 """How many ranks' reasons an error message contains."""
@@ -32,11 +37,11 @@ _VOTE: Final = struct.Struct("<?20sB")
 class RankVote:
     """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``report``: what the coordinator needs to know of this rank's files, in any encoding. ``trace``: what this rank's
-    part has cost (``format/save_trace.py``); 255 bytes at most.
+    ``no``: why they are not. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
+    ``trace``: what this rank's part has cost (``format/save_trace.py``); 255 bytes at most.
     """
 
-    ok: bool
+    no: Reason | None
     number: int
     attempt: Attempt | None
     directory: Location | None
@@ -45,8 +50,9 @@ class RankVote:
     trace: bytes = b""
 
     def encode(self) -> bytes:
-        """Yes or no, a digest of the save, the trace, and the report."""
-        return _VOTE.pack(self.ok, self._digest(), len(self.trace)) + self.trace + self.report
+        """Yes or no, a digest of the save, the trace, and the report, or the reason."""
+        told = self.report if self.no is None else json.dumps(astuple(self.no)).encode()
+        return _VOTE.pack(self.no is None, self._digest(), len(self.trace)) + self.trace + told
 
     def _digest(self) -> bytes:
         # Only the last part of the path: other machines may mount the directory elsewhere.
@@ -67,16 +73,30 @@ class Count(Enum):
     """The ranks vote for different saves."""
 
 
-def count_votes(votes: Sequence[bytes]) -> tuple[Count, list[bytes], list[bytes]]:
-    """What the ranks' encoded votes come to, and the ranks' reports and traces."""
-    heads = [_VOTE.unpack_from(vote) for vote in votes]
-    ends = [_VOTE.size + length for _, _, length in heads]
-    reports = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
-    traces = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
-    if not all(ok for ok, _, _ in heads):
-        return Count.FAILED, reports, traces
-    same = len({digest for _, digest, _ in heads}) == 1
-    return Count.UNANIMOUS if same else Count.DIFFERENT, reports, traces
+class Votes:
+    """All ranks' votes, as the coordinator has them.
+
+    Attributes:
+        count: what they come to.
+        reports, traces: the ranks' own, if none votes no.
+        noes: the reasons of those that vote no, by rank.
+    """
+
+    def __init__(self, votes: Sequence[bytes]) -> None:
+        heads = [_VOTE.unpack_from(vote) for vote in votes]
+        ends = [_VOTE.size + length for _, _, length in heads]
+        self.reports: Final = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
+        self.traces: Final = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
+        self.noes: Final = [rank for rank, (ok, _, _) in enumerate(heads) if not ok]
+        same = len({digest for _, digest, _ in heads}) == 1
+        agreed = Count.UNANIMOUS if same else Count.DIFFERENT
+        self.count: Final = Count.FAILED if self.noes else agreed
+
+    def reasons(self) -> tuple[dict[int, Reason], int]:
+        """Why ranks vote no: the first few, by rank, and how many others do."""
+        told = self.noes[:_TOLD]
+        reasons = {rank: Reason(*json.loads(self.reports[rank])) for rank in told}
+        return reasons, len(self.noes) - len(told)
 
 
 class Outcome(Enum):
@@ -160,3 +180,82 @@ class Decision:
             if rank < 0 or world == 1
             else f"rank {rank}{of}: {named}{why.message}"
         )
+
+
+# ---- decisions in the store ---------------------------------------------------------------------------
+
+
+_KEPT: Final = 64
+"""How many rounds' decisions stay in the store, for ranks that are behind."""
+
+_EXPLAINED: Final = 8
+"""How many ranks' reasons the store keeps for one decision."""
+
+
+class DecisionLog:
+    """The coordinator's decisions, by round, for ranks that gloo does not reach. Only one thread uses it.
+
+    Ranks that archive together (``tiers/carrying.py``) have no other way to each other: they leave their reasons there.
+
+    All methods raise RuntimeError if the store cannot be reached.
+    """
+
+    def __init__(self, store: Connection) -> None:
+        self._store = store
+        self._unsaid: dict[int, Decision] = {}
+
+    def find(self, number: int) -> Decision | None:
+        """The decision about the round; None if the store does not have it."""
+        key = _decision(number)
+        return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
+
+    def note(self, number: int, decision: Decision) -> None:
+        """Coordinator: write the decision to the store; if that fails, :meth:`flush` tries again."""
+        self._unsaid[number] = decision
+        self.flush()
+
+    def flush(self) -> None:
+        """Coordinator: write the decisions that could not be written before."""
+        for number, decision in list(self._unsaid.items()):
+            self._store.set(_decision(number), decision.encode())
+            del self._unsaid[number]
+
+    def explain(self, number: int, rank: int, reason: Reason) -> None:
+        """Write the reason why ``rank`` fails; the store keeps the first few ranks' reasons."""
+        # The client may send a request twice: then the count is one too high, and no reason is lost.
+        place = self._store.add(_reasons(number), 1)
+        if place <= _EXPLAINED:
+            text = json.dumps([rank, reason.kind, reason.message])
+            self._store.set(f"{_reasons(number)}/{place}", text)
+
+    def failures(self, number: int) -> Decision | None:
+        """Coordinator: the decision to fail, for the reasons that ranks have written; None if there are none."""
+        count = self._store.add(_reasons(number), 0)
+        keys = [f"{_reasons(number)}/{place + 1}" for place in range(min(count, _EXPLAINED))]
+        reasons = {}
+        for key in keys:
+            if self._store.check([key]):
+                rank, kind, message = json.loads(self._store.get(key))
+                reasons[rank] = Reason(kind, message)
+        more = max(0, count - len(keys))
+        return Decision(Outcome.FAILED, reasons, more=more) if reasons else None
+
+    def forget_before(self, number: int) -> None:
+        """Coordinator, once a round: delete the decision that no rank asks for any more."""
+        self._store.delete_key(_decision(number - _KEPT))
+
+    def forget(self, number: int) -> None:
+        """Coordinator: delete the entries of the round."""
+        if self._store.check([_reasons(number)]):
+            for place in range(_EXPLAINED):
+                self._store.delete_key(f"{_reasons(number)}/{place + 1}")
+            self._store.delete_key(_reasons(number))
+        self._store.delete_key(_decision(number))
+
+
+def _decision(number: int) -> str:
+    return f"decision/{number}"
+
+
+def _reasons(number: int) -> str:
+    return f"reasons/{number}"

@@ -5,28 +5,37 @@ Runs in the commit thread. Every wait asks the failure detector several times a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError, StorageError
+from dcp_datastates.commit.place import Place, Round
+from dcp_datastates.commit.vote import (
+    Count,
+    Decision,
+    DecisionLog,
+    Outcome,
+    RankVote,
+    Reason,
+    Votes,
+)
+from dcp_datastates.errors import (
+    CommitOutcomeUnknown,
+    SaveFailedError,
+    SaveStalledError,
+    StorageError,
+)
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
-from dcp_datastates.ranks.beats import Loss
-from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.self_test import what_it_says
@@ -38,6 +47,9 @@ _POLL_SECONDS: Final = 0.05
 _TOLD: Final = struct.Struct("<q")
 """The round's number, which precedes the decision in a broadcast."""
 
+_LONGEST_WHY: Final = 200
+"""Of the text in a beat, in characters."""
+
 T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 15.0
@@ -45,17 +57,6 @@ _PATIENCE_SECONDS: Final = 15.0
 
 _AGAIN_SECONDS: Final = 5.0
 """How long storage may take to settle a save after it has failed to publish it in time."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """A round's decision, and what this rank found on the way."""
-
-    decision: Decision
-    older: Sequence[Attempt]
-    """The older attempts, which may be removed if the save was committed."""
-    failure: BaseException | None
-    """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
 
 
 class Voter:
@@ -69,7 +70,7 @@ class Voter:
     def __init__(
         self,
         rank_set: RankSet,
-        detector: FailureDetector[protocol.DecisionFound] | None,
+        detector: FailureDetector | None,
         decisions: DecisionLog | None,
     ) -> None:
         self._rank_set = rank_set
@@ -80,11 +81,9 @@ class Voter:
         self._tree = GlooTree(rank_set, "vote")
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
-        self._store_failed = False
-        self._older: list[Attempt] = []
-        self._failure: BaseException | None = None  # see Agreed
-        self._reports: Sequence[bytes] = ()  # coordinator: all ranks'
-        self._traces: Sequence[bytes] = ()
+        self._why = ""  # see gave_up
+        self._found: protocol.DecisionFound | None = None  # see _find
+        self._votes: Votes | None = None  # coordinator: all ranks'
         self._counted_at = 0.0  # in seconds since the epoch
         # The failure detector's thread reads these:
         self.round: Round | None = None
@@ -93,6 +92,8 @@ class Voter:
         """The newest round that this rank has voted in."""
         self.ended = -1
         """The newest round whose outcome is known here."""
+        self.gave_up = ""
+        """Why this rank ended that round without the coordinator; empty if it did not."""
         self.doing = "idle"
         self._ticks = 0
 
@@ -102,23 +103,23 @@ class Voter:
         round_ = self.round
         return self._ticks if round_ is None else self._ticks + round_.part.progress
 
-    def agree(self, round_: Round) -> Agreed:
+    def agree(self, round_: Round) -> Decision:
         """Run the round to its decision."""
         self.round = round_
-        self._apart = None
-        self._store_failed, self._older, self._failure, self._reports = False, [], None, ()
+        self._apart = self._found = None
+        self._why = ""
         if self._detector is not None:
-            self._detector.follow(round_.number)
+            self._detector.expect_votes(True)
         try:
-            decision = self._follow_protocol(round_)
-            return Agreed(decision, self._older, self._failure)
+            return self._follow_protocol(round_)
         finally:
             self._say("idle", round_)
-            self._reports = self._traces = ()
+            self._votes = None
+            self.gave_up = self._why
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
             if self._detector is not None:
-                self._detector.follow(None)
+                self._detector.expect_votes(False)
 
     def close(self) -> None:
         self._tree.close()
@@ -131,13 +132,8 @@ class Voter:
                 try:
                     event = self._do(action, round_)
                 except Exception as error:
-                    logger.warning(
-                        "%s failed in save %d: %s",
-                        action,
-                        round_.number - round_.first,
-                        error,
-                        exc_info=None if isinstance(error, HungError) else error,
-                    )
+                    trace = None if isinstance(error, HungError) else error
+                    logger.warning("%s failed in %s: %s", action, round_, error, exc_info=trace)
                     action = steps.throw(error)
                 else:
                     action = steps.send(event)
@@ -151,8 +147,8 @@ class Voter:
                 return self._await_files(round_)
             case protocol.Meet():
                 return self._meet(round_)
-            case protocol.Vote(ok):
-                return self._vote(round_, ok)
+            case protocol.Vote(no):
+                return self._vote(round_, no)
             case protocol.Publish():
                 return self._publish(round_)
             case protocol.Tell(decision):
@@ -161,47 +157,22 @@ class Voter:
                 return self._hear(round_)
             case protocol.Settle(why):
                 return protocol.Decided(self._settle(round_, why))
+            case protocol.Look():
+                self._found = None  # what was not there before may be there now
+                return self._find(round_) or protocol.DecisionFound(None)
+            case protocol.Note(decision):
+                self._note(round_, decision)
+            case protocol.GiveUp(why):
+                self._why = why.message[:_LONGEST_WHY]
             case protocol.Leave():
                 self._tree.leave()
-                return protocol.Done()
-        # These actions end the round: they must not fail, nor wait repeatedly for a store that is gone.
-        nothing: protocol.Event = protocol.DecisionFound(None)
-        if isinstance(action, protocol.Collect):
-            nothing = protocol.Collected({})
-        if self._decisions is None:
-            return nothing
-        try:
-            gone = self._detector is not None and (
-                self._store_failed or self._detector.misses_store
-            )
-            # the decision log keeps a note, and writes it later
-            if gone and not isinstance(action, protocol.Note):
-                raise RuntimeError("the ranks' store does not answer")
-            return self._try(action, round_, self._decisions)
-        except Exception as error:
-            self._store_failed = True
-            logger.warning(
-                "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
-            )
-            return nothing
-
-    def _try(self, action: protocol.Action, round_: Round, log: DecisionLog) -> protocol.Event:
-        match action:
-            case protocol.Explain(reason):
-                log.explain(round_.number, self._rank_set.rank, reason)
-            case protocol.Note(decision):
-                log.note(round_.number, decision)
-            case protocol.Collect():
-                return log.collect(round_.number)
-            case protocol.Look():
-                return protocol.DecisionFound(log.find(round_.number))
         return protocol.Done()
 
     # ---- actions ---------------------------------------------------------------------------------
 
     def _await_files(self, round_: Round) -> protocol.Event:
         self._say("flushing", round_)
-        stall = Stall(logger, f"save {round_.number - round_.first}", round_.timeout)
+        stall = Stall(logger, str(round_), round_.timeout)
         try:
             while not round_.part.wait(_POLL_SECONDS):
                 if (event := self._notice(round_)) is not None:
@@ -212,16 +183,11 @@ class Voter:
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)
-
-                def look() -> list[Attempt]:
-                    round_.part.check()
-                    return Place(directory).find_older(round_)  # 5
-
-                self._older = bounded("looking at the files", directory, round_.timeout, look)
+                bounded("looking at the files", directory, round_.timeout, round_.part.check)
         except SaveStalledError as stalled:
-            error = self._failure = SaveStalledError(f"{stalled}{what_it_says(round_.directory)}")
+            error = round_.failure = SaveStalledError(f"{stalled}{what_it_says(round_.directory)}")
         except StorageError as failure:
-            error = self._failure = failure
+            error = round_.failure = failure
         return protocol.Written(None if error is None else Reason.of(error))
 
     def _meet(self, round_: Round) -> protocol.Event:
@@ -246,7 +212,7 @@ class Voter:
 
     def _after_break(self, round_: Round, broken: Exception) -> protocol.Event:
         """Find out whether a lost rank caused the break. If none did, give up after some time."""
-        logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
+        logger.info("%s: a connection broke: %s", round_, broken)
         now = time.monotonic()
         if self._apart is None:
             self._apart = now
@@ -260,9 +226,9 @@ class Voter:
             event = protocol.Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
         return event or protocol.Broke()
 
-    def _vote(self, round_: Round, ok: bool) -> protocol.Event:
+    def _vote(self, round_: Round, no: Reason | None) -> protocol.Event:
         vote = RankVote(
-            ok,
+            no,
             round_.number,
             round_.attempt,
             round_.path,
@@ -271,28 +237,31 @@ class Voter:
             round_.trace(),
         ).encode()
         hit("vote.before")
-        if self._rank_set.world > 1:
-            self.voted = round_.number
-            found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
-        else:
-            found, self._reports, self._traces = count_votes([vote])
+        self.voted = round_.number
+        found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
         if not isinstance(found, Count):
             return found
         self._apart, self._counted_at = None, time.time()
         if found is Count.UNANIMOUS:
             round_.timeline.begin("publishing")
         hit("vote.after")
-        different = Reason.of(round_.different()) if found is Count.DIFFERENT else None
-        return protocol.Counted(found is Count.UNANIMOUS, different)
+        if found is Count.DIFFERENT:
+            different = SaveFailedError(
+                f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
+                f"{str(round_.path)!r}"
+            )
+            return protocol.Counted(False, {-1: Reason.of(different)})
+        reasons = ({}, 0) if self._votes is None else self._votes.reasons()
+        return protocol.Counted(found is Count.UNANIMOUS, *reasons)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
         """Send this rank's vote up the tree; the coordinator's count comes down it."""
         votes = tree.gather(vote, check)
         if votes is None:
             return Count(tree.broadcast(None, check))
-        count, self._reports, self._traces = count_votes(votes)
-        tree.broadcast(count.value, check)
-        return count
+        self._votes = Votes(votes)
+        tree.broadcast(self._votes.count.value, check)
+        return self._votes.count
 
     def _publish(self, round_: Round) -> protocol.Event:
         """Coordinator: publish. All ranks' files are durable."""
@@ -300,30 +269,35 @@ class Voter:
         directory, timeout = round_.directory, round_.timeout
         assert directory is not None
         assert round_.compose is not None
+        assert self._votes is not None
         try:
-            document = round_.compose(self._reports)
-            place, trace = Place(directory), save_trace.join(self._traces, self._counted_at)
+            document = round_.compose(self._votes.reports)
+            trace = save_trace.join(self._votes.traces, self._counted_at)
+            place = Place(directory)
             bounded(  # 8 to 10
                 "publishing",
                 directory,
                 timeout,
                 lambda: place.publish(round_, lambda meta, claim: document(meta, claim, trace)),
             )
-        except HungError as error:
-            self._failure = error
-            raise  # the protocol settles it
-        except CommitOutcomeUnknown as error:
-            self._failure = error
-            return protocol.Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
         except Exception as error:
-            self._failure = error
-            return protocol.Decided(Decision.failed(0, error))
+            round_.failure = error
+            if isinstance(error, HungError):
+                raise  # the protocol settles it
+            unknown = isinstance(error, CommitOutcomeUnknown)
+            outcome = Outcome.UNKNOWN if unknown else Outcome.FAILED
+            return protocol.Decided(Decision(outcome, {0: Reason.of(error)}))
         return protocol.Decided(Decision(Outcome.COMMITTED))
+
+    def _note(self, round_: Round, decision: Decision) -> None:  # 11
+        try:
+            if self._decisions is not None:
+                self._decisions.note(round_.number, decision)
+        except RuntimeError as error:  # the decision log keeps it, and writes it later
+            logger.warning("%s: the decision is not in the ranks' store yet: %s", round_, error)
 
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
         round_.timeline.begin("ending")
-        if self._rank_set.world == 1:
-            return protocol.Done()
         hit("outcome.before")
         self._say("telling the outcome", round_)
         told = _TOLD.pack(round_.number) + decision.encode().encode()
@@ -346,7 +320,7 @@ class Voter:
         directory, attempt = round_.directory, round_.attempt
         assert directory is not None
         assert attempt is not None
-        again = isinstance(self._failure, HungError)
+        again = isinstance(round_.failure, HungError)
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
             place = Place(directory)
@@ -398,18 +372,28 @@ class Voter:
         detector = self._detector
         if detector is None:
             return None
-        losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
+        losses = detector.losses() or detector.stalled(round_.timeout, round_.number)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
+        ended = detector.ended(round_.number)
         return protocol.interruption(
-            detector.ended(round_.number) if self._is_coordinator else (),
-            detector.decision,
+            ended if self._is_coordinator else {},
+            self._find(round_) if ended and not self._is_coordinator else None,
             protocol.Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )
 
+    def _find(self, round_: Round) -> protocol.DecisionFound | None:
+        """The decision about a round that the coordinator has ended; None if the store does not answer. Asks once."""
+        assert self._detector is not None
+        assert self._decisions is not None
+        if self._found is None and not self._detector.misses_store:
+            with contextlib.suppress(RuntimeError):
+                self._found = protocol.DecisionFound(self._decisions.find(round_.number))
+        return self._found
+
     def _say(self, doing: str, round_: Round) -> None:
-        self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
+        self.doing = doing if doing == "idle" else f"{doing} ({round_})"
         self._tick()
 
     def _tick(self) -> None:

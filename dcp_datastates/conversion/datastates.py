@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.source import Box, Source, known_paths, shape_of, shards
 from dcp_datastates.errors import (
@@ -113,7 +112,7 @@ def write_to_store(
     claim = place.claim(Neighbours(), overwrite)
     files, metadata = _files(source, target, claim, shard_bytes)
     save = Round(
-        *(0, claim.attempt, target, DurablePart()),
+        *(0, claim.attempt, target, EndedPart()),
         timeout=0.0,
         path=target,
         claim=claim,
@@ -125,7 +124,6 @@ def write_to_store(
     except BaseException:
         place.tidy_after_failure(save, 0, 1)
         raise
-    superseded = place.find_older(save)
     try:
         place.publish(save, lambda meta, claim: metadata)
     except CommitOutcomeUnknown:
@@ -133,7 +131,7 @@ def write_to_store(
     except DataStatesError:
         place.tidy_after_failure(save, 0, 1)
         raise
-    place.tidy_after_commit(save, superseded, 0, 1)
+    place.tidy_after_commit(save)
     return len(files)
 
 

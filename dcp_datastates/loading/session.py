@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.told_errors import Told, described, error_of
@@ -319,7 +319,7 @@ class _Together(LoadSession):
         """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress. Before
         a rank has called, what it does is no progress: the first rank waits so long for the others, and they for it.
         """
-        slow = self._detector.standing_still(self._timeout) if waited >= self._timeout else []
+        slow = self._detector.stalled(self._timeout) if waited >= self._timeout else []
         is_late = step is Step.OPEN and waited >= self._timeout * (1 if self.is_first else 2)
         if self.is_first:
             self.value += 1  # for the others: this rank looks after those that are late
@@ -354,9 +354,7 @@ class _Watch:
         look: says what this rank waits for; is given the seconds, and may raise.
     """
 
-    def __init__(
-        self, who: str, detector: FailureDetector[Any], look: Callable[[float], str]
-    ) -> None:
+    def __init__(self, who: str, detector: FailureDetector, look: Callable[[float], str]) -> None:
         self._losses = LossWatch(detector)
         self._log = WaitLog(logger, who)
         self._look = look

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
+
+from dcp_datastates.process.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +25,19 @@ _END_SECONDS: Final = 30.0
 tries twice for five seconds, with a pause of some seconds between.
 """
 
-_Asked = tuple[Callable[[Any], Any], "Future[Any]"]
-
 
 class Client:
     """One connection to the store's server. Any threads may use it; requests run one at a time.
 
-    A separate thread makes the requests, because the server may never answer one. The thread starts with the first
-    request and ends when the client is dropped. After a request has timed out, its thread ends as soon as it can, and
-    the next request starts a new connection and a new thread. The thread is a daemon, so it does not keep the process
-    alive.
+    A separate thread makes the requests, because the server may never answer one. It starts with the first request and
+    ends when the client is dropped. After a request has timed out, its thread ends as soon as it can, and the next
+    request starts a new connection and a new thread.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._lock = threading.RLock()  # guards what follows
-        self._line: queue.SimpleQueue[_Asked | None] | None = None
+        self._line: _Line | None = None
 
     def ask(self, request: Callable[[Any], Any]) -> Any:
         """Call ``request`` with the store and return its result. Repeats it once if the connection breaks; then raises
@@ -58,27 +57,19 @@ class Client:
             raise RuntimeError("the process is ending: it asks the ranks' store nothing more")
         with self._lock:
             if self._line is None:
-                self._line = self._start()
+                self._line = _Line(self._connect)
+                self._end = weakref.finalize(self, self._line.finish)
+                self._end.atexit = False
             line = self._line
-            line.put((request, asked))
+            if not line.post(functools.partial(line.answer, request, asked)):
+                raise RuntimeError(line.refusal)
         if not wait([asked], ANSWER_SECONDS).done:
             asked.cancel()
             self._drop(line)
             raise _Overdue(f"the ranks' store has not answered for {ANSWER_SECONDS:g} s")
         return asked.result()
 
-    def _start(self) -> queue.SimpleQueue[_Asked | None]:
-        line: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_serve, args=(line, self._connect), name="dcp_datastates-store", daemon=True
-        )
-        thread.start()
-        _lines[thread] = line
-        self._end = weakref.finalize(self, line.put, None)
-        self._end.atexit = False
-        return line
-
-    def _drop(self, line: queue.SimpleQueue[_Asked | None]) -> None:
+    def _drop(self, line: _Line) -> None:
         with self._lock:
             if self._line is line:
                 self._line = None
@@ -89,10 +80,31 @@ class _Overdue(RuntimeError):
     """The store did not answer in time."""
 
 
-_lines: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Asked | None]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The lines of the threads that make requests."""
+class _Line(Worker):
+    """The thread of a :class:`Client`, and its connection. It must hold no reference to the client: dropping the client
+    ends the thread.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        super().__init__("dcp_datastates-store")
+        self._connect = connect
+        self._store: Any = None
+        _lines.add(self)
+
+    def answer(self, request: Callable[[Any], Any], asked: Future[Any]) -> None:
+        """In the thread: make the ``request``."""
+        if not asked.set_running_or_notify_cancel():
+            return
+        try:
+            if self._store is None:
+                self._store = self._connect()
+            asked.set_result(request(self._store))
+        except BaseException as error:
+            self._store = None  # an answer may still be on its way
+            asked.set_exception(error)
+
+
+_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
 
 _is_ending = False
 
@@ -103,30 +115,12 @@ def end_requests() -> None:
     """
     global _is_ending
     _is_ending = True
-    lines = list(_lines.items())
-    for _, line in lines:
-        line.put(None)
+    lines = list(_lines)
+    for line in lines:
+        line.finish()
     deadline = time.monotonic() + _END_SECONDS
-    for thread, _ in lines:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -> None:
-    """The thread of a :class:`Client`. It must hold no reference to the client: dropping the client ends the
-    thread.
-    """
-    store: Any = None
-    while (item := line.get()) is not None:
-        request, asked = item
-        if asked.set_running_or_notify_cancel():
-            try:
-                if store is None:
-                    store = connect()
-                asked.set_result(request(store))
-            except BaseException as error:
-                store = None  # an answer may still be on its way
-                asked.set_exception(error)
-        del item, request, asked  # release what they hold while waiting for the next request
+    for line in lines:
+        line.close(max(0.0, deadline - time.monotonic()))
 
 
 class Connection:

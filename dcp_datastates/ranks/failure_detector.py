@@ -18,20 +18,21 @@ only the store and the fields below ``_lock``.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-from dcp_datastates.ranks.beats import Beat, Loss, Watched
+from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.processes import is_gone, is_near
+from dcp_datastates.ranks.incarnation import is_gone, is_near
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
-
-D = TypeVar("D")
 
 SILENCE_SECONDS: Final = 60.0
 """A rank that has not beaten for this long counts as lost. A call that holds its GIL for half a minute is no loss."""
@@ -58,54 +59,118 @@ _IDLE_SECONDS: Final = 4.0
 _SECONDS_PER_RANK: Final = 1.2e-4
 """Least time between two beats, per rank: two requests of 11.3 us each then take a fifth of the store's only thread."""
 
+_LISTED: Final = 8
+"""How many lost ranks the coordinator's beat lists."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's status: the last round it voted in (``voted``), and its progress towards the next.
+
+    ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
+    counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
+    the last round whose outcome the rank knows, and ``gave_up`` says why it ended that without the coordinator. Only
+    the coordinator fills in ``lost``: the first few of the lost ranks (16,384 ranks read it), and one loss that stands
+    for the others.
+    """
+
+    voted: int = -1
+    progress: int = 0
+    doing: str = "idle"
+    calls: int = 0
+    dcp_calls: int = 0
+    ended: int = -1
+    gave_up: str = ""
+    lost: Sequence[Loss] = ()
+
+    def encode(self, count: int) -> str:
+        return json.dumps([count, *dataclasses.astuple(self)])
+
+    @staticmethod
+    def decode(value: bytes) -> Beat:
+        fields = json.loads(value)[1:]
+        fields[-1] = [Loss(*each) for each in fields[-1]]
+        return Beat(*fields)
+
+    def owes_vote(self, round_number: int) -> bool:
+        """Whether the others wait for the rank's vote in the round, or for its publication."""
+        return self.voted < round_number or self.doing.startswith("publishing")
+
+    def with_losses(self, losses: Sequence[Loss]) -> Beat:
+        """This beat, telling of ``losses``."""
+        more = len(losses) - _LISTED
+        others = [Loss(-1, "is lost", count=more)] if more > 0 else []
+        return dataclasses.replace(self, lost=[*losses[:_LISTED], *others])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a rank counts as lost. ``certain``: its process has ended; the kernel may still finish a system call that it
+    made. ``count``: how many ranks it stands for; if several, ``rank`` is -1.
+    """
+
+    rank: int
+    reason: str
+    certain: bool = False
+    count: int = 1
+
+    @staticmethod
+    def error_of(losses: Sequence[Loss]) -> RankLostError:
+        """The error that says which ranks are lost, and why. It names the first three ranks."""
+        others = sum(loss.count for loss in losses[3:])
+        more = f"; and {others} more ranks" if others else ""
+        return RankLostError("; ".join(map(str, losses[:3])) + more)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
+
+
+@dataclass
+class Watched:
+    """What this rank knows of another."""
+
+    value: bytes = b""  # its latest beat as it was written; empty before the first
+    beat: Beat = field(default_factory=Beat)
+    silent: float = 0.0  # seconds without a new beat, counted while this rank was looking
+    still: float = 0.0  # seconds without progress
+
 
 def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
     """The time between two beats of one rank; ``active`` while a save is in flight."""
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
-class FailureDetector(Generic[D]):
+Listener = Callable[[list[Loss]], None]
+
+
+class FailureDetector:
     """This rank's beat, and its watch over the others'.
 
     Args:
-        store: a connection to the store for this thread alone.
+        store: where the beats are.
         status: returns this rank's beat; the failure detector's thread calls it.
-        find: reads the coordinator's decision about a round that the coordinator has ended; the same thread calls it.
     """
 
-    def __init__(
-        self,
-        rank_set: RankSet,
-        store: Connection,
-        status: Callable[[], Beat],
-        find: Callable[[int], D],
-    ) -> None:
+    def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
         self._rank_set = rank_set
         self._store = store
         self._status = status
-        self._find = find
-        self._watched = {
-            rank: Watched()
-            for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
-            if rank != rank_set.rank
-        }
+        others = range(1, rank_set.world) if rank_set.rank == 0 else (0,)
+        self._watched = {rank: Watched() for rank in others}
         self._lock = threading.RLock()  # guards what follows
-        self._round: int | None = None
-        self._decision: D | None = None  # the coordinator's, in that round
+        self._in_round = False
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
-        self._told: list[Loss] = []  # by the coordinator's latest beat
         # The coordinator's beat from before the save: its losses are out of date.
         self._old_news = b""
-        self._silent: list[Loss] = []
+        self._near: dict[int, str] = {}  # the identities of the processes that this one can see
         self._gone: list[Loss] = []
         self._visited = 0.0
         self._count = 0  # how many beats this rank has written
         self._interval = _ACTIVE_SECONDS  # between two beats
-        self._active = 0
+        self._active: list[Listener | None] = []  # for each save in flight
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
-        self._listeners: list[Callable[[list[Loss]], None]] = []
         name = "dcp_datastates-heartbeat"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # The thread's:
@@ -114,28 +179,22 @@ class FailureDetector(Generic[D]):
 
     # ---- any thread --------------------------------------------------------------------------
 
-    def listen(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Call ``listener`` from the failure detector's thread whenever ranks are lost while a save is in flight."""
-        with self._lock:
-            self._listeners.append(listener)
-
-    def forget(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Undo :meth:`listen`."""
-        with self._lock:
-            self._listeners = [other for other in self._listeners if other != listener]
-
-    def save_started(self) -> None:
-        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this.
+    def save_started(self, listener: Listener | None = None) -> None:
+        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this. The
+        detector's thread calls ``listener`` whenever ranks are lost meanwhile.
 
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
             if not self._active:
-                self._expect_silent()
-            self._active += 1
+                # A silent rank gets three beats' time: it was stopped, say, and comes back with this save.
+                grace = 3 * seconds_between_beats(self._rank_set.world)
+                for watched in self._watched.values():
+                    watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
+            self._active.append(listener)
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
-                self._told, self._old_news = [], self._watched[0].value
+                self._old_news = self._watched[0].value
         self.register(0.0)
         self._wake.set()
 
@@ -150,26 +209,18 @@ class FailureDetector(Generic[D]):
 
     def _expect_unheard(self) -> None:
         for watched in self._watched.values():
-            if not watched.heard:
+            if not watched.value:
                 watched.silent = 0.0
 
-    def _expect_silent(self) -> None:
-        """Give a silent rank three beats' time: it was stopped, say, and comes back with this save."""
-        grace = 3 * seconds_between_beats(self._rank_set.world)
-        for watched in self._watched.values():
-            watched.silent = min(watched.silent, SILENCE_SECONDS - grace)
-        self._silent = []
-
-    def save_ended(self) -> None:
+    def save_ended(self, listener: Listener | None = None) -> None:
         """Note that a save is over."""
         with self._lock:
-            self._active -= 1
+            self._active.remove(listener)
 
-    def follow(self, round_number: int | None) -> None:
-        """From now on look with every beat for the decision about this round; None for no round."""
+    def expect_votes(self, expected: bool) -> None:
+        """Note that a round begins, or has ended: in a round, each rank must be heard, and make progress."""
         with self._lock:
-            self._round = round_number
-            self._decision = None
+            self._in_round = expected
             self._expect_unheard()  # a rank may reach its first save late
             # Before the round there was no progress to make. The next look counts from the last one on.
             uncounted = time.monotonic() - self._looked_at
@@ -178,21 +229,16 @@ class FailureDetector(Generic[D]):
         self._wake.set()
 
     @property
-    def decision(self) -> D | None:
-        """The coordinator's decision about the round of :meth:`follow`; None before, and on the coordinator."""
-        with self._lock:
-            return self._decision
-
-    @property
     def misses_store(self) -> bool:
         """Whether the store did not answer the latest beat."""
         with self._lock:
             return self._store_error is not None
 
-    def ended(self, round_number: int) -> list[int]:
-        """The other ranks that know the outcome of the round."""
+    def ended(self, round_number: int) -> dict[int, str]:
+        """The watched ranks that know the outcome of the round, and why they gave it up; empty if they did not."""
         with self._lock:
-            return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
+            beats = {rank: each.beat for rank, each in self._watched.items()}
+        return {rank: beat.gave_up for rank, beat in beats.items() if beat.ended >= round_number}
 
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""
@@ -200,10 +246,9 @@ class FailureDetector(Generic[D]):
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                near = [rank for rank, watched in self._watched.items() if watched.near is not None]
-                self._gone = [loss for rank in near if (loss := self._visit(rank))]
+                self._gone = [_death(rank, who) for rank, who in self._near.items() if is_gone(who)]
             certain = {loss.rank for loss in self._gone}
-            others = [loss for loss in self._told + self._silent if loss.rank not in certain]
+            others = [loss for loss in self._told() + self._silent() if loss.rank not in certain]
             if self._store_error is not None:
                 reason = (
                     f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
@@ -218,35 +263,36 @@ class FailureDetector(Generic[D]):
         losses = [each for each in self.losses() if each.rank == 0]
         return losses[0] if losses and (losses[0].certain or self.said_by_coordinator) else None
 
-    def _visit(self, rank: int) -> Loss | None:
-        who = self._watched[rank].near
-        if who is None or not is_gone(who):
-            return None
-        host, _, pid, _ = who.split("|")
-        return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
+    def _told(self) -> list[Loss]:
+        """The losses of which the coordinator's latest beat tells another rank."""
+        coordinator = self._watched.get(0)
+        if coordinator is None or coordinator.value == self._old_news:
+            return []
+        return [loss for loss in coordinator.beat.lost if loss.rank != self._rank_set.rank]
 
-    def _is_silent(self, watched: Watched) -> bool:
-        if not watched.heard and self._round is None:
-            # Outside a round, a rank may not have reached its first save yet.
-            return watched.silent >= _UNSEEN_SECONDS
-        return watched.silent >= SILENCE_SECONDS
+    def _silent(self) -> list[Loss]:
+        # Outside a round, a rank may not have reached its first save yet.
+        unheard = SILENCE_SECONDS if self._in_round else _UNSEEN_SECONDS
+        return [
+            Loss(
+                rank,
+                f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
+                f"(last seen: {watched.beat.doing})",
+            )
+            for rank, watched in self._watched.items()
+            if watched.silent >= (SILENCE_SECONDS if watched.value else unheard)
+        ]
 
-    def stalled(self, round_number: int, seconds: float) -> list[Loss]:
-        """The ranks that beat and have not voted in the round (or are publishing), but have made no progress for
-        ``seconds``.
+    def stalled(self, seconds: float, round_number: int | None = None) -> list[Loss]:
+        """The ranks that have made no progress for ``seconds``; if this is for a round, those that have not voted in
+        it, or are publishing.
         """
         with self._lock:
             return [
-                Loss(
-                    rank,
-                    f"is alive, but has made no progress for {watched.still:.0f} s "
-                    f"({watched.beat.doing})",
-                )
-                for rank, watched in self._watched.items()
-                if watched.still >= seconds
-                and (
-                    watched.beat.voted < round_number or watched.beat.doing.startswith("publishing")
-                )
+                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
+                for rank, each in self._watched.items()
+                if each.still >= seconds
+                and (round_number is None or each.beat.owes_vote(round_number))
             ]
 
     def absent(self, calls: int, own: bool) -> list[int]:
@@ -257,21 +303,12 @@ class FailureDetector(Generic[D]):
             beats = [(rank, each.beat) for rank, each in self._watched.items()]
         return [rank for rank, beat in beats if (beat.calls if own else beat.dcp_calls) < calls]
 
-    def standing_still(self, seconds: float) -> list[Loss]:
-        """The ranks that have made no progress for ``seconds``, in whatever phase."""
-        with self._lock:
-            return [
-                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
-                for rank, each in self._watched.items()
-                if each.still >= seconds
-            ]
-
     @property
     def said_by_coordinator(self) -> str:
         """The phase that the coordinator's latest beat names; empty on the coordinator, and before its first beat."""
         with self._lock:
-            coordinator = self._watched.get(0)
-            return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
+            coordinator = self._watched.get(0, Watched())
+            return coordinator.beat.doing if coordinator.value else ""
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
@@ -290,7 +327,7 @@ class FailureDetector(Generic[D]):
             try:
                 if self._rank_set.rank == 0:  # look first: the beat contains the losses
                     self._look()
-                if self._rank_set.incarnation.is_known:
+                if self._rank_set.incarnation.await_known(0.0):
                     self._beat()
                 if self._rank_set.rank != 0:
                     self._look()
@@ -302,9 +339,9 @@ class FailureDetector(Generic[D]):
                     self._store_error = error
                     if error is not None and self._active:
                         logger.warning("the store that the ranks meet at fails: %s", error)
-                active = self._active > 0 or self._round is not None
+                active = bool(self._active) or self._in_round
                 self._interval = seconds_between_beats(self._rank_set.world, active=active)
-                listeners = list(self._listeners) if active else []
+                listeners = [each for each in self._active if each is not None]
             if listeners and (losses := self.losses()):
                 for listener in listeners:
                     try:
@@ -338,21 +375,25 @@ class FailureDetector(Generic[D]):
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        self._read_beats(passed)
-        if self._rank_set.rank == 0:
-            return
-        coordinator = self._watched[0]
-        told = [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
+        incarnation = self._rank_set.incarnation
+        values = self._values() if incarnation.await_known(0.0) else {}
+        processes = incarnation.processes
+        if processes is not self._processes:
+            self._processes = processes
+            near = {rank: who for rank, who in processes.items() if rank in self._watched}
+            self._near = {rank: who for rank, who in near.items() if is_near(who)}
         with self._lock:
-            news = coordinator.heard and coordinator.value != self._old_news
-            self._told = told if news else []
-            round_number = self._round
-        if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
-            return
-        decision = self._find(round_number)
-        with self._lock:
-            if self._round == round_number:
-                self._decision = decision
+            for watched in self._watched.values():
+                watched.silent += passed
+                watched.still += passed
+            for rank, value in values.items():
+                watched = self._watched[rank]
+                if value == watched.value:
+                    continue
+                beat = Beat.decode(value)
+                watched.value, watched.silent = value, 0.0
+                if beat != watched.beat:
+                    watched.beat, watched.still = beat, 0.0
 
     def _values(self) -> dict[int, bytes]:
         """The watched ranks' beats, by one request."""
@@ -366,35 +407,10 @@ class FailureDetector(Generic[D]):
         values = zip(self._watched, self._store.multi_get(keys), strict=True)
         return {rank: value for rank, value in values if value}
 
-    def _read_beats(self, passed: float) -> None:
-        incarnation = self._rank_set.incarnation
-        values = self._values() if incarnation.is_known else {}
-        processes = incarnation.processes
-        if processes is not self._processes:
-            self._processes = processes
-            for rank in filter(self._watched.__contains__, processes):
-                self._watched[rank].near = processes[rank] if is_near(processes[rank]) else None
-        with self._lock:
-            for watched in self._watched.values():
-                watched.silent += passed
-                watched.still += passed
-            for rank, value in values.items():
-                watched = self._watched[rank]
-                if value == watched.value:
-                    continue
-                beat = Beat.decode(value)
-                watched.value, watched.silent = value, 0.0
-                if beat != watched.beat:
-                    watched.beat, watched.still = beat, 0.0
-            self._silent = [
-                Loss(
-                    rank,
-                    f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
-                    f"(last seen: {watched.beat.doing})",
-                )
-                for rank, watched in self._watched.items()
-                if self._is_silent(watched)
-            ]
+
+def _death(rank: int, who: str) -> Loss:
+    host, _, pid, _ = who.split("|")
+    return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
 
 class LossWatch:
@@ -405,7 +421,7 @@ class LossWatch:
             a silent rank may be back, and this rank may not have seen it yet.
     """
 
-    def __init__(self, detector: FailureDetector[Any], patience: float = RETURN_SECONDS) -> None:
+    def __init__(self, detector: FailureDetector, patience: float = RETURN_SECONDS) -> None:
         self._detector = detector
         self._patience = patience
         self._since: float | None = None

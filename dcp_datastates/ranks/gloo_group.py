@@ -14,19 +14,17 @@ import contextlib
 import ctypes
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.process.ending import at_exit
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.meetings import poll
+from dcp_datastates.ranks.meetings import Check, poll
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +44,12 @@ _LETTING_GO_SECONDS: Final = 5.0
 _UNUSED_TAG: Final = 0x7FFF
 """A message tag that no collective uses."""
 
-_abandoned_lock = threading.RLock()  # guards _abandoned
-_abandoned: list[tuple[Any, Any]] = []
+abandoned: Final[list[Any]] = []
+"""The backends that are kept, because one of their operations does not end, until the process ends.
 
-Check = Callable[[], None]
-
+When the other side reports that it is ready, gloo starts a send. If the connection is closed at that moment, gloo of
+torch 2.13 loses the send, which then ends only by its timeout. This was seen after a rank had been stopped for a while.
+"""
 
 _alive: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
@@ -186,12 +185,18 @@ class GlooGroup:
             if pending is not None:
                 let_go(gloo, pending)
 
-    def broadcast(self, values: torch.Tensor, check: Check) -> None:
-        """Set ``values`` to rank 0's."""
-        self._do(lambda gloo: gloo.broadcast([values], dist.BroadcastOptions()), check)
+    def broadcast(self, data: bytes, check: Check) -> bytes:
+        """Rank 0's bytes."""
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        self._do(lambda gloo: gloo.broadcast([size], dist.BroadcastOptions()), check)
+        content = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        if len(content):
+            content.numpy()[: len(data)] = bytearray(data)
+            self._do(lambda gloo: gloo.broadcast([content], dist.BroadcastOptions()), check)
+        return content.numpy().tobytes()
 
-    def gather(self, data: bytes, check: Check) -> list[bytes]:
-        """All ranks' bytes on rank 0, elsewhere an empty list."""
+    def gather(self, data: bytes, check: Check) -> bytes:
+        """All ranks' bytes on rank 0, one after another; elsewhere nothing."""
         mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         sizes = [] if self._rank else [torch.empty_like(mine) for _ in range(self._world)]
         everyone = [] if self._rank else [sizes]
@@ -203,7 +208,7 @@ class GlooGroup:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if going[0] else _EMPTY
         got = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
         self._do(lambda gloo: gloo.alltoall_base(got, sent, coming, going), check)
-        return [] if self._rank else [data, *_cut(got.numpy().tobytes(), coming)[1:]]
+        return b"" if self._rank else data + got.numpy().tobytes()
 
     def _do(self, start: Callable[[Any], Any], check: Check) -> None:
         gloo = self._gloo
@@ -253,14 +258,6 @@ def _ended(work: Any, seconds: float) -> bool:
     return bool(work.is_completed())
 
 
-def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(data[at : at + size])
-        at += size
-    return parts
-
-
 def _is_unknown(error: BaseException) -> bool:
     """Whether gloo called a method that :class:`Rendezvous` does not have. If so, it did on every rank."""
     return "pure virtual" in str(error) or "NotImplementedError" in str(error)
@@ -269,46 +266,26 @@ def _is_unknown(error: BaseException) -> bool:
 def let_go(backend: Any, pending: Any) -> None:
     """Return when the operation ``pending`` has ended in a gloo ``backend`` whose connections are closed.
 
-    If the operation does not end in time, keep the backend until it does: the destructor would wait. See
-    :func:`abandoned`.
+    If the operation does not end in time, keep the backend for good: the destructor would wait (:data:`abandoned`).
     """
-    abandoned()
     deadline = time.monotonic() + _LETTING_GO_SECONDS
     while not pending.is_completed():
         if time.monotonic() > deadline:
-            logger.warning("an operation of gloo's does not end; its group stays until it does")
-            with _abandoned_lock:
-                _abandoned.append((backend, pending))
+            logger.warning("an operation of gloo's does not end; its group stays")
+            abandoned.append(backend)
+            _keep([backend, pending])
             return
         time.sleep(0.005)
 
 
-def abandoned() -> int:
-    """The number of gloo backends that are kept because one of their operations does not end.
-
-    When the other side reports that it is ready, gloo starts a send. If the connection is closed at that moment, gloo
-    of torch 2.13 loses the send, which then ends only by its timeout. This was seen after a rank had been stopped for a
-    while.
-    """
-    with _abandoned_lock:
-        _abandoned[:] = [kept for kept in _abandoned if not kept[1].is_completed()]
-        return len(_abandoned)
+def _keep(objects: Iterable[Any]) -> None:
+    """Never call the destructors of ``objects``, not even at the end of the process."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
-def _keep_abandoned() -> None:
-    for backend, pending in _abandoned:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
-
-
-def _keep_all() -> None:
-    for group in _alive:  # in a child, their destructors would wait for the parent's threads
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _keep_abandoned()
-
-
-os.register_at_fork(after_in_child=_keep_all)
-at_exit(_keep_abandoned)  # the end of the interpreter must not wait for them
+# In a child, the destructors would wait for the parent's threads.
+os.register_at_fork(after_in_child=lambda: _keep(_alive))
 
 
 def _unblock(backend: Any, rank: int, world: int) -> None:

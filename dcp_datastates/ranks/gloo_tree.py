@@ -17,21 +17,18 @@ import functools
 import logging
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.gloo_group import (
-    Check,
     GlooGroup,
     GroupBroken,
     Rendezvous,
     said_as_broken,
 )
-from dcp_datastates.ranks.meetings import KNOWN_PAUSE, GivenUp, Meetings
+from dcp_datastates.ranks.meetings import KNOWN_PAUSE, Check, GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -79,7 +76,7 @@ class GlooTree:
 
     The ranks connect at most once in a generation. All ranks call the same operations in the same order. An operation
     calls its ``check`` repeatedly while it waits, and raises what ``check`` raises, or :class:`GroupBroken`. The caller
-    must then call :meth:`leave`. Only one thread uses a tree.
+    must then call :meth:`leave`. Only one thread uses a tree. A rank alone is connected.
 
     Args:
         name: prefix of the tree's keys in the store.
@@ -104,6 +101,8 @@ class GlooTree:
 
         Raises :class:`GroupBroken`, or what ``check`` raises, after it has left the tree.
         """
+        if self._rank_set.world == 1:
+            return False
         self._check_open()
         if self._met:
             return False
@@ -184,30 +183,28 @@ class GlooTree:
 
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:
         """All ranks' bytes, of any length, on rank 0; None elsewhere."""
-        parts = [data]
+        gathered = _SIZE.pack(len(data)) + data
         for place, group in self._joined():
-            gathered = group.gather(_pack(parts), self._while_waiting(check))
+            gathered = group.gather(gathered, self._while_waiting(check))
             if place.rank:
                 return None
-            parts = [part for each in gathered for part in _unpack(each)]
+        parts, at = [], 0
+        while at < len(gathered):
+            start = at + _SIZE.size
+            at = start + _SIZE.unpack_from(gathered, at)[0]
+            parts.append(gathered[start:at])
         return parts
 
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
         """The bytes that rank 0 passes, on all ranks."""
         told = (data or b"") if self._rank_set.rank == 0 else b""
         for _, group in reversed(self._joined()):
-            size = torch.tensor([len(told)], dtype=torch.int64, device="cpu")
-            group.broadcast(size, self._while_waiting(check))
-            content = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-            content.numpy()[: len(told)] = bytearray(told)
-            if len(content):
-                group.broadcast(content, self._while_waiting(check))
-            told = content.numpy().tobytes()
+            told = group.broadcast(told, self._while_waiting(check))
         return told
 
     def _joined(self) -> list[tuple[Place, GlooGroup]]:
         groups = list(self._groups)  # another thread may close the tree
-        if not self._met or self._closed or (not groups and self._rank_set.world > 1):
+        if self._rank_set.world > 1 and not (groups and self._met and not self._closed):
             raise GroupBroken("these connections were given up")
         return groups
 
@@ -263,23 +260,11 @@ class GlooTree:
                     self._store.delete_key(key)
 
 
+_SIZE: Final = struct.Struct("<Q")
+"""Precedes each rank's bytes on their way up."""
+
 _NEWEST: Final = "generation"
 
 
 def _left(generation: int) -> str:
     return f"left/{generation}"
-
-
-def _pack(parts: Sequence[bytes]) -> bytes:
-    sizes = list(map(len, parts))
-    return struct.pack(f"<{len(parts) + 1}Q", len(parts), *sizes) + b"".join(parts)
-
-
-def _unpack(data: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<Q", data)
-    sizes = struct.unpack_from(f"<{count}Q", data, 8)
-    parts, at = [], 8 + 8 * count
-    for size in sizes:
-        parts.append(data[at : at + size])
-        at += size
-    return parts

@@ -22,19 +22,22 @@ the process group is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
+import os
 import secrets
+import socket
 import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
-from dcp_datastates.ranks.processes import identity
 
 logger = logging.getLogger(__name__)
 
@@ -94,18 +97,15 @@ class Incarnation:
 
     @property
     def processes(self) -> Mapping[int, str]:
-        """The :func:`~dcp_datastates.ranks.processes.identity` of the processes that this one has met in this
+        """The :func:`identity` of the processes that this one has met in this
         incarnation: on rank 0 all that have come, elsewhere rank 0's.
         """
         return self._processes
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a request to the store need not wait for rank 0. The first look begins to meet it."""
-        return self.await_known(0.0)
-
     def await_known(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has."""
+        """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has, so
+        that a request to the store need not wait for that. The first call begins to meet it.
+        """
         if not self._known.is_set():
             self._start()
             self._known.wait(seconds)
@@ -256,3 +256,55 @@ def _run(incarnation: weakref.ref[Incarnation]) -> None:
         del this
         time.sleep(pause)
         pause = min(longest, 2 * pause)
+
+
+# ---- the identity of a process -----------------------------------------------------------------------
+
+
+@functools.cache
+def _boot() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """The start time of the process, in the kernel's ticks; None if the process is gone, or a zombie.
+
+    Raises OSError if the time cannot be read (too many open files, say).
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def identity() -> str:
+    """Machine, process and start time: enough for a rank on the same machine to see that the process is gone."""
+    try:
+        return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+    except OSError:  # then no rank can see the process
+        return f"{socket.gethostname()}||{os.getpid()}|"
+
+
+def is_gone(who: str) -> bool:
+    """Whether the process with the :func:`identity` ``who`` has certainly ended. False if this process cannot
+    see it.
+    """
+    _, _, pid, started = who.split("|")
+    try:
+        return is_near(who) and _started(int(pid)) != started
+    except OSError:
+        return False
+
+
+def is_near(who: str) -> bool:
+    """Whether this process could see the process ``who``: same boot of the same machine, same PID namespace.
+
+    Machines that were copied while they ran may share the rest; so the host's name must be the same, too.
+    """
+    host, boot, _, _ = who.split("|")
+    return boot == _boot() != "" and host == socket.gethostname()

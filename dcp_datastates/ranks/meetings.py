@@ -241,7 +241,7 @@ class Meetings:
         """Write what could not be written before; returns the newest meeting in which the first rank has answered."""
         answered = None
         try:
-            while self._unsaid and self._rank_set.incarnation.is_known:
+            while self._unsaid and self._rank_set.incarnation.await_known(0.0):
                 number, stop = next(iter(self._unsaid.items()))
                 word = self._store.compare_set(_word(number), "", stop)
                 del self._unsaid[number]

@@ -74,15 +74,13 @@ class RankSet:
         """The incarnation of the job that these ranks belong to. All their keys in the store contain it."""
         return self._base.incarnation(self)
 
-    def connect(self, purpose: str, *, shared: bool = True) -> Connection:
-        """The process's connection to the store, under a prefix for these ranks, their incarnation and ``purpose``; or
-        one that is not ``shared``, for a thread that must not wait for other threads' requests.
+    def connect(self, purpose: str) -> Connection:
+        """The process's connection to the store, under a prefix for these ranks, their incarnation and ``purpose``.
 
         A request waits up to ten seconds until this rank has met rank 0; then it raises RuntimeError.
         """
-        client = self._base.shared if shared else Client(self._base.address.connect)
         incarnation = self.incarnation
-        return Connection(client, lambda: f"{incarnation.prefix()}/{purpose}")
+        return Connection(self._base.client, lambda: f"{incarnation.prefix()}/{purpose}")
 
     def raw_store(self, purpose: str) -> Any:
         """Like :meth:`connect`, as a c10d store with one more connection, which does not reconnect; if the job's store
@@ -180,7 +178,7 @@ class _Base:
 
     def __init__(self, store: Any, kept: Any = None) -> None:
         self.address: Final = _Address(store)
-        self.shared: Final = Client(self.address.connect)  # must not hold this: see connection.py
+        self.client: Final = Client(self.address.connect)  # must not hold this: see connection.py
         self._kept = kept
         self._lock = threading.RLock()  # guards _incarnations
         self._incarnations: dict[tuple[int, str], Incarnation] = {}
@@ -191,7 +189,7 @@ class _Base:
             if key not in self._incarnations:
                 prefix = f"dcp_datastates/{rank_set.digest}"
                 self._incarnations[key] = Incarnation(
-                    self.shared, prefix, rank_set.rank, rank_set.world, self.address.is_gone
+                    self.client, prefix, rank_set.rank, rank_set.world, self.address.is_gone
                 )
             return self._incarnations[key]
 

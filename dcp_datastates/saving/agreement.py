@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
@@ -311,10 +311,10 @@ class PeerWatch:
             return
         if absent:
             raise RankLostError(f"{what} for {waited:.0f} s")
-        if slow := detector.standing_still(self._timeout):
+        if slow := detector.stalled(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
 
-    def _misses_ranks(self, waited: float, detector: FailureDetector[Any]) -> bool:
+    def _misses_ranks(self, waited: float, detector: FailureDetector) -> bool:
         if self._group.rank_set.rank == 0:
             return waited > COME_SECONDS and not self._all_are_here
         return (
@@ -326,7 +326,7 @@ class PeerWatch:
         reads = None if self._save is None else self._save.reads
         return 0.0 if reads is None else reads.gate_waits
 
-    def _waited_for(self, detector: FailureDetector[Any]) -> str:
+    def _waited_for(self, detector: FailureDetector) -> str:
         absent = detector.absent(self._number, self._own)
         if self._all_are_here:
             return _ALL_ARE_HERE

@@ -22,8 +22,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates._native import SaveJob
 from dcp_datastates.commit.group import CommitGroup, commit_group
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Part, Round
+from dcp_datastates.commit.place import EndedPart, Part, Place, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
@@ -36,7 +35,7 @@ from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
@@ -233,8 +232,7 @@ class SaveOperation:
         self.doing = "planning"
         self.stats.timeline.begin("planning")
         if detector is not None:
-            detector.save_started()
-            detector.listen(self._lost)
+            detector.save_started(self._lost)
 
     def directory(self) -> Location:
         """The checkpoint's directory. Raises :class:`ConfigurationError` if no path was given."""
@@ -341,12 +339,11 @@ class SaveOperation:
         if self._phase is not Phase.COMMITTING and not self.own:
             self.fail(error)
         if listens and self.group_of_call.detector is not None:
-            self.group_of_call.detector.save_ended()
-            self.group_of_call.detector.forget(self._lost)
+            self.group_of_call.detector.save_ended(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
         """Vote against the save, unless this rank's part is submitted. Any thread."""
-        self.submit(FailedPart(error))
+        self.submit(EndedPart(error))
 
     # ---- within ------------------------------------------------------------------------------------
 

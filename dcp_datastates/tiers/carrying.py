@@ -20,9 +20,8 @@ from dcp_datastates.checkpoints.copy import (
     is_whole,
     same_size,
 )
-from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome, Reason
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -35,7 +34,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
@@ -302,13 +301,9 @@ class ArchiveVote:
 
     def failures(self) -> Decision | None:
         """Coordinator: the decision if ranks have failed; None if none has said so."""
-        try:
-            collected = self._votes.log.collect(self._number)
-        except RuntimeError:
-            return None
-        if not collected.reasons:
-            return None
-        return Decision(Outcome.FAILED, collected.reasons, more=collected.more)
+        with contextlib.suppress(RuntimeError):
+            return self._votes.log.failures(self._number)
+        return None
 
     def decide(self, decision: Decision) -> None:
         """Coordinator: tell the other ranks."""

@@ -25,8 +25,7 @@ from dcp_datastates import (
     retain,
 )
 from dcp_datastates.commit import group as groups
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt
@@ -58,21 +57,17 @@ def at(monkeypatch):
     return arrange
 
 
-_older = {}  # by round: what it found before it was published
-
-
 def _begun(path):
     """A save at ``path`` whose bytes are durable."""
     claim = Place(path).claim(claims.Neighbours(), True)
     (path / claim.attempt.name / DATA).write_text(claim.attempt.name)
     error = StorageError(errno.EIO, "")
-    return Round(0, claim.attempt, path, FailedPart(error), path=path, claim=claim, timeout=5)
+    return Round(0, claim.attempt, path, EndedPart(error), path=path, claim=claim, timeout=5)
 
 
 def _commit(round_):
     """As a job of one rank does. Raises what a user is told."""
     place = Place(round_.path)
-    _older[round_] = place.find_older(round_)
     place.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
 
 
@@ -88,7 +83,7 @@ def _publish(round_):
 def _tidy(round_, error):
     place = Place(round_.path)
     if error is None:
-        place.tidy_after_commit(round_, _older[round_], 0, 2)
+        place.tidy_after_commit(round_)
     elif not isinstance(error, CommitOutcomeUnknown):
         place.tidy_after_failure(round_, 0, 2)
 

@@ -15,8 +15,7 @@ from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
 from dcp_datastates import CheckpointSupersededError, StorageError
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import decisions, stores
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
@@ -96,7 +95,7 @@ def _settle(path, attempt):
 @pytest.mark.parametrize("races", tries(30, 300, "STORE_RACES"))
 def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, path):
     counts: Counter[bool] = Counter()
-    part = FailedPart(StorageError(errno.EIO, ""))
+    part = EndedPart(StorageError(errno.EIO, ""))
     with ThreadPoolExecutor(1 + SETTLERS) as threads:
         for number in range(races):
             step = path / f"root-{number // 50}" / f"step-{number}"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import failure_detector as detector
-from dcp_datastates.ranks.beats import Beat
+from dcp_datastates.ranks.failure_detector import Beat
 from dcp_datastates.ranks.rank_set import of_store
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging import eager_copies
@@ -353,11 +353,9 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     monkeypatch.setattr(detector, "_ACTIVE_SECONDS", 0.2)
     monkeypatch.setattr(detector, "is_gone", lambda who: False)  # other machines
 
-    def beating(rank: int) -> detector.FailureDetector[None]:
+    def beating(rank: int) -> detector.FailureDetector:
         rank_set = of_store(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
-        made = detector.FailureDetector(
-            rank_set, rank_set.connect("commit"), Beat, lambda number: None
-        )
+        made = detector.FailureDetector(rank_set, rank_set.connect("commit"), Beat)
         made.save_started()
         return made
 
@@ -375,8 +373,8 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     try:
         with stalled(cuda):
             future = save(tmp_path / "a", {"running": running})
-            detectors[1].listen(saves[0]._lost)
-            await_that(lambda: all(each.heard for each in detectors[0]._watched.values()))
+            detectors[1].save_started(saves[0]._lost)
+            await_that(lambda: all(each.value for each in detectors[0]._watched.values()))
             detectors[2].close()
             await_that(lambda: saves[0].error is not None)
             time.sleep(3 * detector.SILENCE_SECONDS)

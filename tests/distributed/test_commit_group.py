@@ -42,7 +42,7 @@ from dcp_datastates import (
     UnsupportedTensorError,
 )
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.place import Round
 from dcp_datastates.dcp import compat
 from dcp_datastates.ranks.rank_set import rank_set_of
 

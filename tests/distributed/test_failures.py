@@ -31,7 +31,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import engine as engine_module
-from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import Loss
 
 
 def _owned():
@@ -99,7 +99,7 @@ def test_a_false_alarm_while_a_rank_reads_is_told_to_all_ranks_alike(alarmed, sh
             if dist.get_rank() == alarmed and not alarm.is_set():
                 alarm.set()
                 detector = commit_group(ours.rank_set).detector
-                for listener in list(detector._listeners):
+                for listener in filter(None, detector._active):
                     listener([Loss(1 - alarmed, "is only late")])
             return super().resolve_data(write_item)
 

@@ -178,7 +178,7 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
             tree.leave()
 
     outcomes = together(trees[:2], wait)
-    assert not gloo_group.abandoned(), "an operation was left under way"
+    assert not gloo_group.abandoned, "an operation was left under way"
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
     _close(trees)
 
@@ -236,8 +236,8 @@ def test_an_operation_that_gloo_has_forgotten_keeps_no_rank(monkeypatch):
     with pytest.raises(InterruptedError):
         group._do(lambda gloo: _Stuck(), check)
     trees[0].leave()
-    assert len(gloo_group._abandoned) == 1
-    gloo_group._abandoned.clear()
+    assert len(gloo_group.abandoned) == 1
+    gloo_group.abandoned.clear()
     _close(trees)
 
 

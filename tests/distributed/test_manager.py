@@ -415,7 +415,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
 def die_before_the_first_save(root):
     checkpoints = manager(root, 1)
     others = commit_group(rank_set_of(None)).detector
-    await_that(lambda: all(each.heard for each in others._watched.values()))
+    await_that(lambda: all(each.value for each in others._watched.values()))
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dcp_datastates.commit import group as groups
 from dcp_datastates.io import engine
@@ -57,9 +56,9 @@ class Residue:
     def beyond(self, before: Residue) -> dict[str, object]:
         """What there is more of now than ``before``; any segment of the cache that is not free.
 
-        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.ranks.gloo_group.abandoned`.
+        But for what gloo keeps by a defect of its own: see :data:`dcp_datastates.ranks.gloo_group.abandoned`.
         """
-        stuck = gloo_group.abandoned()
+        stuck = len(gloo_group.abandoned)
         more = {
             "threads": self.threads - before.threads,
             "native threads": self._more_tasks(before, 3 * stuck),
@@ -82,12 +81,12 @@ def _await_beats() -> None:
             time.sleep(0.02)
 
 
-def _hears_all(detector: FailureDetector[Any] | None) -> bool:
+def _hears_all(detector: FailureDetector | None) -> bool:
     """Whether it has heard each rank that it watches; it watches none before it has started."""
     return (
         detector is None
         or detector._thread.ident is None
-        or all(each.heard for each in list(detector._watched.values()))
+        or all(each.value for each in list(detector._watched.values()))
     )
 
 

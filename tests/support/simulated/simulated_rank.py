@@ -233,8 +233,14 @@ class Rank:
                 return (yield from self._write(save, failed))
             case protocol.Meet():
                 return (yield from self._meet(save))
-            case protocol.Vote(ok):
-                vote = (0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number)
+            case protocol.Vote(why):
+                vote = (
+                    0 if why is None else 1,
+                    save.attempt,
+                    -save.attempt,
+                    save.number,
+                    -save.number,
+                )
                 found = yield from self._collective("voted", vote, save)
                 if isinstance(found, protocol.Event):
                     return found
@@ -258,38 +264,22 @@ class Rank:
                 except Hung:
                     save.in_doubt = True
                     return protocol.Decided(Decision(Outcome.UNKNOWN))
+            case protocol.GiveUp():
+                return protocol.Done()  # its beat says that it has ended the round
             case protocol.Leave():
                 self._leave()
                 return protocol.Done()
         return self._ask_store(action, save)
 
     def _ask_store(self, action: protocol.Action, save: Save) -> protocol.Event:
-        store = self.job.store
         if isinstance(action, protocol.Note):
             self._unsaid[save.number] = action.decision
         if not self.reaches_store:
-            return (
-                protocol.Collected({})
-                if isinstance(action, protocol.Collect)
-                else protocol.DecisionFound(None)
-            )
-        match action:
-            case protocol.Note():
-                self._flush()
-            case protocol.Explain(reason):
-                store[self._key(f"reason/{save.number}/{self.rank}")] = reason
-            case protocol.Collect():
-                reasons = {
-                    rank: reason
-                    for rank in range(len(self.job.ranks))
-                    if isinstance(
-                        reason := store.get(self._key(f"reason/{save.number}/{rank}")), Reason
-                    )
-                }
-                return protocol.Collected(reasons)
-            case protocol.Look():
-                return protocol.DecisionFound(self._find(save))
-        return protocol.Done()
+            return protocol.DecisionFound(None)
+        if isinstance(action, protocol.Note):
+            self._flush()
+            return protocol.Done()
+        return protocol.DecisionFound(self._find(save))
 
     def _find(self, save: Save) -> Decision | None:
         found = self.job.store.get(self._key(f"decision/{save.number}"))
@@ -321,9 +311,9 @@ class Rank:
         if self.rank and self.heard.get(0, -1) >= save.number and self.reaches_store:
             found = protocol.DecisionFound(self._find(save))
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
-        ended = [rank for rank, number in self.heard.items() if number >= save.number]
+        ended = {rank: "" for rank, number in self.heard.items() if number >= save.number}
         return protocol.interruption(
-            [] if self.rank else ended,
+            {} if self.rank else ended,
             found,
             lost,
             waits_in_vain=joining or self._chance(0.01),

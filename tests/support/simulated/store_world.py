@@ -20,8 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempt as attempt_module
 from dcp_datastates.storage import attempts, claims, decisions, operations, store_index
 from dcp_datastates.storage.attempt import Attempt
@@ -261,7 +260,6 @@ class Job:
             file = path / claim.attempt.name / name
             path.store.put(file.key, b"data")
         self.current = round_
-        older = place.find_older(round_)
         while not self._all_voted(claim.attempt):
             if self.cut_off:
                 break
@@ -277,7 +275,7 @@ class Job:
             place.tidy_after_failure(round_, 0, WORLD)
         else:
             world.tell(round_, True)
-            place.tidy_after_commit(round_, older, 0, WORLD)
+            place.tidy_after_commit(round_)
 
     def _all_voted(self, attempt: Attempt) -> bool:
         return all(self.votes.get(rank) == attempt for rank in range(1, WORLD))
@@ -332,16 +330,13 @@ class Job:
     def _end(self, round_: Round, rank: int, committed: bool) -> None:
         self.world.tell(round_, committed)
         assert isinstance(round_.path, ObjectPath)
-        place = Place(round_.path)
-        mine = round_of(round_.attempt, round_.path)
-        if committed:
-            place.tidy_after_commit(mine, place.find_older(mine), rank, WORLD)
-        else:
-            place.tidy_after_failure(mine, rank, WORLD)
+        if not committed:
+            mine = round_of(round_.attempt, round_.path)
+            Place(round_.path).tidy_after_failure(mine, rank, WORLD)
 
 
 def round_of(mine: Attempt | None, path: ObjectPath, claim: Claim | None = None) -> Round:
-    part = FailedPart(StorageError(errno.EIO, ""))
+    part = EndedPart(StorageError(errno.EIO, ""))
     return Round(0, mine, path, part, path=path, claim=claim, timeout=5)
 
 

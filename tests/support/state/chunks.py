@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_datastates import DataStatesReader
 from dcp_datastates.commit.group import CommitGroup, Progress, commit_group
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.ranks.rank_set import ALONE, RankSet

@@ -28,8 +28,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.checkpoints.delete import delete_committed
 from dcp_datastates.checkpoints.find import open_found
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import DurablePart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
@@ -229,7 +228,7 @@ def test_a_slow_save_that_is_deleted_cannot_be_committed_any_more(path):
     place = Place(path.with_name("slow"))
     claim = place.claim(Neighbours(), True)
     delete(path.with_name("slow"))
-    save = Round(0, claim.attempt, path.with_name("slow"), DurablePart(), timeout=1.0, claim=claim)
+    save = Round(0, claim.attempt, path.with_name("slow"), EndedPart(), timeout=1.0, claim=claim)
     with pytest.raises(CheckpointSupersededError):
         place.publish(save, lambda meta, claim: b"x" * 1000)
     assert not path.with_name("slow").exists()

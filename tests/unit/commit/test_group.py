@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.round import FailedPart, Round
+from dcp_datastates.commit.place import EndedPart, Round
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import ALONE
@@ -23,7 +23,7 @@ def group():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_rounds_run_in_order(group, order):
     ended = []
-    rounds = [Round(n, None, None, FailedPart(OSError("full")), timeout=60) for n in range(3)]
+    rounds = [Round(n, None, None, EndedPart(OSError("full")), timeout=60) for n in range(3)]
     for number, round_ in enumerate(rounds):
         when_done(round_.committed, lambda _, number=number: ended.append(number))
         group.announce(number)
@@ -41,7 +41,7 @@ def test_rounds_run_in_order(group, order):
 
 def test_a_round_after_the_end_fails(group):
     group.close()
-    late = Round(0, None, None, FailedPart(OSError("full")), timeout=60)
+    late = Round(0, None, None, EndedPart(OSError("full")), timeout=60)
     group.announce(0)
     group.submit(late)
     assert isinstance(late.committed.exception(60), SaveFailedError)

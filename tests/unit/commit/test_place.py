@@ -16,8 +16,7 @@ from dcp_datastates import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.commit.place import Place
-from dcp_datastates.commit.round import FailedPart, Round
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempts, decisions, operations, store_index
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
@@ -49,7 +48,7 @@ def _begun(path, overwrite=True):
     for rank in range(WORLD):
         file = path / claim.attempt.name / f"r{rank:05d}-0.safetensors"
         file.store.put(file.key, b"data")
-    part = FailedPart(StorageError(errno.EIO, ""))
+    part = EndedPart(StorageError(errno.EIO, ""))
     return Round(
         0, claim.attempt, path, part, path=path, claim=claim, timeout=5, overwrite=overwrite
     )
@@ -60,8 +59,7 @@ def _publish(round_):
 
 
 def _tidy(round_):
-    place = Place(round_.path)
-    place.tidy_after_commit(round_, place.find_older(round_), 0, WORLD)
+    Place(round_.path).tidy_after_commit(round_)
 
 
 def _save(path, **more):
@@ -96,16 +94,6 @@ def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(path, store):
     assert set(attempts.survey(path)) == {new.attempt}
     assert [each.attempt for each in store_index.entries(path.parent)] == [new.attempt]
     assert store.data(f"{path.key}/.metadata") == _metadata(new.attempt)
-
-
-def test_other_ranks_remove_nothing_after_a_commit(path, store):
-    _save(path)
-    round_ = _begun(path)
-    other = Round(0, round_.attempt, path, round_.part, path=path, timeout=5)
-    assert Place(path).find_older(other) == []
-    store.counts.clear()
-    Place(path).tidy_after_commit(other, [], 1, WORLD)
-    assert store.requests() == 0
 
 
 def test_an_older_save_that_comes_late_is_withdrawn_and_stays_so(path):

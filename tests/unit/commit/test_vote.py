@@ -21,15 +21,15 @@ from dcp_datastates.commit.vote import (
     Outcome,
     RankVote,
     Reason,
-    count_votes,
+    Votes,
 )
 from dcp_datastates.storage.attempt import Attempt
 
-VOTE = RankVote(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
+VOTE = RankVote(None, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
 
 
 def _count(*votes):
-    return count_votes([vote.encode() for vote in votes])[0]
+    return Votes([vote.encode() for vote in votes]).count
 
 
 def _unanimous(*votes):
@@ -41,7 +41,7 @@ def test_votes_for_the_same_save_are_unanimous():
 
 
 def test_one_no_is_enough_whatever_it_is_about():
-    no = dataclasses.replace(VOTE, ok=False)
+    no = dataclasses.replace(VOTE, no=Reason("OSError", "full"))
     assert _count(VOTE, no, VOTE) is Count.FAILED
     assert _count(VOTE, dataclasses.replace(no, number=8)) is Count.FAILED
 
@@ -49,7 +49,16 @@ def test_one_no_is_enough_whatever_it_is_about():
 def test_reports_come_in_the_order_of_the_ranks_whatever_bytes_they_have():
     reports = [b"", b"\0\1", VOTE.encode(), b"x" * 100_000]
     votes = [dataclasses.replace(VOTE, report=report).encode() for report in reports]
-    assert count_votes(votes)[:2] == (Count.UNANIMOUS, reports)
+    assert Votes(votes).count is Count.UNANIMOUS
+    assert Votes(votes).reports == reports
+
+
+def test_a_no_says_why_and_the_first_few_are_told():
+    why = [Reason("OSError", f"disk {rank}") for rank in range(11)]
+    noes = [dataclasses.replace(VOTE, no=each, report=b"lost").encode() for each in why]
+    reasons, more = Votes([VOTE.encode(), *noes]).reasons()
+    assert reasons == {rank + 1: why[rank] for rank in range(8)}
+    assert more == 3
 
 
 @pytest.mark.parametrize(

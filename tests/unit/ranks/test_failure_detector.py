@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import threading
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
+from dcp_datastates.process import forks
 from dcp_datastates.ranks import failure_detector as detector_module
-from dcp_datastates.ranks import processes
-from dcp_datastates.ranks.beats import Beat, Loss
-from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.failure_detector import Beat, FailureDetector, Loss
+from dcp_datastates.ranks.incarnation import identity, is_gone, is_near
 from dcp_datastates.ranks.rank_set import of_store
 
 SILENCE = 1.5
@@ -29,10 +28,6 @@ def _hurried(monkeypatch):
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", 4.0)
     monkeypatch.setattr(detector_module, "_ACTIVE_SECONDS", 0.2)
     monkeypatch.setattr(detector_module, "_IDLE_SECONDS", 0.4)
-
-
-def _nothing(number):
-    return None
 
 
 class _Status:
@@ -73,7 +68,6 @@ class _Detectors:
         self.made = []
         self.stores = {}
         self._rank_sets = {}
-        self.decided = {}  # by the coordinator, by round
 
     def rank_set(self, rank, world=2):
         if rank not in self._rank_sets:
@@ -84,12 +78,7 @@ class _Detectors:
     def __call__(self, rank, world=2, status=None):
         rank_set = self.rank_set(rank, world)
         self.stores[rank] = rank_set.connect("commit")
-        detector = FailureDetector(
-            rank_set,
-            self.stores[rank],
-            status or _Status(),
-            lambda number: self.decided.get(number, "forgotten"),
-        )
+        detector = FailureDetector(rank_set, self.stores[rank], status or _Status())
         detector.save_started()
         self.made.append(detector)
         return detector
@@ -114,7 +103,7 @@ def _elsewhere(monkeypatch):
 def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, second = detectors(0), detectors(1)
-    await_that(lambda: first.ended(0) == [1])
+    await_that(lambda: first.ended(0) == {1: ""})
     assert first.losses() == []
     second.close()
     await_that(first.losses)
@@ -129,7 +118,7 @@ def test_a_save_that_begins_gives_a_silent_rank_time_to_be_heard_again(detectors
     """It was stopped, say, and comes back with this save."""
     _elsewhere(monkeypatch)
     first, second = detectors(0), detectors(1)
-    await_that(lambda: first.ended(0) == [1])
+    await_that(lambda: first.ended(0) == {1: ""})
     second.close()
     await_that(first.losses)
     first.save_ended()  # the save that failed for it
@@ -142,19 +131,19 @@ def test_time_before_a_round_is_no_time_without_progress(detectors):
     """The detector looked long ago when the round begins: there was no save."""
     first = detectors(0)
     detectors(1)
-    await_that(lambda: first.ended(0) == [1])
+    await_that(lambda: first.ended(0) == {1: ""})
     first.close()  # the test looks in its place
     first._interval = 60.0
     first._looked_at -= 60
-    first.follow(1)
+    first.expect_votes(True)
     first._look()
-    assert first.stalled(1, 30) == []
+    assert first.stalled(30, 1) == []
 
 
 def test_the_others_hear_from_the_coordinator_who_is_lost(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, second, third = (detectors(rank, world=3) for rank in range(3))
-    await_that(lambda: first.ended(0) == [1, 2])
+    await_that(lambda: sorted(first.ended(0)) == [1, 2])
     second.close()
     await_that(third.losses)
     assert [loss.rank for loss in third.losses()] == [1]
@@ -166,8 +155,9 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
     first = detectors(0)
     child = os.fork()
     if child == 0:
+        monkeypatch.setattr(forks, "_in_child", False)  # a rank of its own
         detectors(1)
-        await_that(lambda: detectors.made[-1].ended(0) == [0])
+        await_that(lambda: detectors.made[-1].ended(0) == {0: ""})
         os._exit(0)
     os.waitpid(child, 0)
     await_that(first.losses)
@@ -178,18 +168,18 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
 
 
 def test_another_machines_process_is_never_called_dead():
-    host, boot, pid, started = processes.identity().split("|")
-    assert not processes.is_gone("|".join([host, "another boot", "1", "0"]))
-    assert processes.is_gone("|".join([host, boot, pid, "0"])), "pid reused"
-    assert not processes.is_gone("|".join([host, boot, pid, started]))
-    assert not processes.is_gone("|".join([host, "", "999999", "0"]))
+    host, boot, pid, started = identity().split("|")
+    assert not is_gone("|".join([host, "another boot", "1", "0"]))
+    assert is_gone("|".join([host, boot, pid, "0"])), "pid reused"
+    assert not is_gone("|".join([host, boot, pid, started]))
+    assert not is_gone("|".join([host, "", "999999", "0"]))
 
 
 def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monkeypatch):
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", NEVER)
     status = _Status()
     first = detectors(0, status=status)
-    await_that(lambda: first.standing_still(2 * SILENCE))
+    await_that(lambda: first.stalled(2 * SILENCE))
     assert first.losses() == []
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", SILENCE)
     await_that(first.losses)
@@ -198,7 +188,7 @@ def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monk
 def test_in_a_round_a_rank_never_heard_of_is_silent_like_any_other(detectors, monkeypatch):
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", NEVER)
     first = detectors(0)
-    first.follow(0)
+    first.expect_votes(True)
     await_that(first.losses)
 
 
@@ -206,14 +196,14 @@ def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(detectors)
     status = _Status(Beat(voted=4, progress=7, doing="flushing (save 5)"))
     first = detectors(0)
     detectors(1, status=status)
-    first.follow(5)
-    await_that(lambda: first.stalled(5, 1.0))
-    (loss,) = first.stalled(5, 1.0)
-    assert "rank 1 is alive, but has made no progress" in str(loss)
+    first.expect_votes(True)
+    await_that(lambda: first.stalled(1.0, 5))
+    (loss,) = first.stalled(1.0, 5)
+    assert "rank 1 has made no progress" in str(loss)
     assert "flushing (save 5)" in str(loss)
-    assert first.stalled(4, 1.0) == [], "it has voted in that one"
+    assert first.stalled(1.0, 4) == [], "it has voted in that one"
     status.beat = Beat(voted=4, progress=8, doing="flushing (save 5)")
-    await_that(lambda: not first.stalled(5, 1.0))
+    await_that(lambda: not first.stalled(1.0, 5))
 
 
 @pytest.mark.parametrize("standing", [0, 1])
@@ -235,7 +225,7 @@ def test_a_rank_whose_python_stands_still_for_too_long_is_lost_until_it_goes_on(
 def test_a_rank_that_misses_the_store_is_silent(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, _second = detectors(0), detectors(1)
-    await_that(lambda: first.ended(0) == [1])
+    await_that(lambda: first.ended(0) == {1: ""})
 
     def fails(*_):
         raise RuntimeError("Connection reset by peer")
@@ -248,36 +238,17 @@ def test_a_rank_that_misses_the_store_is_silent(detectors, monkeypatch):
 def test_what_went_before_a_round_does_not_count_against_it(detectors):
     first = detectors(0)
     detectors(1)
-    await_that(lambda: first.standing_still(1.0))
-    first.follow(1)
-    assert first.stalled(1, 1.0) == []
+    await_that(lambda: first.stalled(1.0))
+    first.expect_votes(True)
+    assert first.stalled(1.0, 1) == []
 
 
-def test_what_the_coordinator_decided_in_the_followed_round_is_seen(detectors):
-    status = _Status(Beat(ended=-1))
-    first, second = detectors(0, status=status), detectors(1)
-    second.follow(3)
-    await_that(lambda: second.losses() == [] and first.ended(0) == [])
-    assert second.decision is None
-    detectors.decided.update({3: "committed", 4: "failed"})
-    assert second.decision is None, "the coordinator has not ended it"
-    status.beat = Beat(ended=3)
-    await_that(lambda: second.decision == "committed")
-    second.follow(4)
-    status.beat = Beat(ended=4)
-    await_that(lambda: second.decision == "failed")
-    second.follow(5)
-    status.beat = Beat(ended=6)
-    await_that(lambda: second.decision == "forgotten")
-    second.follow(None)
-    assert second.decision is None
-
-
-def test_the_coordinator_sees_which_ranks_have_ended_a_round(detectors):
-    first = detectors(0)
-    detectors(1, status=_Status(Beat(ended=7)))
-    await_that(lambda: first.ended(7) == [1])
-    assert first.ended(8) == []
+@pytest.mark.parametrize("watching", [0, 1])
+def test_which_ranks_have_ended_a_round_is_seen(detectors, watching):
+    ends = _Status(Beat(ended=7, gave_up="it is late"))
+    watches = [detectors(rank, status=None if rank == watching else ends) for rank in (0, 1)]
+    await_that(lambda: watches[watching].ended(7) == {1 - watching: "it is late"})
+    assert watches[watching].ended(8) == {}
 
 
 def test_close_ends_the_thread(detectors):
@@ -289,18 +260,8 @@ def test_close_ends_the_thread(detectors):
 
 def test_beats_travel():
     losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
-    beat = Beat(
-        3,
-        7,
-        "reading | x",
-        4,
-        6,
-        2,
-        [list(dataclasses.astuple(loss)) for loss in losses],
-    )
-    found = Beat.decode(beat.encode(9).encode())
-    assert found == beat
-    assert [Loss(*loss) for loss in found.lost] == losses
+    beat = Beat(3, 7, "reading | x", 4, 6, 2, "", losses)
+    assert Beat.decode(beat.encode(9).encode()) == beat
 
 
 def test_a_beat_lists_a_few_of_the_lost_and_counts_the_others():
@@ -308,9 +269,9 @@ def test_a_beat_lists_a_few_of_the_lost_and_counts_the_others():
     beat = Beat().with_losses(losses)
     assert len(beat.encode(1)) < 1000
     found = Beat.decode(beat.encode(1).encode())
-    assert found.losses[:8] == losses[:8]
-    assert sum(loss.count for loss in found.losses) == 2048
-    assert str(Loss.error_of(found.losses)) == str(Loss.error_of(losses))
+    assert found.lost[:8] == losses[:8]
+    assert sum(loss.count for loss in found.lost) == 2048
+    assert str(Loss.error_of(found.lost)) == str(Loss.error_of(losses))
     assert "and 2045 more ranks" in str(Loss.error_of(losses))
 
 
@@ -321,7 +282,7 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
     incarnations = [each.incarnation for each in ranks]
     assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * world
     assert all(each.await_all(30) for each in incarnations)
-    detectors = [FailureDetector(each, each.connect("commit"), Beat, _nothing) for each in ranks]
+    detectors = [FailureDetector(each, each.connect("commit"), Beat) for each in ranks]
     for late in (False, True):  # at first the others have no beats yet
         store.requests = 0
         detectors[0]._look()
@@ -329,7 +290,7 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
         assert [rank for rank in detectors[0].absent(0, own=True) if late] == []
         for detector in detectors[1:]:
             detector._beat()
-    assert detectors[0].ended(-1) == list(range(1, world))
+    assert list(detectors[0].ended(-1)) == list(range(1, world))
     assert not detectors[0].losses()
 
 
@@ -341,7 +302,7 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
         assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 3
         assert all(each.await_all(30) for each in incarnations)
         for each in ranks:
-            detector = FailureDetector(each, each.connect("commit"), Beat, _nothing)
+            detector = FailureDetector(each, each.connect("commit"), Beat)
             detector._beat()
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4
@@ -349,10 +310,10 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
 
 def test_a_process_of_a_host_with_another_name_is_not_near():
     """Machines that were copied while they ran share all the rest."""
-    host, boot, pid, started = processes.identity().split("|")
-    assert processes.is_near("|".join([host, boot, pid, started]))
-    assert not processes.is_near("|".join([host + "-2", boot, pid, started]))
-    assert not processes.is_gone("|".join([host + "-2", boot, pid, "0"]))
+    host, boot, pid, started = identity().split("|")
+    assert is_near("|".join([host, boot, pid, started]))
+    assert not is_near("|".join([host + "-2", boot, pid, started]))
+    assert not is_gone("|".join([host + "-2", boot, pid, "0"]))
 
 
 def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):
@@ -364,14 +325,14 @@ def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(first, "losses", lambda: [Loss(1, "is lost")])
-    first.listen(listener)
+    first.save_started(listener)
     await_that(lambda: len(told) >= 2)
 
 
 def test_the_coordinator_does_not_tell_the_others_that_it_missed_the_store(detectors, monkeypatch):
     other = _Status()
     first, second = detectors(0), detectors(1, status=other)
-    await_that(lambda: second.ended(0) == [0])
+    await_that(lambda: second.ended(0) == {0: ""})
     store, fails = detectors.stores[0], [True]
     real = store.set
 

@@ -14,8 +14,7 @@ from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 
 from dcp_datastates import RankLostError
 from dcp_datastates.ranks import failure_detector, meetings
-from dcp_datastates.ranks.beats import Loss
-from dcp_datastates.ranks.failure_detector import LossWatch
+from dcp_datastates.ranks.failure_detector import Loss, LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 
 
