@@ -16,9 +16,8 @@ from dcp_datastates import StorageError
 from dcp_datastates.storage.object_store import (
     ObjectMissingError,
     part_bytes,
-    secrets_in,
-    without_secrets,
 )
+from dcp_datastates.storage.store_calls import secrets_in, without_secrets
 
 PART = 5 << 20  # the smallest that S3 takes
 
