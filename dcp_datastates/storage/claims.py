@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
-from dcp_datastates.storage import attempts, local, presence, store_index
+from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
@@ -86,7 +86,7 @@ class Neighbours:
         self._enter(root)
         if root.is_local:
             return self._look_around(root)
-        entries = store_index.entries(root)
+        entries = attempts.entries(root)
         for entry in entries:
             self.note(entry.attempt)
         return {entry.name for entry in entries}

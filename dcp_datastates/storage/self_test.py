@@ -28,13 +28,13 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import local_store, operations
+from dcp_datastates.storage.attempts import INDEX_NAME
 from dcp_datastates.storage.bounded import bounded, step
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.storage.presence import status_of
 from dcp_datastates.storage.store_calls import BusyError, ExpiredError
-from dcp_datastates.storage.store_index import INDEX_NAME
 
 logger = logging.getLogger(__name__)
 
