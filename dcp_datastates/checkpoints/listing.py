@@ -8,6 +8,7 @@ attempts; among copies, the greater name counts as newer, in natural order (``st
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,8 +38,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.presence import NotAFileError
 
 logger = logging.getLogger(__name__)
-
-_MOST_WARNINGS: Final = 1000
 
 _STAT_THREADS: Final = 8
 """Threads that stat files: a shared file system takes a millisecond per file."""
@@ -162,21 +161,20 @@ def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]
 
     The paths in one store's root are looked up in its index, by one request, whose failure is raised.
     """
-    indexes: dict[ObjectPath, Mapping[str, Attempt]] = {}
-    found: list[tuple[Attempt, Location]] = []
-    for path in paths:
+
+    @functools.cache
+    def indexed(root: ObjectPath) -> dict[str, Attempt]:
+        # The first entry of a name is its newest.
+        return {entry.name: entry.attempt for entry in reversed(attempts.entries(root))}
+
+    def bound(path: Location) -> Attempt:
         place = stored(path)
         if place.is_local:
-            found.append((_newest_attempt(path), path))
-            continue
-        root = place.parent
-        if root not in indexes:
-            # The first entry of a name is its newest.
-            entries = reversed(attempts.entries(root))
-            indexes[root] = {entry.name: entry.attempt for entry in entries}
+            return _newest_attempt(path)
         # Other tools copy checkpoints without an entry in the index.
-        found.append((indexes[root].get(path.name, _NEWEST), path))
-    return found
+        return indexed(place.parent).get(path.name, _NEWEST)
+
+    return [(bound(path), path) for path in paths]
 
 
 def _newest_attempt(path: Location) -> Attempt:
@@ -196,21 +194,24 @@ def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
     return found.attempt, is_original, natural_order(found.path.name)
 
 
-_warned: set[tuple[Location, str]] = set()
-
-
-def _warn_once(path: Location, error: OSError | CheckpointCorruptError) -> None:
-    """Log that ``path`` is left out: not at every save that looks for old checkpoints beside it."""
-    what = path, str(error)
-    if what not in _warned and len(_warned) < _MOST_WARNINGS:
-        _warned.add(what)
-        logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, error)
+@functools.lru_cache(
+    maxsize=1000
+)  # once for each, and not at every save that looks for old checkpoints beside it
+def _say_left_out(path: Location, problem: str) -> None:
+    logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, problem)
 
 
 def open_found(path: Location) -> Found | None:
     """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package. A place that
     cannot be judged has an :attr:`Found.error`.
     """
+    try:
+        return _opened(path)
+    except StorageError as error:
+        return Found(path, _newest_attempt(path), None, str(error), error=error)
+
+
+def _opened(path: Location) -> Found | None:
     try:
         committed = open_committed(path)
     except ForeignCheckpointError:
@@ -219,20 +220,13 @@ def open_found(path: Location) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, NotAFileError) as problem:
-        return _undecodable(path, problem)
-    except StorageError as error:
-        return Found(path, _newest_attempt(path), None, str(error), error=error)
-    return Found(path, committed.note.attempt, committed)
-
-
-def _undecodable(path: Location, problem: CheckpointCorruptError | NotAFileError) -> Found | None:
-    try:
         present = attempts_at(path)
-    except StorageError as error:
-        return Found(path, _newest_attempt(path), None, str(error), error=error)
-    if not present:
-        _warn_once(path, problem)
-        return None
-    damaged = isinstance(problem, CheckpointCorruptError)
-    unknown = isinstance(problem, UnreadableMetadataError)  # a newer release may have written it
-    return Found(path, present[-1], None, str(problem), damaged and not unknown)
+        if not present:
+            _say_left_out(path, str(problem))
+            return None
+        damaged = isinstance(problem, CheckpointCorruptError)
+        unknown = isinstance(
+            problem, UnreadableMetadataError
+        )  # a newer release may have written it
+        return Found(path, present[-1], None, str(problem), damaged and not unknown)
+    return Found(path, committed.note.attempt, committed)

@@ -19,6 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
@@ -153,8 +154,7 @@ def rank_of(name: str) -> int | None:
 
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
-    folder = directory / attempt.name
-    return any(rank_of(each.name) is not None for each in folder.store.list(folder.key).objects)
+    return any(each.data for each in survey(directory, [attempt]).values())
 
 
 def survey(
@@ -182,7 +182,11 @@ def _objects_in(folder: ObjectPath) -> list[StoredObject]:
     """What lies directly in an attempt's folder."""
     listing = folder.store.list(folder.key)
     objects, decision = list(listing.objects), folder / DECISION_NAME
-    if folder.is_local and DECISION_NAME in listing.folders and local_store.is_object(decision.key):
+    if (
+        folder.is_local
+        and DECISION_NAME in listing.folders
+        and local_store.is_object(Path(str(decision)))
+    ):
         objects.append(StoredObject(decision.key, folder.store.size(decision.key), 0.0))
     return objects
 

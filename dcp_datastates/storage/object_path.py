@@ -74,11 +74,7 @@ class ObjectPath:
 
     def relative_to(self, other: ObjectPath) -> Path:
         """The rest of the key below that of ``other``. Raises ValueError if it is not below."""
-        return (
-            Path(self.key).relative_to(other.key)
-            if self.root == other.root
-            else Path(self._url).relative_to(other._url)
-        )
+        return Path(self._url).relative_to(other._url)
 
     def is_symlink(self) -> bool:
         """False: a store has none."""

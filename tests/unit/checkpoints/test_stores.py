@@ -151,9 +151,6 @@ def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
     assert store.counts["size"] == 1
 
 
-# ---- describing ---------------------------------------------------------------------------------
-
-
 # ---- pinning and deleting ------------------------------------------------------------------------
 
 
