@@ -140,7 +140,8 @@ class FsspecStore(LibraryStore):
             if about["type"] == "directory":
                 folders.append(key.rpartition("/")[2])
             else:
-                objects.append(_object(key, about))
+                nbytes = int(about.get("size") or 0)
+                objects.append(StoredObject(key, nbytes, _modified_at(about)))
         objects.sort(key=lambda each: each.key)
         return Listing(tuple(sorted(folders)), tuple(objects))
 
@@ -184,10 +185,6 @@ class FsspecStore(LibraryStore):
                 errno.EOPNOTSUPP, f"{doing} failed: fsspec cannot do that here", url
             )
         return self._failed(error, doing, getattr(error, "errno", None) or errno.EIO, url)
-
-
-def _object(key: str, about: Mapping[str, Any]) -> StoredObject:
-    return StoredObject(key, int(about.get("size") or 0), _modified_at(about))
 
 
 def _modified_at(about: Mapping[str, Any]) -> float:

@@ -102,7 +102,7 @@ class ObstoreStore(LibraryStore):
         return _Clients(calls, streams, single)
 
     def put(self, key: str, data: Buffer) -> None:
-        content = bytes_like(data)
+        content = bytes(data)  # the library takes other buffers for iterables
         self._ask(
             "storing",
             key,
@@ -111,7 +111,7 @@ class ObstoreStore(LibraryStore):
         )
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        content = bytes_like(data)
+        content = bytes(data)  # the library takes other buffers for iterables
 
         def put() -> bool:
             try:
@@ -180,12 +180,13 @@ class ObstoreStore(LibraryStore):
         found = self._ask(
             "listing", prefix, lambda: obstore.list_with_delimiter(self._client.calls, below)
         )
-        return Listing(
-            tuple(
-                sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"])
-            ),
-            tuple(_objects(found["objects"], prefix)),
+        folders = (each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"])
+        objects = (
+            StoredObject(each["path"], int(each["size"]), each["last_modified"].timestamp())
+            for each in found["objects"]
+            if each["path"] != prefix  # whose key ends in a slash: a console shows it as a folder
         )
+        return Listing(tuple(sorted(folders)), tuple(objects))
 
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -284,16 +285,3 @@ def _aws_credentials(url: str) -> Any:
             f"{url} needs credentials, and none were found ({type(error).__name__}): set AWS_ACCESS_KEY_ID and "
             f"AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role; AWS_SKIP_SIGNATURE=true is for public buckets"
         ) from None
-
-
-def bytes_like(data: Buffer) -> Buffer:
-    """``data`` in a form that obstore takes for bytes, not for an iterable of them."""
-    return data if isinstance(data, bytes) else bytes(data)
-
-
-def _objects(found: Iterable[Any], prefix: str) -> Iterator[StoredObject]:
-    for meta in found:
-        if (
-            meta["path"] != prefix
-        ):  # an object whose key ends in a slash: a console shows it as a folder
-            yield StoredObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
