@@ -170,13 +170,7 @@ def make_folder(key: str, phase: str) -> bool:
     :class:`StorageError`.
     """
     path = _path(key)
-    local.make_directories(path.parent, phase)
-    with local.explained("creating directory", path):
-        try:
-            operations.make_directory(path, phase)
-        except FileExistsError:
-            return False
-    return True
+    return path in local.make_directories(path, phase)
 
 
 def remove_folder(key: str, whole: bool = False) -> bool:
