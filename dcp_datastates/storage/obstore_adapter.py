@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import obstore
@@ -215,11 +216,7 @@ class ObstoreStore(LibraryStore):
     def _delete(self, names: Sequence[str], client: Callable[[], Any], seconds: float) -> None:
         for at in range(0, len(names), self._most_deleted):
             batch = names[at : at + self._most_deleted]
-
-            def delete(batch: Sequence[str] = batch) -> None:
-                _delete(client(), batch)
-
-            self._ask("deleting", batch[0], delete, seconds)
+            self._ask("deleting", batch[0], partial(_delete, client, batch), seconds)
 
     def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
         # What is missing when an object is stored is the bucket, or the upload.
@@ -242,9 +239,9 @@ class ObstoreStore(LibraryStore):
         return self._failed(error, doing, number, url)
 
 
-def _delete(client: Any, names: Sequence[str]) -> None:
+def _delete(client: Callable[[], Any], names: Sequence[str]) -> None:
     try:
-        obstore.delete(client, names)
+        obstore.delete(client(), names)
     except FileNotFoundError:  # at the first that is missing, the library leaves the others
         for name in names if len(names) > 1 else ():
             _delete(client, [name])
