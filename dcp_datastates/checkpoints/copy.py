@@ -157,9 +157,8 @@ def checked_pieces(
 
 
 def _read(file: ReadableFile, record: FileRecord, begin: int, end: int) -> memoryview:
-    into = memoryview(
-        bytearray(end - begin)
-    )  # its own: a store's library may hold it until it is sent
+    # Its own memory: a store's library may hold it until it is sent.
+    into = memoryview(bytearray(end - begin))
     if file.read_at(begin, into) < len(into):
         raise CheckpointCorruptError(f"{record.relative_path} is cut short, before byte {end}")
     return into

@@ -46,9 +46,8 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._root: ObjectPath | None = None
-        self._known: dict[
-            str, tuple[int, int] | None
-        ] = {}  # only entries that exist now, so that it does not grow with the job
+        # Only entries that exist now, so that it does not grow with the job.
+        self._known: dict[str, tuple[int, int] | None] = {}
         self.newest: Attempt | None = None
         """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
         self._device: int | None = None
