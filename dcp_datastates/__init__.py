@@ -44,7 +44,7 @@ from dcp_datastates.io.engine import configure_engine
 from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import LoadRecord, SaveRecord, SaveStats
-from dcp_datastates.storage.stores import register as _register
+from dcp_datastates.storage.object_path import register as _register
 
 if TYPE_CHECKING:
     from dcp_datastates.checkpoints.copy import copy

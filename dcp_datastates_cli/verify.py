@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.inventory import is_committed, is_directory, may_be_committed
-from dcp_datastates.checkpoints.listing import committed_in, directories
+from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.process.progress_bar import progress_bar
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 def _below(path: Location) -> list[Location]:
     """The checkpoints in a directory; also what cannot be judged, of which its own check says why."""
     if isinstance(path, ObjectPath):
-        return committed_in(path)
+        return committed_among(directories(path))
     return [each for each in directories(path) if may_be_committed(each)]
 
 

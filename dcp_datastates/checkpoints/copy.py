@@ -37,7 +37,6 @@ from dcp_datastates.storage import (
     local_store,
     operations,
     readme,
-    store_index,
 )
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
@@ -158,9 +157,8 @@ def checked_pieces(
 
 
 def _read(file: ReadableFile, record: FileRecord, begin: int, end: int) -> memoryview:
-    into = memoryview(
-        bytearray(end - begin)
-    )  # its own: a store's library may hold it until it is sent
+    # Its own memory: a store's library may hold it until it is sent.
+    into = memoryview(bytearray(end - begin))
     if file.read_at(begin, into) < len(into):
         raise CheckpointCorruptError(f"{record.relative_path} is cut short, before byte {end}")
     return into
@@ -224,7 +222,7 @@ class CopyTarget:
             with local.explained("making the copy durable", folder):
                 for parent in local.sync_directories(folder):
                     operations.sync_directory(parent, _PHASE)
-        store_index.register(directory, attempt)
+        attempts.register(directory, attempt)
         if decisions.decide_alone(directory, attempt, data) is not State.COMMITTED:
             raise CheckpointSupersededError(
                 f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "

@@ -24,9 +24,9 @@ from dcp_datastates.checkpoints.pins import DELETING, pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import enter
-from dcp_datastates.storage import attempts, local, local_store, operations, readme, store_index
+from dcp_datastates.storage import attempts, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.attempts import Contents, delete_objects
+from dcp_datastates.storage.attempts import Contents
 from dcp_datastates.storage.decisions import State, decision_path, mark_deleted, withdraw
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import NotStoredError
@@ -177,9 +177,9 @@ def _remove(
     beside them, too.
     """
     path.store.delete([(path / local.METADATA_NAME).key])
-    delete_objects(path, [each for contents in there.values() for each in contents.data])
+    path.store.delete([each.key for contents in there.values() for each in contents.data])
     path.store.delete([(path / attempt.name / DELETING).key for attempt in there])
-    store_index.forget(path, there)
+    attempts.forget(path, there)
     if path.is_local:
         return _remove_directory(path, there, whole)
     decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -171,7 +171,7 @@ class Examination:
         """Read a piece; after a file's last piece, check its header."""
         if not hasattr(self._buffers, "own"):
             self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
-        bad = list(_merged(_damaged(file, begin, end, self._buffers.own)))
+        bad = _merged(_damaged(file, begin, end, self._buffers.own))
         with self._lock:
             file.bad += bad
             file.pieces_left -= 1
@@ -181,7 +181,7 @@ class Examination:
         done((file.record.nbytes if end == file.record.table_offset else end) - begin)
 
     def _finish(self, file: _File) -> None:
-        parts = list(_merged(sorted(file.bad, key=lambda part: part.begin)))
+        parts = _merged(sorted(file.bad, key=lambda part: part.begin))
         damages = self._damages_of(file, parts)
         with self._lock:
             self._damages += damages
@@ -238,18 +238,16 @@ def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[
     file.source.drop_cached(begin, read)
 
 
-def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:
+def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
     """Merge neighbouring parts with the same problem; ``parts`` are in order."""
-    last: _Bad | None = None
+    merged: list[_Bad] = []
     for part in parts:
-        if last is not None and last.end == part.begin and last.problem == part.problem:
-            last = _Bad(last.begin, part.end, last.problem)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
+        last = merged[-1] if merged else None
+        if last is not None and (last.end, last.problem) == (part.begin, part.problem):
+            merged[-1] = replace(last, end=part.end)
+        else:
+            merged.append(part)
+    return merged
 
 
 # ---- whether metadata and files agree ------------------------------------------------------------

@@ -202,11 +202,13 @@ def _flaw(copies: Sequence[Found], verify: Verification) -> str | None:
     left: dict[str, Problem] | None = None
     for found in copies:
         here = _problems_by_file(found.path, committed, verify)
-        left = (
-            here
-            if left is None
-            else {file: _worse(left[file], here[file]) for file in left if file in here}
-        )
+        if left is not None:  # why it cannot be judged here counts more than what is wrong there
+            here = {
+                file: here[file] if isinstance(here[file], StorageError) else problem
+                for file, problem in left.items()
+                if file in here
+            }
+        left = here
         if not left:
             return None
     assert left
@@ -216,10 +218,6 @@ def _flaw(copies: Sequence[Found], verify: Verification) -> str | None:
     file, problem = next(iter(left.items()))
     more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
     return f"{file}: {problem}{more}"
-
-
-def _worse(one: Problem, other: Problem) -> Problem:
-    return other if isinstance(other, StorageError) else one
 
 
 def _problems_by_file(

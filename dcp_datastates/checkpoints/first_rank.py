@@ -53,10 +53,6 @@ _LINGER_SECONDS: Final = 5.0
 T = TypeVar("T")
 
 
-class _TooLate(Exception):
-    """The first rank has not answered in time."""
-
-
 _answered: weakref.WeakSet[Incarnation] = weakref.WeakSet()
 """The incarnations in which this process has answered."""
 
@@ -145,11 +141,10 @@ def _await(
     timeout: float,
     detector: FailureDetector | None,
 ) -> Any:
-    first, incarnation = rank_set.ranks[0], rank_set.incarnation
+    first = rank_set.ranks[0]
     try:
-        missing = f"rank {first} has not told {purpose}"
-        found = _find(rank_set, store, number, timeout, missing, detector)
-        if found is not None and store.add(f"{number}/read", 1) == rank_set.world - 1:
+        found = _find(rank_set, store, number, purpose, timeout, detector)
+        if store.add(f"{number}/read", 1) == rank_set.world - 1:
             store.delete_key(number)
             store.delete_key(f"{number}/read")
     except RuntimeError as lost:
@@ -157,12 +152,6 @@ def _await(
             f"waiting for rank {first} to tell {purpose}: the job's store was lost ({lost}); has the rank "
             f"that hosts it ended?"
         ) from lost
-    if found is None:
-        why = "it has not answered" if incarnation.await_known(0.0) else incarnation.problem
-        raise NoAnswerError(
-            f"rank {first} did not tell {purpose} within {timeout:g} s ({why}); is it still looking, or did "
-            f"it not make this call? A longer timeout= may help"
-        )
     return _told(found, f"rank {first} did not tell {purpose}")
 
 
@@ -187,35 +176,37 @@ def _find(
     rank_set: RankSet,
     store: Connection,
     number: str,
+    purpose: str,
     timeout: float,
-    missing: str,
     detector: FailureDetector | None,
-) -> bytes | None:
-    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then. ``missing`` says what
-    does, for the log.
-    """
+) -> bytes:
+    """Wait for the answer, up to ``timeout`` seconds; then raise :class:`NoAnswerError`."""
     log = WaitLog(logger, "this rank")
     deadline = time.monotonic() + timeout
-    incarnation = rank_set.incarnation
-    while not incarnation.await_known(min(_KNOWN_PAUSE, max(0.0, deadline - time.monotonic()))):
+    first, incarnation = rank_set.ranks[0], rank_set.incarnation
+    missing = f"rank {first} has not told {purpose}"
+
+    def check_time() -> None:
         log.look(missing)
+        if time.monotonic() > deadline:
+            why = "it has not answered" if incarnation.await_known(0.0) else incarnation.problem
+            raise NoAnswerError(
+                f"rank {first} did not tell {purpose} within {timeout:g} s ({why}); is it still looking, or did "
+                f"it not make this call? A longer timeout= may help"
+            )
+
+    while not incarnation.await_known(min(_KNOWN_PAUSE, max(0.0, deadline - time.monotonic()))):
         if incarnation.store_error is not None:
             raise RuntimeError(incarnation.store_error)
-        if time.monotonic() > deadline:
-            return None
+        check_time()
 
     def check() -> None:
-        log.look(missing)
         lost = None if detector is None else detector.lost_coordinator
         if lost is not None and not store.check([number]):  # it may have answered, and ended
             raise RankLostError(f"{missing}: {lost}")
-        if time.monotonic() > deadline:
-            raise _TooLate
+        check_time()
 
-    try:
-        poll(lambda: store.check([number]), check, rank_set.world)
-    except _TooLate:
-        return None
+    poll(lambda: store.check([number]), check, rank_set.world)
     return store.get(number)
 
 

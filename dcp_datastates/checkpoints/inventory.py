@@ -1,43 +1,14 @@
-"""What lies at the path of a checkpoint, or of a directory of checkpoints."""
+"""What lies at the path of a checkpoint, of this package or another program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from collections.abc import Iterable, Iterator
 
-from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage import attempts, local_store, operations, presence, store_index
+from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import attempts, local_store, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import StoredObject
-
-_STAT_THREADS: Final = 8
-"""Threads that stat files: a shared file system takes a millisecond per file."""
-
-_NEWEST: Final = Attempt(2**64, 0)
-"""Greater than every attempt's."""
-
-_LOST: Final = "lost+found"
-"""A directory of the file system's own, at its root, which only the superuser may read."""
-
-
-def folders_in(root: Location) -> list[str]:
-    """The names of the directories in ``root``, symbolic links to directories too. Empty if ``root`` does not exist.
-
-    Raises :class:`ConfigurationError` if ``root`` is not a directory, :class:`StorageError` if it cannot be read.
-    """
-    place = stored(root)
-    listing = place.store.list(place.key)
-    if not (listing.folders or listing.objects or listing.links):
-        if not place.is_local:
-            presence.check_answers(place.store, place.key)
-        elif presence.is_file(str(place)):
-            raise ConfigurationError(
-                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-            )
-    names = [*listing.folders, *listing.links]
-    return [name for name in names if name not in (_LOST, store_index.INDEX_NAME)]
 
 
 def is_directory(path: Location) -> bool:
@@ -90,47 +61,6 @@ def may_be_committed(path: Location) -> bool:
         return True
 
 
-def committed_among(paths: Iterable[Location]) -> list[Location]:
-    """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        paths = list(paths)
-        return [
-            path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
-        ]
-
-
-def newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
-    """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
-
-    The paths in one store's root are looked up in its index, by one request, whose failure is raised.
-    """
-    indexes: dict[ObjectPath, Mapping[str, Attempt]] = {}
-    found: list[tuple[Attempt, Location]] = []
-    for path in paths:
-        place = stored(path)
-        if place.is_local:
-            found.append((newest_attempt(path), path))
-            continue
-        root = place.parent
-        if root not in indexes:
-            # The first entry of a name is its newest.
-            entries = reversed(store_index.entries(root))
-            indexes[root] = {entry.name: entry.attempt for entry in entries}
-        # Other tools copy checkpoints without an entry in the index.
-        found.append((indexes[root].get(path.name, _NEWEST), path))
-    return found
-
-
-def newest_attempt(path: Location) -> Attempt:
-    """An attempt that none committed at ``path`` exceeds, as far as the names there tell: the greatest of all if there
-    are none, or they cannot be read.
-    """
-    try:
-        return max(attempts_at(path), default=_NEWEST)
-    except StorageError:
-        return _NEWEST
-
-
 def remove_all(path: Location, first: Iterable[str]) -> None:
     """Remove another program's checkpoint, with all that lies in it; the files ``first`` before all others, so that the
     rest is no checkpoint if this is interrupted. Raises OSError.
@@ -141,7 +71,7 @@ def remove_all(path: Location, first: Iterable[str]) -> None:
     if place.folder is not None:
         operations.remove_tree(place.folder)
     else:
-        attempts.delete_objects(place, _all_below(place))
+        place.store.delete(each.key for each in _all_below(place))
 
 
 def _all_below(place: ObjectPath) -> Iterator[StoredObject]:

@@ -8,21 +8,19 @@ attempts; among copies, the greater name counts as newer, in natural order (``st
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
-    committed_among,
-    folders_in,
     is_committed,
     is_link,
     may_be_committed,
-    newest_attempt,
-    newest_possible,
 )
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -34,13 +32,90 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.forks import enter
+from dcp_datastates.storage import attempts, presence
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, stored
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.presence import NotAFileError
 
 logger = logging.getLogger(__name__)
 
-_MOST_WARNINGS: Final = 1000
+_STAT_THREADS: Final = 8
+"""Threads that stat files: a shared file system takes a millisecond per file."""
+
+_NEWEST: Final = Attempt(2**64, 0)
+"""Greater than every attempt's."""
+
+_LOST: Final = "lost+found"
+"""A directory of the file system's own, at its root, which only the superuser may read."""
+
+
+def natural_order(name: str) -> list[int | str]:
+    """A sort key: runs of digits compare as numbers."""
+    return [
+        int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))
+    ]
+
+
+def directories(root: Location) -> list[Location]:
+    """The directories in ``root``, symbolic links to directories too, in natural order.
+
+    Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
+    :class:`StorageError` if it cannot be read.
+    """
+    enter("looking for checkpoints")
+    place = stored(root)
+    listing = place.store.list(place.key)
+    if not (listing.folders or listing.objects or listing.links):
+        if not place.is_local:
+            presence.check_answers(place.store, place.key)
+        elif presence.is_file(str(place)):
+            raise ConfigurationError(
+                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+            )
+    names = [*listing.folders, *listing.links]
+    mine = (name for name in names if name not in (_LOST, attempts.INDEX_NAME))
+    return [root / name for name in sorted(mine, key=natural_order)]
+
+
+def checkpoints(
+    root: Location, among: Callable[[Location], bool] = lambda path: True
+) -> list[Location]:
+    """The directories in ``root`` with a committed checkpoint, of this package or another program, in natural order:
+    of those that ``among`` takes, and no others are judged.
+
+    Raises as :func:`directories`; and :class:`ConfigurationError` if ``root`` is itself a checkpoint.
+    """
+    return committed_among(filter(among, candidates(root)))
+
+
+def candidates(root: Location) -> list[Location]:
+    """The directories in ``root`` that may have a committed checkpoint, by one look at ``root``: for callers that open
+    only the newest of them. Raises as :func:`checkpoints`.
+    """
+    there = directories(root)
+    found = [path for path in there if may_be_committed(path)]
+    # A store is not asked for more than its list.
+    may_be_one = stored(root).is_local or any(Attempt.parse(path.name) for path in there)
+    if may_be_one and is_committed(root):
+        if not found:
+            raise ConfigurationError(
+                f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
+                f"({str(root.parent)!r}), or load it as it is"
+            )
+        logger.warning("%s is itself a checkpoint; looking only at those below it", root)
+    return found
+
+
+def committed_among(paths: Iterable[Location]) -> list[Location]:
+    """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
+    with ThreadPoolExecutor(_STAT_THREADS) as executor:
+        paths = list(paths)
+        return [
+            path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
+        ]
+
+
+# ---- newest first ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,61 +140,13 @@ class Found:
         return {} if self.committed is None else self.committed.note.metrics
 
 
-def natural_order(name: str) -> list[int | str]:
-    """A sort key: runs of digits compare as numbers."""
-    return [
-        int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))
-    ]
-
-
-def directories(root: Location) -> list[Location]:
-    """The directories in ``root``, symbolic links to directories too, in natural order.
-
-    Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
-    :class:`StorageError` if it cannot be read.
-    """
-    enter("looking for checkpoints")
-    return [root / name for name in sorted(folders_in(root), key=natural_order)]
-
-
-def checkpoints(root: Location) -> list[Location]:
-    """The directories in ``root`` with a committed checkpoint, of this package or another program, in natural order.
-
-    Raises as :func:`directories`; and :class:`ConfigurationError` if ``root`` is itself a checkpoint.
-    """
-    return committed_among(candidates(root))
-
-
-def candidates(root: Location) -> list[Location]:
-    """The directories in ``root`` that may have a committed checkpoint, by one look at ``root``: for callers that open
-    only the newest of them. Raises as :func:`checkpoints`.
-    """
-    there = directories(root)
-    found = [path for path in there if may_be_committed(path)]
-    # A store is not asked for more than its list.
-    may_be_one = stored(root).is_local or any(Attempt.parse(path.name) for path in there)
-    if may_be_one and is_committed(root):
-        if not found:
-            raise ConfigurationError(
-                f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
-                f"({str(root.parent)!r}), or load it as it is"
-            )
-        logger.warning("%s is itself a checkpoint; looking only at those below it", root)
-    return found
-
-
-def committed_in(root: Location) -> list[Location]:
-    """Like :func:`checkpoints`, but ``root`` may itself be a checkpoint. Raises as :func:`directories`."""
-    return committed_among(directories(root))
-
-
 def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
     """This package's checkpoints among those at ``paths``, newest first.
 
     Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
     Checkpoints that vanish meanwhile are skipped. A place that cannot be judged comes before all that may be older.
     """
-    unopened = newest_possible(paths)
+    unopened = _newest_possible(paths)
     unopened.sort(key=lambda each: each[0])
     opened: list[Found] = []  # the newest is the last, too
     while unopened or opened:
@@ -129,6 +156,37 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
             bisect.insort(opened, found, key=_age)
 
 
+def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
+    """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
+
+    The paths in one store's root are looked up in its index, by one request, whose failure is raised.
+    """
+
+    @functools.cache
+    def indexed(root: ObjectPath) -> dict[str, Attempt]:
+        # The first entry of a name is its newest.
+        return {entry.name: entry.attempt for entry in reversed(attempts.entries(root))}
+
+    def bound(path: Location) -> Attempt:
+        place = stored(path)
+        if place.is_local:
+            return _newest_attempt(path)
+        # Other tools copy checkpoints without an entry in the index.
+        return indexed(place.parent).get(path.name, _NEWEST)
+
+    return [(bound(path), path) for path in paths]
+
+
+def _newest_attempt(path: Location) -> Attempt:
+    """An attempt that none committed at ``path`` exceeds, as far as the names there tell: the greatest of all if there
+    are none, or they cannot be read.
+    """
+    try:
+        return max(attempts_at(path), default=_NEWEST)
+    except StorageError:
+        return _NEWEST
+
+
 def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
     """A sort key: newer ones are greater."""
     # A symbolic link comes after its target, if that is in the same directory.
@@ -136,21 +194,24 @@ def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
     return found.attempt, is_original, natural_order(found.path.name)
 
 
-_warned: set[tuple[Location, str]] = set()
-
-
-def _warn_once(path: Location, error: OSError | CheckpointCorruptError) -> None:
-    """Log that ``path`` is left out: not at every save that looks for old checkpoints beside it."""
-    what = path, str(error)
-    if what not in _warned and len(_warned) < _MOST_WARNINGS:
-        _warned.add(what)
-        logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, error)
+@functools.lru_cache(
+    maxsize=1000
+)  # once for each, and not at every save that looks for old checkpoints beside it
+def _say_left_out(path: Location, problem: str) -> None:
+    logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, problem)
 
 
 def open_found(path: Location) -> Found | None:
     """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package. A place that
     cannot be judged has an :attr:`Found.error`.
     """
+    try:
+        return _opened(path)
+    except StorageError as error:
+        return Found(path, _newest_attempt(path), None, str(error), error=error)
+
+
+def _opened(path: Location) -> Found | None:
     try:
         committed = open_committed(path)
     except ForeignCheckpointError:
@@ -159,20 +220,13 @@ def open_found(path: Location) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, NotAFileError) as problem:
-        return _undecodable(path, problem)
-    except StorageError as error:
-        return Found(path, newest_attempt(path), None, str(error), error=error)
-    return Found(path, committed.note.attempt, committed)
-
-
-def _undecodable(path: Location, problem: CheckpointCorruptError | NotAFileError) -> Found | None:
-    try:
         present = attempts_at(path)
-    except StorageError as error:
-        return Found(path, newest_attempt(path), None, str(error), error=error)
-    if not present:
-        _warn_once(path, problem)
-        return None
-    damaged = isinstance(problem, CheckpointCorruptError)
-    unknown = isinstance(problem, UnreadableMetadataError)  # a newer release may have written it
-    return Found(path, present[-1], None, str(problem), damaged and not unknown)
+        if not present:
+            _say_left_out(path, str(problem))
+            return None
+        damaged = isinstance(problem, CheckpointCorruptError)
+        unknown = isinstance(
+            problem, UnreadableMetadataError
+        )  # a newer release may have written it
+        return Found(path, present[-1], None, str(problem), damaged and not unknown)
+    return Found(path, committed.note.attempt, committed)

@@ -19,12 +19,7 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.inventory import (
-    attempts_at,
-    has_rest,
-    is_committed,
-    is_link,
-)
+from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins

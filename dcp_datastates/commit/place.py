@@ -36,7 +36,6 @@ from dcp_datastates.storage import (
     local_store,
     operations,
     readme,
-    store_index,
 )
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
@@ -206,7 +205,7 @@ class Place:
         if round_.archives:
             path = directory / attempt.archive_pin
             path.store.put(path.key, b"")
-        store_index.register(directory, attempt)  # 9
+        attempts.register(directory, attempt)  # 9
         self._decide(attempt, data)
         round_.published = data
         if directory.is_local:
@@ -331,16 +330,15 @@ class Place:
         replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
         for attempt in replaced:
             decisions.mark_deleted(directory, attempt)
-        data = [each for contents in found.values() for each in contents.data]
-        attempts.delete_objects(directory, data)
-        store_index.forget(directory, found)
+        directory.store.delete([each.key for contents in found.values() for each in contents.data])
+        attempts.forget(directory, found)
         rest = [
-            each
+            each.key
             for attempt in replaced
             for each in (found[attempt].decision, *found[attempt].others)
             if each is not None
         ]
-        attempts.delete_objects(directory, rest)
+        directory.store.delete(rest)
         attempts.remove_folders(directory, found)
 
     def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dcp_datastates.checkpoints.inventory import is_committed, names_at
-from dcp_datastates.checkpoints.listing import committed_in
+from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations, presence
@@ -104,7 +104,7 @@ def _check_replaceable(there: Location, target: Location) -> None:
         raise ConfigurationError(
             f"the checkpoint {str(target)!r} is pinned ({', '.join(names)}); dcp_datastates.unpin first"
         )
-    if below := committed_in(there):
+    if below := committed_among(directories(there)):
         raise ConfigurationError(
             f"{str(target)!r} holds checkpoints, such as {below[-1].name!r}, which would be lost; choose another path"
         )

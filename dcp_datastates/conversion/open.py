@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
-from dcp_datastates.checkpoints.listing import committed_in
+from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.conversion.datastates import DataStatesSource
 from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.safetensors_files import (
@@ -65,7 +65,7 @@ def _open_directory(path: Location, allow_objects: bool) -> Source:
     weights = weights_in(path)
     if weights is not None:
         return weights
-    below = committed_in(path)
+    below = committed_among(directories(path))
     others = sorted(names_at(path))
     there = (
         f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"

@@ -22,7 +22,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import metadata
 from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
-from dcp_datastates.storage import attempts, decisions, local, presence, store_index
+from dcp_datastates.storage import attempts, decisions, local, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
@@ -174,7 +174,7 @@ def _what_is_there(directory: ObjectPath, listing: Listing, data: bytes | None) 
         )
     if there:
         return _uncommitted(there[-1], states[there[-1]])
-    if store_index.INDEX_NAME in listing.folders and (entries := store_index.entries(directory)):
+    if attempts.INDEX_NAME in listing.folders and (entries := attempts.entries(directory)):
         return f"but there are checkpoints below it, such as {entries[0].name!r}"
     if not (names := listing.names):
         return _of_the_key_itself(directory)

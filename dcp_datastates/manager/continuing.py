@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
-from dcp_datastates.checkpoints.inventory import committed_among
-from dcp_datastates.checkpoints.listing import candidates, directories, newest_first
+from dcp_datastates.checkpoints.listing import candidates, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
@@ -194,7 +193,7 @@ class Continuing:
             logger.info("starting from scratch: %s", self._describe())
         elif self._replaces:
             for root in self._steps.roots:
-                set_aside(root, committed_among(filter(self._steps.is_one, candidates(root))))
+                set_aside(root, checkpoints(root, self._steps.is_one))
         elif first <= steps[-1]:
             raise ConfigurationError(
                 f"{self._describe()}, and this loop, which has restored nothing, begins at step {first}: its "

@@ -9,9 +9,9 @@ from typing import Final, TypeVar
 
 from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.checkpoints.inventory import committed_among
+from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
+from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
@@ -107,7 +107,7 @@ class StepDirectories:
         has.
         """
         places = self.places(self.name_of(step))
-        for path in committed_among(places) or places[:1]:
+        for path in list(filter(is_committed, places)) or places[:1]:
             work(path)
 
     @staticmethod
@@ -148,11 +148,7 @@ class StepDirectories:
 
     def _paths(self) -> list[Location]:
         # Only these are judged: a directory that this user may not read is no matter of a run's.
-        return [
-            path
-            for root in self.roots
-            for path in committed_among(filter(self.is_one, candidates(root)))
-        ]
+        return [path for root in self.roots for path in checkpoints(root, self.is_one)]
 
     def newest(self, leave_out: Collection[str]) -> str | None:
         """The name of the newest checkpoint that can be restored: each file from some tier. None if there are no

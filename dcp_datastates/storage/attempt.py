@@ -48,13 +48,10 @@ class Attempt:
         of this machine's clock.
         """
         match = _NAME.fullmatch(name)
-        if match is None or int(match[1], 16) > _latest():
+        latest = max(time.time_ns(), _EARLIEST_CLOCK) + _MOST_AHEAD
+        if match is None or int(match[1], 16) > latest:
             return None
         return Attempt(int(match[1], 16), int(match[2]))
-
-
-def _latest() -> int:
-    return max(time.time_ns(), _EARLIEST_CLOCK) + _MOST_AHEAD
 
 
 def is_far_ahead(name: str) -> bool:

@@ -2,6 +2,13 @@
 
 The newest committed attempt is the checkpoint at a path. So an attempt that is committed late, after a newer one, is
 never loaded, and a path needs no object that says which attempt counts.
+
+A directory of checkpoints in an object store has an index of the attempts that were about to be committed there. An
+entry is an empty object, ``<root>/.attempts/<inverted attempt>.<name of the checkpoint>``. Stores list keys in order,
+and the inverted number sorts the newest attempt first: a new save learns from one LIST which number is greater than all
+others, and ``latest`` where to look. An entry is written before its attempt is committed, so every committed attempt
+has one; an attempt with an entry need not be committed. A directory on a file system needs no index: it is listed
+itself.
 """
 
 from __future__ import annotations
@@ -12,12 +19,14 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt, is_far_ahead
 from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
@@ -35,9 +44,6 @@ _END: Final = 24
 
 _TRIES: Final = 20
 """How often a reader looks again because attempts come and go while it looks."""
-
-_DELETED_AT_ONCE: Final = 1000
-"""The most keys that S3 deletes by one request."""
 
 
 @dataclass
@@ -148,8 +154,7 @@ def rank_of(name: str) -> int | None:
 
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
-    folder = directory / attempt.name
-    return any(rank_of(each.name) is not None for each in folder.store.list(folder.key).objects)
+    return any(each.data for each in survey(directory, [attempt]).values())
 
 
 def survey(
@@ -177,7 +182,11 @@ def _objects_in(folder: ObjectPath) -> list[StoredObject]:
     """What lies directly in an attempt's folder."""
     listing = folder.store.list(folder.key)
     objects, decision = list(listing.objects), folder / DECISION_NAME
-    if folder.is_local and DECISION_NAME in listing.folders and local_store.is_object(decision.key):
+    if (
+        folder.is_local
+        and DECISION_NAME in listing.folders
+        and local_store.is_object(Path(str(decision)))
+    ):
         objects.append(StoredObject(decision.key, folder.store.size(decision.key), 0.0))
     return objects
 
@@ -188,11 +197,11 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     """
     folder = directory / attempt.name
     mine = [
-        each
+        each.key
         for each in folder.store.list(folder.key).objects
         if (owner := rank_of(each.name)) is not None and owner % world == rank
     ]
-    delete_objects(directory, mine)
+    folder.store.delete(mine)
     remove_folders(directory, [attempt])
 
 
@@ -210,8 +219,65 @@ def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
             local_store.discard_folder(folder.key)
 
 
-def delete_objects(directory: ObjectPath, objects: Iterable[StoredObject]) -> None:
-    """Delete objects of the store of ``directory``, 1,000 by a request. Raises :class:`StorageError`."""
-    keys = [each.key for each in objects]
-    for at in range(0, len(keys), _DELETED_AT_ONCE):
-        directory.store.delete(keys[at : at + _DELETED_AT_ONCE])
+# ---- the index of a directory of checkpoints in an object store -----------------------------------
+
+INDEX_NAME: Final = ".attempts"
+
+_LARGEST: Final = (1 << 64) - 1
+
+_ENTRY: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One attempt at one of the checkpoints below a root."""
+
+    attempt: Attempt
+    name: str
+    """Of the checkpoint: the last part of its path."""
+
+    @property
+    def key(self) -> str:
+        """The name of the object, below the index."""
+        incarnation = _LARGEST - self.attempt.incarnation
+        return f"{incarnation:016x}-{_LARGEST - self.attempt.sequence:016x}.{self.name}"
+
+    @staticmethod
+    def parse(key: str) -> Entry | None:
+        """The entry with this name below the index; None if it is none."""
+        match = _ENTRY.fullmatch(key)
+        if match is None:
+            return None
+        numbers = (_LARGEST - int(match[1], 16), _LARGEST - int(match[2], 16))
+        attempt = Attempt.parse(Attempt(*numbers).name)  # None for one that is far ahead
+        return None if attempt is None else Entry(attempt, match[3])
+
+
+def entries(root: ObjectPath) -> list[Entry]:
+    """The entries of the checkpoints below ``root``, the newest first: one LIST for each 1,000. Raises
+    :class:`StorageError`.
+    """
+    index = root / INDEX_NAME
+    listed = index.store.list(index.key).objects
+    found = (Entry.parse(each.name) for each in listed)
+    return sorted(filter(None, found), key=lambda entry: entry.attempt, reverse=True)
+
+
+def register(directory: ObjectPath, attempt: Attempt) -> None:
+    """Make the entry of an attempt at ``directory`` that is about to be committed. Idempotent; raises
+    :class:`StorageError`.
+    """
+    if directory.is_local:
+        return
+    path = directory.parent / INDEX_NAME / Entry(attempt, directory.name).key
+    hit("publish.register.before")
+    path.store.put(path.key, b"")
+    hit("publish.register.after")
+
+
+def forget(directory: ObjectPath, there: Iterable[Attempt]) -> None:
+    """Remove the entries of the attempts ``there`` at ``directory``. Idempotent; raises :class:`StorageError`."""
+    index = directory.parent / INDEX_NAME
+    keys = [(index / Entry(attempt, directory.name).key).key for attempt in there]
+    if keys and not directory.is_local:
+        index.store.delete(keys)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
@@ -33,23 +34,17 @@ class _Abandoned(BaseException):
     """Unwinds abandoned work. No error: no handler may go on."""
 
 
+@dataclass
 class _Work:
     """Work that is abandoned if it hangs."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.moved_at = time.monotonic()
-        self.ended = False
-        self.abandoned = False
-        """Whether this work must not go on when its present operation returns."""
-        self.trouble: str | None = None
-        """What storage answers in place of carrying out the present operation."""
-
-    def step(self) -> None:
-        if self.abandoned:
-            raise _Abandoned
-        self.moved_at = time.monotonic()
-        self.trouble = None
+    what: str
+    moved_at: float = field(default_factory=time.monotonic)
+    ended: bool = False
+    abandoned: bool = False
+    """Whether this work must not go on when its present operation returns."""
+    trouble: str | None = None
+    """What storage answers in place of carrying out the present operation."""
 
     @property
     def still(self) -> float:
@@ -137,8 +132,10 @@ def check_not_hung(path: Hashable) -> None:
 
 def step() -> None:
     """Called before each file operation: unwinds the calling thread's work if it was abandoned."""
-    if _current.work is not None:
-        _current.work.step()
+    if (work := _current.work) is not None:
+        if work.abandoned:
+            raise _Abandoned
+        work.moved_at, work.trouble = time.monotonic(), None
 
 
 def troubled(trouble: str | None) -> None:

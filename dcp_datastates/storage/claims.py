@@ -13,15 +13,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
-from dcp_datastates.storage import attempts, local, presence, store_index
+from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
-
-_CLAIMS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,10 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._root: ObjectPath | None = None
-        self._known: dict[
-            str, tuple[int, int] | None
-        ] = {}  # only entries that exist now, so that it does not grow with the job
-        self._newest: Attempt | None = None
+        # Only entries that exist now, so that it does not grow with the job.
+        self._known: dict[str, tuple[int, int] | None] = {}
+        self.newest: Attempt | None = None
+        """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
         self._device: int | None = None
         self._saved: set[str] = set()
 
@@ -86,15 +83,10 @@ class Neighbours:
         self._enter(root)
         if root.is_local:
             return self._look_around(root)
-        entries = store_index.entries(root)
+        entries = attempts.entries(root)
         for entry in entries:
             self.note(entry.attempt)
         return {entry.name for entry in entries}
-
-    @property
-    def newest(self) -> Attempt | None:
-        """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
-        return self._newest
 
     def _look_around(self, root: ObjectPath) -> set[str] | None:
         try:
@@ -123,12 +115,12 @@ class Neighbours:
 
     def _enter(self, root: ObjectPath) -> None:
         if root != self._root:
-            self._root, self._known, self._newest = root, {}, None
+            self._root, self._known, self.newest = root, {}, None
             self._device, self._saved = None, set()
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest root."""
-        self._newest = attempt if self._newest is None else max(attempt, self._newest)
+        self.newest = attempt if self.newest is None else max(attempt, self.newest)
 
 
 def _device_of(path: Path) -> int:
@@ -156,19 +148,18 @@ def claim(
         device = neighbours.check_mounted(directory.parent)
         local.make_directories(Path(str(directory)))
     self_test()
-    for _ in range(_CLAIMS):
-        claimed = _choose(directory, neighbours, overwrite)
-        neighbours.note(claimed.attempt)
-        if not directory.is_local:
-            return claimed
-        if make_folder((directory / claimed.attempt.name).key, "plan"):
-            neighbours.note_saved(directory.name, device)
-            return claimed
-    raise StorageError(
-        None,
-        "the directories of all attempts that are tried there exist already; is this a file system?",
-        str(directory),
-    )
+    claimed = _choose(directory, neighbours, overwrite)
+    neighbours.note(claimed.attempt)
+    if directory.is_local:
+        folder = directory / claimed.attempt.name
+        if not make_folder(folder.key, "plan"):
+            raise StorageError(
+                errno.EEXIST,
+                "the directory of an attempt that is new exists already; is this a file system?",
+                str(folder),
+            )
+        neighbours.note_saved(directory.name, device)
+    return claimed
 
 
 def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:

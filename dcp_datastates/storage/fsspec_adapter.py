@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Final, TypeVar
 
@@ -18,46 +18,32 @@ import fsspec
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage.object_store import (
-    Listing,
-    ObjectMissingError,
-    StoredObject,
-    secrets_in,
-    url_of,
-    without_secrets,
-)
-from dcp_datastates.storage.store_calls import (
-    BusyError,
-    ExpiredError,
-    patiently,
-    says_conflict,
-    says_expired,
-)
+from dcp_datastates.storage.object_store import Listing, ObjectMissingError, StoredObject, url_of
+from dcp_datastates.storage.store_calls import LibraryStore
 
 T = TypeVar("T")
 
-_CONFLICT_SECONDS: Final = 60.0
-"""How long a request that meets another is repeated. Other repetitions are the library's."""
 
-
-class FsspecStore:
+class FsspecStore(LibraryStore):
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
 
     deletes_many: Final = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
-        self.url: Final = url
-        self._options: Final = options
-        self._files: Any = self._open()
+        super().__init__(url, options)
         self._root = str(self._files._strip_protocol(url)).strip("/")
 
+    @property
+    def _files(self) -> Any:
+        """The library's file system, of now."""
+        return self._client
+
     def _open(self) -> Any:
-        """The library's file system, with the credentials that it finds now."""
         scheme = self.url.partition("://")[0]
         try:
             kind: Any = fsspec.get_filesystem_class(scheme)
             # the host, for example
-            given = {**kind._get_kwargs_from_urls(self.url), **(self._options or {})}
+            given = {**kind._get_kwargs_from_urls(self.url), **self._options}
             files = kind(skip_instance_cache=True, **given)
         except Exception as error:  # libraries have errors of their own
             raise ConfigurationError(
@@ -154,15 +140,15 @@ class FsspecStore:
             if about["type"] == "directory":
                 folders.append(key.rpartition("/")[2])
             else:
-                objects.append(_object(key, about))
+                nbytes = int(about.get("size") or 0)
+                objects.append(StoredObject(key, nbytes, _modified_at(about)))
         objects.sort(key=lambda each: each.key)
         return Listing(tuple(sorted(folders)), tuple(objects))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            remove = functools.partial(self._remove, key)
             with contextlib.suppress(ObjectMissingError):
-                self._ask("deleting", key, remove)
+                self._ask("deleting", key, functools.partial(self._remove, key))
 
     def _remove(self, key: str) -> None:
         self._files.rm_file(self._path(key))
@@ -191,51 +177,14 @@ class FsspecStore:
     def _url(self, key: str) -> str:
         return url_of(self.url, key)
 
-    def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
-        def ask() -> T:
-            with self._explained(doing, key):
-                return request()
-
-        return patiently(ask, _CONFLICT_SECONDS, self._renew)
-
-    def _renew(self) -> bool:
-        """Let the library read its credentials anew."""
-        with contextlib.suppress(ConfigurationError):
-            self._files = self._open()
-            return True
-        return False
-
-    def _said(self, error: Exception) -> str:
-        return without_secrets(str(error), secrets_in(self._options or {}))
-
-    @contextlib.contextmanager
-    def _explained(self, doing: str, key: str) -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except FileNotFoundError:
-            raise ObjectMissingError(self._url(key)) from None
-        except NotImplementedError:
-            raise StorageError(
-                errno.EOPNOTSUPP, f"{doing} failed: fsspec cannot do that here", self._url(key)
-            ) from None
-        except Exception as error:  # libraries have errors of their own
-            number = getattr(error, "errno", None) or errno.EIO
-            said = self._said(error) or type(error).__name__
-            kind = (
-                ExpiredError
-                if says_expired(str(error))
-                else BusyError
-                if says_conflict(str(error))
-                else StorageError
+    def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
+        if isinstance(error, FileNotFoundError):
+            return ObjectMissingError(url)
+        if isinstance(error, NotImplementedError):
+            return StorageError(
+                errno.EOPNOTSUPP, f"{doing} failed: fsspec cannot do that here", url
             )
-            # Without the cause: its text may have credentials.
-            raise kind(number, f"{doing} failed: {said}", self._url(key)) from None
-
-
-def _object(key: str, about: Mapping[str, Any]) -> StoredObject:
-    return StoredObject(key, int(about.get("size") or 0), _modified_at(about))
+        return self._failed(error, doing, getattr(error, "errno", None) or errno.EIO, url)
 
 
 def _modified_at(about: Mapping[str, Any]) -> float:

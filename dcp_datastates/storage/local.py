@@ -22,22 +22,19 @@ from dcp_datastates.text import size as show_size
 
 METADATA_NAME: Final = ".metadata"
 
-_SCHEMES: Final = {
-    f"{scheme}:"
-    for scheme in (
-        "s3",
-        "s3a",
-        "gs",
-        "gcs",
-        "az",
-        "azure",
-        "adl",
-        "abfs",
-        "abfss",
-        "hdfs",
-        "memory",
-    )
-}
+_SCHEMES: Final = [
+    "s3:",
+    "s3a:",
+    "gs:",
+    "gcs:",
+    "az:",
+    "azure:",
+    "adl:",
+    "abfs:",
+    "abfss:",
+    "hdfs:",
+    "memory:",
+]
 
 
 def _check_is_path(path: object, name: str) -> None:
@@ -73,10 +70,10 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
             f"{name}={text!r} is a URL, and only a local or mounted directory works there; dcp_datastates.copy takes "
             f"checkpoints to a store"
         )
-    if lost := _SCHEMES.intersection(text.split("/")):
+    if lost := [each for each in text.split("/") if each in _SCHEMES]:
         raise ConfigurationError(
             f"{name}={text!r} was a URL, which has lost a slash in a Path or by os.path: pass it as a str, such as "
-            f"'{min(lost)}//bucket/run'"
+            f"'{lost[0]}//bucket/run'"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
@@ -182,30 +179,23 @@ def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
     Several processes may race. Whether the directory exists is decided by creating it on the file system, not by a
     lookup that this machine may have cached.
     """
-    made: list[Path] = []
-    tried: set[Path] = set()
     with explained("creating directory", directory):
-        missing = [directory]
-        while missing:
-            path = missing[-1]
-            try:
-                operations.make_directory(path, phase)
-            except FileExistsError:
-                if not presence.is_directory(path):
-                    raise
-            except FileNotFoundError:
-                if (
-                    path in tried
-                    # its parent exists: a file system in which nothing can be created, such as /proc
-                ):
-                    raise
-                tried.add(path)
-                missing.append(path.parent)
-                continue
-            else:
-                made.insert(0, path)
-            missing.pop()
-    return made
+        return _made(directory, phase)
+
+
+def _made(directory: Path, phase: str, has_parent: bool = False) -> list[Path]:
+    try:
+        operations.make_directory(directory, phase)
+    except FileExistsError:
+        if not presence.is_directory(directory):
+            raise
+        return []
+    except FileNotFoundError:
+        if has_parent:  # a file system in which nothing can be created, such as /proc
+            raise
+        above = _made(directory.parent, phase)
+        return [*_made(directory, phase, has_parent=True), *above]
+    return [directory]
 
 
 def sync_directories(directory: Path) -> list[Path]:

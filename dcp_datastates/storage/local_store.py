@@ -70,16 +70,16 @@ class LocalStore:
     deletes_many: Final = True
 
     def put(self, key: str, data: Buffer) -> None:
-        self._replace(key, [data])
+        self._replace(key, [data], memoryview(data).nbytes)
 
-    def _replace(self, key: str, pieces: Iterable[Buffer]) -> None:
-        with _written(_file_of(key), pieces, renamed=True) as unfinished:
+    def _replace(self, key: str, pieces: Iterable[Buffer], nbytes: int | None) -> None:
+        with _written(_file_of(key), pieces, nbytes, renamed=True) as unfinished:
             operations.rename(unfinished, _file_of(key), current_phase())
         _sync_name(_path(key))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = _path(key)
-        with _written(path, [data]) as unfinished:
+        with _written(path, [data], memoryview(data).nbytes) as unfinished:
             try:
                 created = _link(unfinished, path)
             except OSError as error:
@@ -93,7 +93,7 @@ class LocalStore:
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
-        self._replace(key, pieces)
+        self._replace(key, pieces, nbytes=None)
 
     def get(self, key: str) -> tuple[bytes, float]:
         if (mark := _mark_at(_path(key))) is not None:
@@ -159,7 +159,7 @@ class LocalStore:
                 try:
                     operations.unlink(path, current_phase())
                 except (IsADirectoryError, PermissionError):
-                    if not _is_object(path):
+                    if not is_object(path):
                         raise
                     operations.unlink(path / _WITHIN, current_phase())
                     operations.remove_directory(path, current_phase())
@@ -170,13 +170,7 @@ def make_folder(key: str, phase: str) -> bool:
     :class:`StorageError`.
     """
     path = _path(key)
-    local.make_directories(path.parent, phase)
-    with local.explained("creating directory", path):
-        try:
-            operations.make_directory(path, phase)
-        except FileExistsError:
-            return False
-    return True
+    return path in local.make_directories(path, phase)
 
 
 def remove_folder(key: str, whole: bool = False) -> bool:
@@ -207,11 +201,11 @@ def remove_folder(key: str, whole: bool = False) -> bool:
     return True
 
 
-def is_object(key: str) -> bool:
-    """Whether the folder ``key`` is an object, which was created where the file system has no links. Raises
+def is_object(path: Path) -> bool:
+    """Whether a folder is an object, which was created where the file system has no links. Raises
     :class:`StorageError`.
     """
-    return _is_object(_path(key))
+    return presence.is_directory(path) and presence.is_file(path / _WITHIN)
 
 
 def has_unfinished(key: str) -> bool:
@@ -277,20 +271,18 @@ def _path(key: str) -> Path:
     return Path(f"/{key}")
 
 
-def _is_object(path: Path) -> bool:
-    return presence.is_directory(path) and presence.is_file(path / _WITHIN)
-
-
 def _file_of(key: str) -> Path:
     """The file of an object, which lies in a directory where :func:`_by_directory` has created it."""
     path = _path(key)
-    return path / _WITHIN if _is_object(path) else path
+    return path / _WITHIN if is_object(path) else path
 
 
 @contextlib.contextmanager
-def _written(path: Path, pieces: Iterable[Buffer], renamed: bool = False) -> Iterator[Path]:
-    """A temporary file beside ``path`` with the bytes of ``pieces``, on stable storage; it is gone afterwards.
-    ``renamed``: the caller renames it.
+def _written(
+    path: Path, pieces: Iterable[Buffer], nbytes: int | None, renamed: bool = False
+) -> Iterator[Path]:
+    """A temporary file beside ``path`` with the ``nbytes`` of ``pieces`` (None: they cannot be made again), on stable
+    storage; it is gone afterwards. ``renamed``: the caller renames it.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with _missing_is_told(path), local.explained("writing", path):
@@ -300,14 +292,14 @@ def _written(path: Path, pieces: Iterable[Buffer], renamed: bool = False) -> Ite
             except OSError as error:
                 if isinstance(error, StorageError) or error.errno == errno.ENOENT:
                     raise
-                if error.errno in _FULL and isinstance(pieces, list) and _is_mark(pieces):
+                if error.errno in _FULL and nbytes is not None and nbytes <= _LONGEST_MARK:
                     os.unlink(unfinished)
-                    os.symlink(_MARK + bytes(pieces[0]).hex(), unfinished)
+                    os.symlink(_MARK + b"".join(pieces).hex(), unfinished)
                 else:
                     raise NotStoredError(
                         error.errno,
                         f"writing failed: {error.strerror}"
-                        + local.about_space(error.errno, path, _nbytes(pieces)),
+                        + local.about_space(error.errno, path, nbytes or 0),
                         str(path),
                     ) from error
             yield unfinished
@@ -330,10 +322,6 @@ def _missing_is_told(path: Path) -> Iterator[None]:
         raise
 
 
-def _is_mark(pieces: list[Buffer]) -> bool:
-    return len(pieces) == 1 and memoryview(pieces[0]).nbytes <= _LONGEST_MARK
-
-
 def _mark_at(path: Path) -> bytes | None:
     """The bytes of an object that was stored as the text of a symbolic link; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
@@ -341,10 +329,6 @@ def _mark_at(path: Path) -> bytes | None:
         if text.startswith(_MARK):
             return bytes.fromhex(text.removeprefix(_MARK))
     return None
-
-
-def _nbytes(pieces: Iterable[Buffer]) -> int:
-    return sum(memoryview(piece).nbytes for piece in pieces) if isinstance(pieces, list) else 0
 
 
 def _link(unfinished: Path, path: Path) -> bool:
@@ -420,7 +404,7 @@ def _open(path: Path) -> int:
     try:
         return local.open_regular(path)
     except presence.NotAFileError:
-        if not _is_object(path):
+        if not is_object(path):
             raise
         return local.open_regular(path / _WITHIN)
     except FileNotFoundError:

@@ -1,15 +1,16 @@
-"""Places in stores, as paths; and places as users name them."""
+"""Places in stores, as paths; places as users name them; and the stores that this process has opened."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.storage import local, stores
+from dcp_datastates.storage import local
 from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
@@ -38,7 +39,7 @@ class ObjectPath:
     @property
     def store(self) -> ObjectStore:
         """The store, opened on first use. Raises :class:`ConfigurationError` if its library is missing."""
-        return _FILES if self.is_local else stores.store_of(self.root, self._options)
+        return _FILES if self.is_local else store_of(self.root, self._options)
 
     @property
     def is_local(self) -> bool:
@@ -73,11 +74,7 @@ class ObjectPath:
 
     def relative_to(self, other: ObjectPath) -> Path:
         """The rest of the key below that of ``other``. Raises ValueError if it is not below."""
-        return (
-            Path(self.key).relative_to(other.key)
-            if self.root == other.root
-            else Path(self._url).relative_to(other._url)
-        )
+        return Path(self._url).relative_to(other._url)
 
     def is_symlink(self) -> bool:
         """False: a store has none."""
@@ -132,7 +129,7 @@ def locate(
 ) -> Location:
     """The place that ``path`` names: a URL's in its store, anything else in the file system (:func:`local.local_path`).
 
-    ``options`` are fsspec's ``storage_options``. Opens nothing but stores of registered schemes (:mod:`stores`).
+    ``options`` are fsspec's ``storage_options``. Opens nothing but stores of registered schemes (:func:`register`).
 
     Raises :class:`ConfigurationError`: the URL has no bucket, has credentials, or a segment that no key can have; or
     there are ``options`` for a path that is no URL.
@@ -176,7 +173,10 @@ def locate(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
     root = f"{scheme}://{bucket}"
-    stores.name_root(root)
+    if (
+        scheme in _openers
+    ):  # the processes of a job that only name such a store have a part in it, too
+        store_of(root)
     return ObjectPath(root, key, options)
 
 
@@ -221,3 +221,60 @@ def check_prefix(path: ObjectPath) -> None:
 def resolved(location: Location) -> Location:
     """The location with symbolic links resolved; a store has none."""
     return location if isinstance(location, ObjectPath) else Path(os.path.realpath(location))
+
+
+# ---- one store for each bucket and options ---------------------------------------------------------
+
+
+_OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
+
+_lock = threading.RLock()  # guards what follows
+_opened: dict[tuple[str, str], ObjectStore] = {}
+_openers: dict[str, Callable[[str], ObjectStore]] = {}
+
+
+def register(scheme: str, opener: Callable[[str], ObjectStore]) -> None:
+    """Let ``opener`` open the stores of ``scheme``: for stores of rooms above this one.
+
+    It is called each time that such a store is named or used, and returns the same object for the same root. It must
+    not wait.
+    """
+    _openers[scheme] = opener
+
+
+def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
+    """The store at ``root``, such as ``s3://bucket``: through obstore, as :func:`register` says, or through fsspec for
+    other schemes and if there are ``options`` (fsspec's ``storage_options``). Any thread.
+
+    Raises :class:`ConfigurationError` if the library is not installed or refuses the options.
+    """
+    by_options = repr(sorted(options.items())) if options else ""
+    with _lock:
+        scheme = root.partition("://")[0]
+        if scheme in _openers and not options:
+            _opened[root, by_options] = _openers[scheme](root)
+        elif (root, by_options) not in _opened:
+            _opened[root, by_options] = _open(root, options)
+        return _opened[root, by_options]
+
+
+def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    scheme = root.partition("://")[0]
+    # Imported here: the libraries are in the extra "cloud".
+    if scheme in _OBSTORE_SCHEMES and not options:
+        try:
+            from dcp_datastates.storage.obstore_adapter import ObstoreStore
+        except ImportError as error:
+            raise _missing(root, "obstore", error) from error
+        return ObstoreStore(root)
+    try:
+        from dcp_datastates.storage.fsspec_adapter import FsspecStore
+    except ImportError as error:
+        raise _missing(root, "fsspec", error) from error
+    return FsspecStore(root, options)
+
+
+def _missing(root: str, library: str, error: ImportError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{root} needs the package {library} ({error}): pip install 'dcp_datastates[cloud]'"
+    )

@@ -7,11 +7,10 @@ consistent with all calls that returned before it began, as S3, GCS and Azure pr
 from __future__ import annotations
 
 import errno
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from typing_extensions import Buffer
 
@@ -151,38 +150,3 @@ def _made_elsewhere(pieces: Iterator[Buffer]) -> Iterator[Buffer]:
     with ThreadPoolExecutor(1) as executor:
         while (piece := executor.submit(next, pieces, None).result()) is not None:
             yield piece
-
-
-_DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)
-_CODE_AND_MESSAGE: Final = re.compile(r"<(?:Code|Message)>(.*?)</(?:Code|Message)>", re.DOTALL)
-_QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
-_USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
-_NAME = r"\w*(?:secret|token|passw(?:or)?d|pwd|signature|credential|authorization|private_key)\w*"
-_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'[^']*'"
-_SECRET: Final = re.compile(
-    rf"(?i)((?:{_NAME}|\w*key(?:_id)?|sig)[\"']?\s*[=:]\s*)"
-    rf"(?:Some\()?(?:(?:Bearer|Basic)\s+)?(?:{_QUOTED}|[^\s\"',;)&]+)"
-    rf"|({_NAME}\s+)(?:{_QUOTED}|(?=[^\s\"',;)&]*\d)[^\s\"',;)&]{{8,}})"
-)
-"""``name=value`` and its like; or a name and what is quoted, or what has digits and is no word."""
-
-
-def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
-    """The values of ``storage_options`` whose names say that they are secrets."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from secrets_in(value)
-        elif value and _SECRET.match(f"{name}={value}"):
-            yield str(value)
-
-
-def without_secrets(message: str, known: Iterable[str] = ()) -> str:
-    """A library's message without what may be a secret: those that are ``known``, queries of URLs, users in URLs,
-    values of keys and tokens; of a server's answer, which may repeat what was sent and how it was signed, the error's
-    code and message.
-    """
-    for secret in known:
-        message = message.replace(secret, "…")
-    message = message.partition("\n\nDebug source")[0]
-    message = _DOCUMENT.sub(lambda found: ": ".join(_CODE_AND_MESSAGE.findall(found[0])), message)
-    return _SECRET.sub(r"\1\2…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))

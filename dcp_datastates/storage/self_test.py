@@ -12,35 +12,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import local_store, operations
+from dcp_datastates.storage.attempts import INDEX_NAME
 from dcp_datastates.storage.bounded import bounded, step
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.storage.presence import status_of
 from dcp_datastates.storage.store_calls import BusyError, ExpiredError
-from dcp_datastates.storage.store_index import INDEX_NAME
 
 logger = logging.getLogger(__name__)
 
 _ASKED_SECONDS: Final = 3.0
-_REMEMBERED: Final = 64
-"""Roots."""
 
 
 class Operation(Enum):
@@ -121,11 +119,6 @@ class Findings:
         return next((each for each in self.answers if each.needed and not each.works), None)
 
 
-_lock = threading.RLock()  # guards _known
-_known: OrderedDict[tuple[ObjectPath, object], Findings] = OrderedDict()
-"""By root and its store, or its device: something else may be mounted there later."""
-
-
 def what_works_for(directory: ObjectPath) -> Findings:
     """As :func:`what_works`, of the storage in which the checkpoint ``directory`` lies, or is to lie."""
     root = directory.parent
@@ -146,21 +139,19 @@ def what_works(root: Location) -> Findings:
     """
     place = stored(root)
     with explained("stat", root):
-        key = place, os.stat(str(place)).st_dev if place.is_local else place.store
-    with _lock:
-        found = _known.get(key)
-    if found is not None:
-        return found
+        mounted: Any = os.stat(str(place)).st_dev if place.is_local else place.store
+    return _remembered(place, mounted)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(root: ObjectPath, mounted: Any) -> Findings:
+    """``mounted``: the store, or the device's number; something else may be mounted there later. An error is not
+    remembered: what is missing may be granted until the next save.
+    """
     found = examine(root)
     if (missing := found.missing) is not None:
-        # Not remembered: it may be granted, or mounted otherwise, until the next save.
         raise StorageError(errno.EOPNOTSUPP, _said(missing), str(root))
-    with _lock:
-        is_new = key not in _known
-        _known[key] = found
-        while len(_known) > _REMEMBERED:
-            _known.popitem(last=False)
-    for each in found.answers if is_new else ():
+    for each in found.answers:
         if not each.works:
             level = logging.DEBUG if each.operation is Operation.DELETE_MANY else logging.WARNING
             logger.log(level, "%s: %s", root, _said(each))

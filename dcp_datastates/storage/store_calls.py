@@ -1,4 +1,6 @@
-"""Requests that are sent again while a store is busy, and once more when the credentials have expired.
+"""What the stores behind a library have in common: their requests, and their errors.
+
+A request is sent again while a store is busy, and once more when the credentials have expired.
 
 The libraries repeat a request, too, but say nothing until they give up, minutes later. So they are told to give up
 early, and this module goes on: what waits for the store learns what it answers (:func:`bounded.troubled`), work that
@@ -7,20 +9,25 @@ was abandoned ends, and credentials are read anew, which no library does for tho
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import random
 import re
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage.bounded import step, troubled
+from dcp_datastates.storage.object_store import url_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ASKED_SECONDS: Final = 60.0
+"""From a request's first try to its last: a person may wait, and has perhaps misspelled the server's name."""
 _FIRST_WAIT: Final = 0.1
 _LONGEST_WAIT: Final = 10.0
 _SLICE: Final = 0.25
@@ -44,14 +51,70 @@ class ExpiredError(StorageError):
     """The credentials have expired, or were replaced."""
 
 
-def says_expired(message: str) -> bool:
-    """Whether a library's error says that other credentials may help."""
-    return _EXPIRED.search(message) is not None
-
-
 def says_conflict(message: str) -> bool:
     """Whether a library's error says that another request for this object is under way: nothing was decided."""
     return _CONFLICT.search(message) is not None
+
+
+class LibraryStore:
+    """A store behind a library. Its subclass makes the requests."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url: Final = url
+        self._options: Final = options or {}
+        self._client: Any = self._open()
+
+    def _open(self) -> Any:
+        """The library's client, with the credentials that it finds now. Raises :class:`ConfigurationError`."""
+        raise NotImplementedError
+
+    def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
+        """The error for an ``error`` of the library."""
+        raise NotImplementedError
+
+    def _ask(
+        self, doing: str, key: str, request: Callable[[], T], seconds: float = ASKED_SECONDS
+    ) -> T:
+        """What ``request`` returns, which takes the client anew each time, asked :func:`patiently`."""
+        used = self._client
+
+        def ask() -> T:
+            nonlocal used
+            used = self._client
+            with self._explained(doing, key):
+                return request()
+
+        return patiently(ask, seconds, lambda: self._renew(used))
+
+    def _renew(self, used: Any) -> bool:
+        """Read the credentials anew, unless another thread has done so since the client ``used`` was made."""
+        with contextlib.suppress(ConfigurationError):
+            if self._client is used:
+                self._client = self._open()
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:  # libraries have errors of their own
+            # Without the cause: its text may have credentials.
+            raise self._storage_error(error, doing, url_of(self.url, key)) from None
+
+    def _failed(self, error: Exception, doing: str, number: int, url: str) -> StorageError:
+        """The usual error: one that passes, if the library's says so."""
+        said = self._said(error)
+        text = f"{doing} failed: {said}"
+        if says_conflict(str(error)):
+            return BusyError(errno.EAGAIN, text, url)
+        return (ExpiredError if _EXPIRED.search(said) else StorageError)(number, text, url)
+
+    def _said(self, error: Exception) -> str:
+        """The text of the library's error, without secrets."""
+        return without_secrets(str(error), secrets_in(self._options)) or type(error).__name__
 
 
 def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -> T:
@@ -91,3 +154,41 @@ def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -
             time.sleep(min(left, _SLICE))
             troubled(None)  # abandoned work ends here
         wait = min(3 * wait, _LONGEST_WAIT)
+
+
+# ---- secrets -------------------------------------------------------------------------------------
+
+
+_DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)
+_CODE_AND_MESSAGE: Final = re.compile(r"<(?:Code|Message)>(.*?)</(?:Code|Message)>", re.DOTALL)
+_QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
+_USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
+_NAME = r"\w*(?:secret|token|passw(?:or)?d|pwd|signature|credential|authorization|private_key)\w*"
+_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'[^']*'"
+_SECRET: Final = re.compile(
+    rf"(?i)((?:{_NAME}|\w*key(?:_id)?|sig)[\"']?\s*[=:]\s*)"
+    rf"(?:Some\()?(?:(?:Bearer|Basic)\s+)?(?:{_QUOTED}|[^\s\"',;)&]+)"
+    rf"|({_NAME}\s+)(?:{_QUOTED}|(?=[^\s\"',;)&]*\d)[^\s\"',;)&]{{8,}})"
+)
+"""``name=value`` and its like; or a name and what is quoted, or what has digits and is no word."""
+
+
+def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    """The values of ``storage_options`` whose names say that they are secrets."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from secrets_in(value)
+        elif value and _SECRET.match(f"{name}={value}"):
+            yield str(value)
+
+
+def without_secrets(message: str, known: Iterable[str] = ()) -> str:
+    """A library's message without what may be a secret: those that are ``known``, queries of URLs, users in URLs,
+    values of keys and tokens; of a server's answer, which may repeat what was sent and how it was signed, the error's
+    code and message.
+    """
+    for secret in known:
+        message = message.replace(secret, "…")
+    message = message.partition("\n\nDebug source")[0]
+    message = _DOCUMENT.sub(lambda found: ": ".join(_CODE_AND_MESSAGE.findall(found[0])), message)
+    return _SECRET.sub(r"\1\2…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))

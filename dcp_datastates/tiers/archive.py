@@ -20,8 +20,8 @@ from typing import Final
 
 from dcp_datastates.checkpoints.delete import delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
-from dcp_datastates.checkpoints.inventory import attempts_at, folders_in, is_committed
-from dcp_datastates.checkpoints.listing import checkpoints, newest_first
+from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
+from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import (
@@ -197,9 +197,8 @@ class Archive:
         ]
 
     def _sweep(self, unfinished: set[str]) -> None:
-        for name in folders_in(self.slow):
-            path = self.slow / name
-            if name in unfinished or is_committed(path) or not attempts_at(path):
+        for path in directories(self.slow):
+            if path.name in unfinished or is_committed(path) or not attempts_at(path):
                 continue
             with _logged(f"the rest of a copy stays in {path}"):
                 if delete_rest(path):

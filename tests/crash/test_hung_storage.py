@@ -186,7 +186,7 @@ def test_whichever_call_hangs_the_save_ends_and_what_it_told_stays_true(
 
 
 HANGS = {
-    "planning": "plan.mkdir.before@4",  # the first save looks for three directories
+    "planning": "plan.mkdir.before@3",  # the first save makes two directories
     "files": "flush.write.before@2",
     "publication": "publish.link.before@2",
     "after the publication": "publish.sync_directory.before@2",
@@ -256,7 +256,7 @@ def test_while_a_data_file_hangs_saves_fail_in_time_and_training_and_the_process
 
 COORDINATOR, OTHER = 0, 1
 ON_TWO = {
-    "the coordinator claims": (COORDINATOR, "plan.mkdir.before@4=sleep:600", None),
+    "the coordinator claims": (COORDINATOR, "plan.mkdir.before@3=sleep:600", None),
     "another rank looks for the attempt": (OTHER, "share.mkdir.before@2=sleep:600", None),
     "the coordinator publishes": (COORDINATOR, "publish.link.before@2=sleep:600", None),
     "a rank writes": (OTHER, "flush.write.before@2=sleep:600", None),

@@ -19,7 +19,7 @@ from support.tiers import tries
 
 from dcp_datastates import StorageError
 from dcp_datastates.commit.place import Place
-from dcp_datastates.storage import attempts, decisions, local_store, store_index
+from dcp_datastates.storage import attempts, decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
@@ -165,7 +165,7 @@ def _orders_by_clocks(patch):
 
 def _does_not_register(patch):
     """An attempt is committed without an entry in the index."""
-    patch.setattr(store_index, "register", lambda directory, attempt: None)
+    patch.setattr(attempts, "register", lambda directory, attempt: None)
 
 
 def _makes_folders_again(patch):

@@ -85,7 +85,7 @@ def copy_of(committed, tmp_path, monkeypatch) -> Callable[[str, int, Path], Plac
         if place == "directory":
             return Directory(Path(committed(place, world)), scratch)
         monkeypatch.setattr(
-            "dcp_datastates.storage.stores._opened", {}
+            "dcp_datastates.storage.object_path._opened", {}
         )  # this process opens it anew
         for name, value in variables(strict_endpoint()).items():
             monkeypatch.setenv(name, value)

@@ -16,7 +16,7 @@ from support.tiers import tries
 
 from dcp_datastates import CheckpointSupersededError, StorageError
 from dcp_datastates.commit.place import EndedPart, Place, Round
-from dcp_datastates.storage import decisions, stores
+from dcp_datastates.storage import decisions, object_path
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import ObjectPath
@@ -74,7 +74,7 @@ def path(request, monkeypatch, cluster):
             mine.store = Racing(open_store(), together)
         return mine.store
 
-    monkeypatch.setattr(stores, "store_of", store_of)
+    monkeypatch.setattr(object_path, "store_of", store_of)
     return ObjectPath(root, "run")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage import stores
+from dcp_datastates.storage import object_path
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import (
     Listing,
@@ -193,7 +193,7 @@ class MemoryStore:
 
 def installed(monkeypatch: Any, store: MemoryStore, key: str = "run/step-1") -> ObjectPath:
     """Make ``store`` that of all object paths; returns one."""
-    monkeypatch.setattr(stores, "store_of", lambda root, options=None: store)
+    monkeypatch.setattr(object_path, "store_of", lambda root, options=None: store)
     return ObjectPath(ROOT, key)
 
 

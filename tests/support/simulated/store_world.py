@@ -22,7 +22,7 @@ from typing import Any
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempt as attempt_module
-from dcp_datastates.storage import attempts, claims, decisions, operations, store_index
+from dcp_datastates.storage import attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
@@ -348,7 +348,7 @@ def delete(world: World, path: ObjectPath) -> None:
     victim, _ = found
     there = attempts.survey(path)
     newer = {attempt for attempt in there if attempt > victim}
-    entries = [] if path.is_local else store_index.entries(path.parent)
+    entries = [] if path.is_local else attempts.entries(path.parent)
     registered = {each.attempt for each in entries if each.name == path.name}
     if path.is_local:
         registered = {attempt for attempt in newer if there[attempt].decision is None}
@@ -363,7 +363,7 @@ def delete(world: World, path: ObjectPath) -> None:
     older = [attempt for attempt in there if attempt <= victim]
     for attempt in older:
         attempts.remove_data(path, attempt, 0, 1)
-    store_index.forget(path, older)
+    attempts.forget(path, older)
     # A request that committed an attempt is not carried out once more as late as this.
     held_up = [each for each in world.late if _is_about(each, path, gone)]
     for each in held_up:

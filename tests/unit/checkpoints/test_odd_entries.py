@@ -155,9 +155,9 @@ def checkpoints(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def root(checkpoints, tmp_path, monkeypatch) -> Path:
+def root(checkpoints, tmp_path) -> Path:
     shutil.copytree(checkpoints, tmp_path / "root")
-    monkeypatch.setattr(listing, "_warned", set())
+    listing._say_left_out.cache_clear()
     return tmp_path / "root"
 
 

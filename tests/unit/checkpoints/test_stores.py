@@ -151,9 +151,6 @@ def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
     assert store.counts["size"] == 1
 
 
-# ---- describing ---------------------------------------------------------------------------------
-
-
 # ---- pinning and deleting ------------------------------------------------------------------------
 
 
@@ -252,26 +249,8 @@ def test_a_copy_goes_down_and_up_again_and_is_the_same(store, three, tmp_path):
     assert dcp_datastates.copy(source, local) == local, "it is there already"
 
 
-def test_a_copy_that_was_cut_off_goes_on(store, three, tmp_path):
-    target = f"{three}/copy/step-3"
-    refuse = True
-
-    def fate(request: Request) -> Fate:
-        return Fate.REFUSED if refuse and request.kind == "put_if_absent" else Fate.DONE
-
-    store.on_request = fate
-    with pytest.raises(StorageError):
-        dcp_datastates.copy(f"{three}/step-3", target)
-    with pytest.raises(CheckpointNotFoundError):
-        verify(target)
-    refuse = False
-    store.counts.clear()
-    dcp_datastates.copy(f"{three}/step-3", target)
-    assert verify(target).whole
-
-
 @pytest.mark.parametrize("to", ["a store", "a directory"])
-def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
+def test_a_copy_that_was_cut_off_goes_on_and_copies_again_what_was_damaged_on_the_way(
     to, store, three, tmp_path, monkeypatch
 ):
     target = f"{three}/copy" if to == "a store" else str(tmp_path / "copy")
@@ -284,6 +263,8 @@ def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
         patch.setattr("dcp_datastates.storage.decisions.decide_alone", cut_off)
         with pytest.raises(StorageError, match="cut off"):
             dcp_datastates.copy(f"{three}/step-3", target)
+    with pytest.raises(CheckpointNotFoundError):
+        verify(target)
     if to == "a store":
         store.put(f"run/copy/{name}", _damaged(store.data(f"run/copy/{name}")))
     else:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from support.commands import run_cli
 from support.simulated.object_stores import MemoryStore, installed
-from support.state.checkpoints import raises, save
+from support.state.checkpoints import assert_same, raises, save
+from support.state.files import data_files, flip_bit
+from support.state.metadata import decision_of
 from support.state.states import filled
 
 import dcp_datastates
@@ -42,28 +44,10 @@ def tiers(tmp_path, slow):
     return [tmp_path, slow]
 
 
-def _file(directory):
-    (path,) = directory.glob("*/*.safetensors")
-    return path
-
-
-def _flip(path, offset=5000):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def _loaded(places):
     state = {name: torch.zeros_like(tensor) for name, tensor in _state(0).items()}
     load(places, state)
     return state
-
-
-def _is(state, step):
-    return all(
-        torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8))
-        for name, tensor in _state(step).items()
-    )
 
 
 def test_the_newest_of_all_tiers_is_found_with_all_its_places(tiers):
@@ -86,7 +70,7 @@ def test_the_fast_tier_alone_is_read_while_it_is_whole(tiers, store):
     fast, _ = tiers
     shutil.rmtree(fast / "step-3")
     store.counts.clear()
-    assert _is(_loaded(latest(tiers)), 2)
+    assert_same(_loaded(latest(tiers)), _state(2))
     assert store.counts["get_range"] == 0
 
 
@@ -95,19 +79,20 @@ def test_the_fast_tier_alone_is_read_while_it_is_whole(tiers, store):
 def test_a_damaged_file_is_read_from_the_next_tier(tiers, caplog, verify, damage):
     fast, _ = tiers
     shutil.rmtree(fast / "step-3")
-    path = _file(fast / "step-2")
+    (path,) = data_files(fast / "step-2")
     match damage:
         case "missing":
             path.unlink()
         case "short":
             path.write_bytes(path.read_bytes()[:-8])
         case "flipped":
-            _flip(path)
+            flip_bit(path, 5000)
         case "metadata":
-            _flip(fast / "step-2/.metadata", -20)
+            decision = decision_of(fast / "step-2")
+            flip_bit(decision, decision.stat().st_size - 20)
     places = latest(tiers, verify=verify)
     assert len(places) == 2
-    assert _is(_loaded(places), 2)
+    assert_same(_loaded(places), _state(2))
     assert "reading the copy in" in caplog.text or "looking at the next place" in caplog.text
 
 
@@ -116,9 +101,9 @@ def test_each_file_may_come_from_another_tier(tmp_path, monkeypatch):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     save(_state(1), fast / "step-1")
     dcp_datastates.copy(fast / "step-1", slow / "step-1")
-    _flip(_file(slow / "step-1"))
+    flip_bit(data_files(slow / "step-1")[0], 5000)
     assert latest([fast, slow], verify="full") == [fast / "step-1", slow / "step-1"]
-    _flip(_file(fast / "step-1"))
+    flip_bit(data_files(fast / "step-1")[0], 5000)
     with raises(CheckpointCorruptError, "none of the 1", "step-1"):
         latest([fast, slow], verify="full")
     with pytest.raises(CheckpointCorruptError):
@@ -129,7 +114,7 @@ def test_a_tier_with_another_checkpoint_of_that_name_is_never_mixed_in(tmp_path)
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     save(_state(1), fast / "step-1")
     save(_state(2), slow / "step-1")
-    _flip(_file(fast / "step-1"))
+    flip_bit(data_files(fast / "step-1")[0], 5000)
     with pytest.raises(CheckpointCorruptError):
         _loaded([fast / "step-1", slow / "step-1"])
 
@@ -140,7 +125,11 @@ def test_latest_agrees_with_a_search_of_all_damages(tmp_path):
     for step in (1, 2):
         save(_state(step), fast / f"step-{step}")
         dcp_datastates.copy(fast / f"step-{step}", slow / f"step-{step}")
-    files = {(tier, step): _file(tier / f"step-{step}") for tier in (fast, slow) for step in (1, 2)}
+    files = {
+        (tier, step): data_files(tier / f"step-{step}")[0]
+        for tier in (fast, slow)
+        for step in (1, 2)
+    }
     for gone in itertools.product([False, True], repeat=len(files)):
         moved = [path for path, is_gone in zip(files.values(), gone, strict=True) if is_gone]
         for path in moved:
@@ -150,7 +139,7 @@ def test_latest_agrees_with_a_search_of_all_damages(tmp_path):
         if whole:
             found = latest([fast, slow])
             assert int(found[0].name[-1]) == max(whole)
-            assert _is(_loaded(found), max(whole))
+            assert_same(_loaded(found), _state(max(whole)))
         else:
             with pytest.raises(CheckpointCorruptError):
                 latest([fast, slow])

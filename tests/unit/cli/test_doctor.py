@@ -17,7 +17,7 @@ from support.stores.proxy import Proxy, answered
 from support.stores.server import bucket_behind, strict_endpoint
 
 from dcp_datastates import StorageError
-from dcp_datastates.storage import stores
+from dcp_datastates.storage import object_path
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from dcp_datastates.storage.self_test import Operation
 
@@ -48,7 +48,7 @@ def test_stores_can_do_what_saves_need_and_are_left_as_they_were(monkeypatch, ki
         if kind == "moto"
         else new_store(kind)
     )
-    monkeypatch.setattr(stores, "store_of", lambda root, options=None: store)
+    monkeypatch.setattr(object_path, "store_of", lambda root, options=None: store)
     ended = run_cli("doctor", f"{store.url}/run", "--json")
     assert ended.returncode == 0
     assert all(
@@ -69,7 +69,7 @@ def test_stores_can_do_what_saves_need_and_are_left_as_they_were(monkeypatch, ki
 )
 def test_what_a_server_refuses_is_missing(monkeypatch, method, path, status, code, missing):
     proxy = Proxy(strict_endpoint())
-    monkeypatch.setattr(stores, "_opened", {})
+    monkeypatch.setattr(object_path, "_opened", {})
     for each in method.strip("()").split("|"):
         proxy.inject(answered(status, code), each, path, times=99)
     try:

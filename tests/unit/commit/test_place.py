@@ -17,7 +17,7 @@ from dcp_datastates import (
     StorageError,
 )
 from dcp_datastates.commit.place import EndedPart, Place, Round
-from dcp_datastates.storage import attempts, decisions, operations, store_index
+from dcp_datastates.storage import attempts, decisions, operations
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import stored
@@ -84,7 +84,7 @@ def test_a_save_to_a_new_path_needs_four_requests_besides_its_data(path, store):
     assert store.counts == {"list": 1, "put": 2, "put_if_absent": 1}
     assert _committed(path) == round_.attempt
     assert store.data(f"{path.key}/.metadata") == _metadata(round_.attempt)
-    assert [each.name for each in store_index.entries(path.parent)] == ["step-1"]
+    assert [each.name for each in attempts.entries(path.parent)] == ["step-1"]
 
 
 def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(path, store):
@@ -92,7 +92,7 @@ def test_a_save_replaces_the_one_before_and_leaves_nothing_of_it(path, store):
     new = _save(path)
     assert _committed(path) == new.attempt
     assert set(attempts.survey(path)) == {new.attempt}
-    assert [each.attempt for each in store_index.entries(path.parent)] == [new.attempt]
+    assert [each.attempt for each in attempts.entries(path.parent)] == [new.attempt]
     assert store.data(f"{path.key}/.metadata") == _metadata(new.attempt)
 
 

@@ -255,12 +255,12 @@ def test_options_of_a_store_are_for_urls_and_never_shown(tmp_path):
 
 
 def test_a_store_whose_library_is_missing_is_refused_at_once(monkeypatch):
-    from dcp_datastates.storage import stores
+    from dcp_datastates.storage import object_path
 
     def missing(root: str, options: object = None) -> MemoryStore:
         raise ConfigurationError(f"{root} needs the package obstore")
 
-    monkeypatch.setattr(stores, "store_of", missing)
+    monkeypatch.setattr(object_path, "store_of", missing)
     for make in (writer, DataStatesReader, dcp_datastates.load):
         with raises(ConfigurationError, "obstore"):
             make("s3://bucket/step-1")

@@ -17,7 +17,7 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, DataStatesError, latest, load, retain, verify
-from dcp_datastates.storage import attempts, store_index
+from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
 
@@ -221,7 +221,7 @@ def test_a_path_full_of_an_older_attempts_objects_is_saved_to_and_cleared(monkey
     older = Attempt(1 << 60, 0)
     for number in range(2500):
         store.put(f"run/step-1/{older.name}/r{number:05}-0.safetensors", b"rest")
-    store_index.register(locate(path), older)  # it was about to be committed
+    attempts.register(locate(path), older)  # it was about to be committed
     store.counts.clear()
     save({"w": torch.ones(3)}, path)
     assert_same(load(path), {"w": torch.ones(3)})

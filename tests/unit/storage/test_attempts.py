@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.simulated.object_stores import Fate, installed
 
 from dcp_datastates import StorageError
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.attempts import Entry
 
 OLD, MIDDLE, NEW = Attempt(16, 1), Attempt(16, 2), Attempt(17, 1)
 METADATA = b"\x80metadata" * 20
@@ -121,16 +124,66 @@ def test_each_rank_removes_its_own_files_and_the_decision_stays(path, store):
     attempts.remove_data(path, NEW, 0, 2)  # nothing left to do
 
 
-def test_many_objects_are_deleted_a_thousand_at_a_time(path, store):
-    for rank in range(2_001):
-        store.put(f"{path.key}/{NEW.name}/r{rank:05d}-0.safetensors", b"")
-    attempts.remove_data(path, NEW, 0, 1)
-    assert store.objects == {}
-    assert store.counts["delete"] == 3
-
-
 def test_the_bucket_itself_can_be_a_checkpoint(monkeypatch, store):
     path = installed(monkeypatch, store, "")
     _commit(path, NEW)
     assert _committed(path) == NEW
     assert set(attempts.survey(path)) == {NEW}
+
+
+# ---- the index of a directory of checkpoints ------------------------------------------------------
+
+
+@pytest.fixture
+def root(monkeypatch, store):
+    return installed(monkeypatch, store, "run")
+
+
+def test_entries_are_listed_newest_first(root):
+    made = [Attempt(16, 2), Attempt(17, 1), Attempt(16, 1)]
+    for number, attempt in enumerate(made):
+        attempts.register(root / f"step-{number}", attempt)
+    found = attempts.entries(root)
+    assert found == [
+        Entry(Attempt(17, 1), "step-1"),
+        Entry(Attempt(16, 2), "step-0"),
+        Entry(Attempt(16, 1), "step-2"),
+    ]
+
+
+def test_an_entry_is_one_empty_object_and_a_listing_one_request(root, store):
+    attempts.register(root / "step-1", Attempt(16, 1))
+    attempts.register(root / "step-1", Attempt(16, 1))
+    assert [each.data for each in store.objects.values()] == [b""]
+    store.counts.clear()
+    attempts.entries(root)
+    assert store.counts == {"list": 1}
+
+
+def test_forgetting_takes_only_the_path_s_own(root):
+    for name in ("step-1", "step-2"):
+        attempts.register(root / name, Attempt(16, 1))
+    attempts.forget(root / "step-1", [Attempt(16, 1), Attempt(99, 1)])
+    attempts.forget(root / "step-1", [])
+    assert attempts.entries(root) == [Entry(Attempt(16, 1), "step-2")]
+
+
+def test_what_is_no_entry_is_passed_over(root, store):
+    for name in ("probe.abc", "readme", "0" * 16 + "-" + "0" * 16 + ".step-1", "x-y.step-1"):
+        store.put(f"run/.attempts/{name}", b"")
+    assert attempts.entries(root) == []
+
+
+@given(
+    st.lists(
+        st.builds(Attempt, st.integers(0, (2 << 60) - 1), st.integers(0, (1 << 64) - 1)),
+        min_size=2,
+        max_size=2,
+    ),
+    st.text(st.characters(exclude_characters="/"), min_size=0),
+)
+def test_keys_sort_as_attempts_do_and_can_be_read_back(two, name):
+    older, newer = sorted(two)
+    assert Entry(newer, name).key <= Entry(older, name).key
+    for attempt in two:
+        assert Entry.parse(Entry(attempt, name).key) == Entry(attempt, name)

@@ -16,9 +16,8 @@ from dcp_datastates import StorageError
 from dcp_datastates.storage.object_store import (
     ObjectMissingError,
     part_bytes,
-    secrets_in,
-    without_secrets,
 )
+from dcp_datastates.storage.store_calls import secrets_in, without_secrets
 
 PART = 5 << 20  # the smallest that S3 takes
 
@@ -61,9 +60,8 @@ def test_a_missing_object_is_an_error_of_its_own(store, read):
 @pytest.mark.parametrize(("begin", "end"), [(0, 3), (2, 7), (7, 10), (7, 30), (4, 4), (5, 2)])
 def test_a_range_is_cut_at_the_end_of_the_object(store, begin, end, request):
     store.put("a", b"0123456789")
-    if (
-        "rclone" in request.node.name and begin < end
-    ):  # which answers with the range, and with status 200
+    # rclone answers with the range, and with status 200.
+    if "rclone" in request.node.name and begin < end:
         with pytest.raises(StorageError, match="206"):
             store.get_range("a", begin, end)
         return

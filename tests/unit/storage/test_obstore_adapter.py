@@ -209,6 +209,13 @@ def test_a_busy_server_is_not_taken_for_one_that_cannot_delete_many(store, bucke
     assert proxy.counts() == {"POST": 1}
 
 
+def test_one_request_deletes_a_thousand_objects(store, proxy):
+    store.delete(["missing"])
+    proxy.requests.clear()
+    store.delete([f"r{number:05d}" for number in range(1_001)])
+    assert proxy.counts() == {"POST": 2}
+
+
 def test_a_deletion_that_is_not_allowed_is_said_to_be(store, bucket, proxy):
     proxy.inject(answered(403, "AccessDenied"), "POST", "delete")
     proxy.inject(answered(403, "AccessDenied"), "DELETE")
