@@ -6,7 +6,6 @@ import errno
 import logging
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,7 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.format.contents import Contents, some_of
-from dcp_datastates.format.metadata_table import FileRecord, MetadataTable
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.requests import Request, choose_devices, contents, storage_of
@@ -355,13 +354,16 @@ def _affected(
 ) -> str:
     """The tensors with bytes in the damaged block, the requested ones first."""
     relative_path = fault.path.removeprefix(f"{place}/")
-    requested = Contents.of_places((e.name, e.file, e.begin, e.stored) for e in asked)
-    record: FileRecord | None = source.files.get(relative_path)
-    whole = fault.operation == "fstat"  # a wrong size
-    if whole or (record is not None and fault.offset >= record.table_offset):
-        names = requested.names(relative_path, 0, sys.maxsize)
-        return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
-    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
-    others = Contents.of_table(source.table)
-    names = requested.names(*block) + others.names(*block)
+    record = source.files.get(relative_path)
+    begin, end = fault.offset, fault.offset + BLOCK_BYTES
+    # A wrong size, or damage in the checksums, is that of the whole file.
+    is_whole = fault.operation == "fstat" or (record is not None and begin >= record.table_offset)
+    hit = [each for each in asked if each.file == relative_path and each.stored]
+    if not is_whole:
+        hit = [each for each in hit if each.begin < end and each.begin + each.stored > begin]
+    names = [each.name for each in sorted(hit, key=lambda each: each.begin)]
+    if is_whole:
+        needed = some_of(tuple(dict.fromkeys(names)))
+        return f"(the file's checksums or size; {needed} cannot be verified)"
+    names += Contents(source.table).names(relative_path, begin, end)
     return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"
