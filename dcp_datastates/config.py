@@ -92,16 +92,21 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
     )
 
 
-def parse_rate(rate: int | str | None, *, name: str = "rate") -> int:
+def parse_rate(rate: int | str | None, *, name: str = "rate", least: int = 1) -> int:
     """Bytes per second of ``rate``: as :func:`parse_size`, with or without ``"/s"``. None means no limit, 0.
 
-    Raises :class:`ConfigurationError` for anything else, and for 0.
+    Raises :class:`ConfigurationError` for anything else, and for 0, or below ``least``.
     """
     if rate is None:
         return 0
     nbytes = parse_size(rate.removesuffix("/s") if isinstance(rate, str) else rate, name=name)
     if not nbytes:
         raise ConfigurationError(f"{name}={rate!r} would carry nothing; pass None for no limit")
+    if nbytes < least:
+        raise ConfigurationError(
+            f"{name}={rate!r} is below the minimum of {least >> 20}MiB per second; give at least that, or None for no "
+            f"limit"
+        )
     return nbytes
 
 
@@ -140,16 +145,6 @@ def parse_host_cache_size(size: int | str) -> int:
     return nbytes - nbytes % SEGMENT_BYTES
 
 
-def _rate(name: str, value: int | str | None, least: int) -> int:
-    rate = parse_rate(value, name=name)
-    if 0 < rate < least:
-        raise ConfigurationError(
-            f"{name}={value!r} is below the minimum of {least >> 20}MiB per second; give at least that, or None for no "
-            f"limit"
-        )
-    return rate
-
-
 def _one_of(name: str, value: Any, kind: Any) -> Any:
     choices = get_args(kind)
     if value not in choices:
@@ -179,9 +174,9 @@ def parse_flag(name: str, value: Any) -> bool:
     return value
 
 
-def _count(name: str, value: Any, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigurationError(f"{name}={value!r} must be an int between 1 and {most}")
+def _count(name: str, value: Any, most: int, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigurationError(f"{name}={value!r} must be an int between {least} and {most}")
     return value
 
 
@@ -210,8 +205,8 @@ class EngineConfig:
         counts = {name: _count(name, value, MAX_THREADS) for name, value in threads.items()}
         return EngineConfig(
             **counts,
-            copy_rate=_rate("copy_rate", copy_rate, MIN_COPY_RATE),
-            write_rate=_rate("write_rate", write_rate, MIN_WRITE_RATE),
+            copy_rate=parse_rate(copy_rate, name="copy_rate", least=MIN_COPY_RATE),
+            write_rate=parse_rate(write_rate, name="write_rate", least=MIN_WRITE_RATE),
             io_priority=_one_of("io_priority", io_priority, IoPriority),
         )
 
@@ -238,8 +233,7 @@ class RamConfig:
         node: str | None,
     ) -> RamConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
-        if isinstance(peers, bool) or not isinstance(peers, int) or not 0 <= peers <= MAX_PEERS:
-            raise ConfigurationError(f"peers={peers!r} must be an int between 0 and {MAX_PEERS}")
+        _count("peers", peers, MAX_PEERS, least=0)
         nbytes = None if size == "auto" else parse_size(size, name="size")
         if nbytes == 0:
             raise ConfigurationError(f"size={size!r} has room for nothing")

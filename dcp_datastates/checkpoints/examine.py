@@ -73,7 +73,7 @@ class Examination:
 
     def __init__(self, directory: Location, committed: Committed) -> None:
         self._directory = directory
-        self._contents = Contents.of_table(committed.table)
+        self._contents = Contents(committed.table)
         self._consistency_check = ConsistencyCheck(committed.table, self._contents)
         self._files = list(committed.note.files.values())
         self._buffers = threading.local()

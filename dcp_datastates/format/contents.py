@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,37 +40,15 @@ class Damage:
 
 
 class Contents:
-    """An index from places in the data files to saved names. Rows are those of a placement, or of the given places."""
+    """An index from places in the data files to saved names. Rows are those of the placement."""
 
-    def __init__(
-        self, names: Sequence[str], paths: Sequence[str], places: tuple[Ints, Ints, Ints]
-    ) -> None:
-        """``names``: the name of each row; ``places``: for each row, the index of its path, its offset and
-        its length.
-        """
-        self._names = names
-        self._number = {path: number for number, path in enumerate(paths)}
-        files, self._offsets, self._lengths = places
-        self._order = np.argsort(files, kind="stable")
-        self._ends = np.searchsorted(files[self._order], np.arange(len(paths) + 1))
-
-    @staticmethod
-    def of_table(table: MetadataTable) -> Contents:
-        """The contents of a whole checkpoint."""
-        names = [table.catalog.names[owner] for owner in table.catalog.owners().tolist()]
+    def __init__(self, table: MetadataTable) -> None:
+        self._names = [table.catalog.names[owner] for owner in table.catalog.owners().tolist()]
         places = table.placement
-        return Contents(names, places.paths, (places.files, places.begins, places.lengths))
-
-    @staticmethod
-    def of_places(places: Iterable[tuple[str, str, int, int]]) -> Contents:
-        """The contents of these places only: of each its name, the path of its file, its offset and its length."""
-        paths: dict[str, int] = {}
-        names, rows = [], []
-        for name, path, offset, length in places:
-            names.append(name)
-            rows.append((paths.setdefault(path, len(paths)), offset, length))
-        files, offsets, lengths = np.array(rows, np.int64).reshape(-1, 3).T
-        return Contents(names, tuple(paths), (files, offsets, lengths))
+        self._number = {path: number for number, path in enumerate(places.paths)}
+        self._offsets, self._lengths = places.begins, places.lengths
+        self._order = np.argsort(places.files, kind="stable")
+        self._ends = np.searchsorted(places.files[self._order], np.arange(len(places.paths) + 1))
 
     def rows(self, relative_path: str) -> Ints:
         """The rows with bytes in the file."""

@@ -78,8 +78,8 @@ def _check_catalog(catalog: Catalog) -> _Sound:
     if wrong := validate(catalog, filled=False):
         raise ValueRefused(wrong[0])
     check_paths(catalog.mappings, catalog.names)
-    of_chunk = np.repeat(np.arange(len(catalog.names)), catalog.counts)
-    chunk_bytes = volumes(catalog.ndims[of_chunk], catalog.sizes) * itemsize[of_chunk]
+    chunk_bytes = volumes(np.repeat(catalog.ndims, catalog.counts), catalog.sizes)
+    chunk_bytes *= np.repeat(itemsize, catalog.counts)
     return _Sound(chunk_bytes, largest, name)
 
 
@@ -171,10 +171,9 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
             f"bytes of {_name(catalog, int(beyond[0]))} are said to lie behind the end of their data file"
         )
     begins = offsets + (np.cumsum(limits) - limits)[files]
-    some = np.flatnonzero(lengths)
-    first, last = np.sort(begins[some]), np.sort(begins[some] + lengths[some])
     # Spans do not overlap if and only if, at each begin, as many spans have ended as have begun before it.
-    if (first[1:] < last[:-1]).any():
+    if (np.sort(begins)[1:] < np.sort(begins + lengths)[:-1]).any():
+        some = np.flatnonzero(lengths)
         order = some[np.argsort(begins[some], kind="stable")]
         reach = np.maximum.accumulate((begins + lengths)[order])
         at = int(np.flatnonzero(begins[order[1:]] < reach[:-1])[0])

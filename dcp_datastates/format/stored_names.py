@@ -96,8 +96,8 @@ class NamePatterns:
     """
 
     def __init__(self, option: str, given: str | Iterable[str]) -> None:
-        is_one = isinstance(given, str) or not isinstance(given, Iterable)
-        names = [given] if is_one else list(given)
+        names = [given] if isinstance(given, str) else given
+        names = list(names) if isinstance(names, Iterable) else [names]
         if not all(isinstance(each, str) for each in names):
             raise ConfigurationError(
                 f"{option}={given!r} must be a name, or names, such as 'model'"

@@ -6,12 +6,10 @@ import errno
 import logging
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import torch
 
@@ -24,7 +22,7 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.format.contents import Contents, some_of
-from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.requests import Request, choose_devices, contents, storage_of
@@ -45,19 +43,52 @@ _SHARED_BYTES: Final = 512 << 20
 """What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
 
 
-@dataclass(frozen=True, eq=False)
+_file_of: Final = operator.attrgetter("file")
+
+
 class StoredCheckpoint:
-    """A committed checkpoint, to read from."""
+    """A committed checkpoint, to read from: each data file in the nearest place whose copy has not failed so far. One
+    thread uses it.
 
-    table: MetadataTable
-    places: Sequence[Location]
-    """Its directories, the nearest first; usually one. A file that fails in one is read from the next."""
-    sharing: Sharing | None = None
-    """Reads the files in the nearest place, if this rank reads for others, and they for it."""
+    Args:
+        places: its directories, the nearest first; usually one. All have the same attempt, or lack its files.
+        sharing: reads the files in the nearest place, if this rank reads for others, and they for it.
+    """
 
-    @property
-    def note(self) -> Note:
-        return self.table.note
+    def __init__(
+        self, table: MetadataTable, places: Sequence[Location], sharing: Sharing | None = None
+    ) -> None:
+        self.table: Final = table
+        self.files: Final = table.note.files
+        self.sharing: Final = sharing
+        self._places: Final = tuple(places)
+        self._used: dict[str, int] = {}  # the index of the place, if it is not the first
+        self._first_errors: dict[str, DataStatesError] = {}
+
+    def sharing_at(self, place: Location) -> Sharing | None:
+        """What reads the files in ``place``, if ranks share their reads there."""
+        return self.sharing if place is self._places[0] else None
+
+    def by_place(self, requests: list[Request]) -> list[tuple[Location, list[Request]]]:
+        """``requests`` by the place that their files are read from."""
+        if not self._used:
+            return [(self._places[0], requests)]
+        found: dict[int, list[Request]] = {}
+        for request in requests:
+            found.setdefault(self._used.get(request.file, 0), []).append(request)
+        return [(self._places[index], group) for index, group in sorted(found.items())]
+
+    def leave(self, files: Iterable[str], error: DataStatesError) -> None:
+        """Read ``files`` from their next places from now on, because of ``error``. If a file has no other, raises the
+        error of its nearest copy.
+        """
+        for file in files:
+            following = self._used.get(file, 0) + 1
+            first = self._first_errors.setdefault(file, error)
+            if following == len(self._places):
+                raise first
+            self._used[file] = following
+            logger.warning("%s; reading the copy in %s", error, self._places[following])
 
 
 class Sharing(Protocol):
@@ -75,8 +106,8 @@ def restore(
     source: StoredCheckpoint,
     engine: Engine,
     deliver: Callable[[Request], None],
-    release: Callable[[set[torch.UntypedStorage]], None] | None = None,
-    count: Callable[[int], None] = lambda nbytes: None,
+    release: Callable[[set[torch.UntypedStorage]], None],
+    count: Callable[[int], None],
 ) -> None:
     """Read all ``requests``, whose tensors have been aimed at their destinations.
 
@@ -92,10 +123,8 @@ def restore(
     """
     with collection_paused():
         choose_devices(requests, engine)
-    copies = NearestCopies(source.places)
-    _check_files(requests, source, copies)
-    if release is not None:
-        release({s for request in requests if (s := storage_of(request)) is not None})
+    _check_files(requests, source)
+    release({s for request in requests if (s := storage_of(request)) is not None})
     sharing = source.sharing
     most_bytes = math.inf
     reading: AbstractContextManager[ReadRange | None] = nullcontext()
@@ -107,44 +136,44 @@ def restore(
         for batch in _batches(requests, most_bytes):
             left = batch
             while left:
-                left = _read_nearest(left, source, engine, copies, shared, count)
+                left = _read_nearest(left, source, engine, shared, count)
             for request in batch:
                 _settle(request)
                 deliver(request)
                 request.data = b""  # an object has been unpickled
 
 
-_file_of: Final = operator.attrgetter("file")
-
-
-def _check_files(requests: list[Request], source: StoredCheckpoint, copies: NearestCopies) -> None:
+def _check_files(requests: list[Request], source: StoredCheckpoint) -> None:
     """Check the sizes of files with objects: the metadata determine how much memory an object gets. If the engine does
     not open the files, because they lie in a store or are shared, check the sizes of all: it cannot.
     """
     left = requests
     while left:
         again: list[Request] = []
-        for place, group in copies.by_place(left, _file_of):
+        for place, group in source.by_place(left):
             try:
                 found = _sizes(place, group, source)
             except (StorageError, CheckpointNotFoundError) as error:
-                copies.leave({*map(_file_of, group)}, error)
+                source.leave({*map(_file_of, group)}, error)
                 again += group
                 continue
             for file, nbytes in found.items():
-                if nbytes != source.note.files[file].nbytes:
-                    copies.leave([file], _wrong_size(place, file, nbytes, requests, source))
-                    again += [request for request in group if _file_of(request) == file]
+                if nbytes != (said := source.files[file].nbytes):
+                    needed = tuple(dict.fromkeys(e.name for e in requests if e.file == file))
+                    wrong = CheckpointCorruptError(
+                        f"{place / file} has {nbytes} bytes and the metadata say {said} (needed for {some_of(needed)})"
+                    )
+                    source.leave([file], wrong)
+                    again += [request for request in group if request.file == file]
         left = again
 
 
 def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -> dict[str, int]:
-    described = source.note.files.keys()
-    is_shared = source.sharing is not None and place is source.places[0]
-    if not (is_shared or isinstance(place, ObjectPath)):
+    if source.sharing_at(place) is None and not isinstance(place, ObjectPath):
         requests = [each for each in requests if each.dtype is None]
+    files = {*map(_file_of, requests)} & source.files.keys()
     found = {}
-    for file, nbytes in stored_files.sizes(place, {*map(_file_of, requests)} & described).items():
+    for file, nbytes in stored_files.sizes(place, files).items():
         if isinstance(nbytes, int):
             found[file] = nbytes
             continue
@@ -152,16 +181,6 @@ def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -
         path = place / file
         raise kind(nbytes.errno, f"open {path}: {nbytes.strerror}", str(path)) from nbytes
     return found
-
-
-def _wrong_size(
-    place: Location, file: str, nbytes: int, requests: list[Request], source: StoredCheckpoint
-) -> CheckpointCorruptError:
-    needed = some_of(tuple(dict.fromkeys(each.name for each in requests if each.file == file)))
-    return CheckpointCorruptError(
-        f"{place / file} has {nbytes} bytes and the metadata say {source.note.files[file].nbytes} (needed for "
-        f"{needed})"
-    )
 
 
 def _batches(requests: list[Request], most_bytes: float) -> Iterator[list[Request]]:
@@ -189,7 +208,6 @@ def _read_nearest(
     requests: list[Request],
     source: StoredCheckpoint,
     engine: Engine,
-    copies: NearestCopies,
     shared: ReadRange | None,
     count: Callable[[int], None],
 ) -> list[Request]:
@@ -198,15 +216,14 @@ def _read_nearest(
     ``shared`` reads those in the nearest place of all.
     """
     again: list[Request] = []
-    for place, group in copies.by_place(requests, _file_of):
+    for place, group in source.by_place(requests):
         files = {*map(_file_of, group)}
-        sharing = source.sharing if place is source.places[0] else None
+        sharing = source.sharing_at(place)
+        read_range = None if sharing is None else shared
         try:
-            fault = _read(
-                group, source, place, engine, shared if sharing is not None else None, count
-            )
+            fault = _read(group, source, place, engine, read_range, count)
         except (StorageError, CheckpointNotFoundError) as error:
-            copies.leave(files, error)
+            source.leave(files, error)
             again += group
             continue
         if fault is not None:
@@ -216,7 +233,7 @@ def _read_nearest(
             failed = {fault.path.removeprefix(f"{place}/")} & files or files
             # Bytes from another rank may have been damaged on the way, or in its memory.
             if sharing is None or fault.kind != "corrupt" or not sharing.leave(failed):
-                copies.leave(failed, failure)
+                source.leave(failed, failure)
             again += group
     return again
 
@@ -274,7 +291,7 @@ def _native_plan(requests: list[Request], source: StoredCheckpoint, place: Locat
             request.memory = torch.empty(request.lengths, dtype=request.dtype, device="cpu")
     plan = RestorePlan()
     for relative_path, content in contents(requests).items():
-        record = source.note.files.get(relative_path)
+        record = source.files.get(relative_path)
         if record is None:
             raise CheckpointCorruptError(
                 f"the metadata do not describe data file {relative_path!r}"
@@ -308,48 +325,6 @@ def _settle(request: Request) -> None:
     request.memory = None
 
 
-# ---- copies on several tiers ---------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-class NearestCopies:
-    """For each data file, the nearest place whose copy has not failed so far. One thread uses it.
-
-    Args:
-        places: of the checkpoint, the nearest first. All have the same attempt, or lack its files.
-    """
-
-    def __init__(self, places: Sequence[Location]) -> None:
-        self._places: Final = tuple(places)
-        self._used: dict[str, int] = {}  # the index of the place, if it is not the first
-        self._first_errors: dict[str, DataStatesError] = {}
-
-    def by_place(
-        self, items: Iterable[T], file_of: Callable[[T], str]
-    ) -> list[tuple[Location, list[T]]]:
-        """``items`` by the place that their files are read from; ``file_of`` gives the file's relative path."""
-        if not self._used:
-            return [(self._places[0], list(items))]
-        found: dict[int, list[T]] = {}
-        for item in items:
-            found.setdefault(self._used.get(file_of(item), 0), []).append(item)
-        return [(self._places[index], group) for index, group in sorted(found.items())]
-
-    def leave(self, files: Iterable[str], error: DataStatesError) -> None:
-        """Read ``files`` from their next places from now on, because of ``error``. If a file has no other, raises the
-        error of its nearest copy.
-        """
-        for file in files:
-            following = self._used.get(file, 0) + 1
-            first = self._first_errors.setdefault(file, error)
-            if following == len(self._places):
-                raise first
-            self._used[file] = following
-            logger.warning("%s; reading the copy in %s", error, self._places[following])
-
-
 # ---- what could not be read ----------------------------------------------------------------------
 
 
@@ -379,13 +354,16 @@ def _affected(
 ) -> str:
     """The tensors with bytes in the damaged block, the requested ones first."""
     relative_path = fault.path.removeprefix(f"{place}/")
-    requested = Contents.of_places((e.name, e.file, e.begin, e.stored) for e in asked)
-    record: FileRecord | None = source.note.files.get(relative_path)
-    whole = fault.operation == "fstat"  # a wrong size
-    if whole or (record is not None and fault.offset >= record.table_offset):
-        names = requested.names(relative_path, 0, sys.maxsize)
-        return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
-    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
-    others = Contents.of_table(source.table)
-    names = requested.names(*block) + others.names(*block)
+    record = source.files.get(relative_path)
+    begin, end = fault.offset, fault.offset + BLOCK_BYTES
+    # A wrong size, or damage in the checksums, is that of the whole file.
+    is_whole = fault.operation == "fstat" or (record is not None and begin >= record.table_offset)
+    hit = [each for each in asked if each.file == relative_path and each.stored]
+    if not is_whole:
+        hit = [each for each in hit if each.begin < end and each.begin + each.stored > begin]
+    names = [each.name for each in sorted(hit, key=lambda each: each.begin)]
+    if is_whole:
+        needed = some_of(tuple(dict.fromkeys(names)))
+        return f"(the file's checksums or size; {needed} cannot be verified)"
+    names += Contents(source.table).names(relative_path, begin, end)
     return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Final
 
 Places = dict[int, tuple[int, int]]
@@ -108,16 +108,10 @@ def places() -> Places:
     """Where all other threads may be in an operation."""
     me = threading.get_ident()
     return {
-        thread: place
-        for thread, frame in sys._current_frames().items()
-        if thread != me and (place := _place(frame))
+        thread: (id(innermost), innermost.f_lasti)
+        for thread, innermost in sys._current_frames().items()
+        if thread != me and not _never_operates(innermost.f_code)
     }
-
-
-def _place(innermost: FrameType) -> tuple[int, int] | None:
-    if _never_operates(innermost.f_code):
-        return None
-    return id(innermost), innermost.f_lasti
 
 
 def _never_operates(code: CodeType) -> bool:

@@ -34,14 +34,8 @@ def read(
     """
     source = StoredCheckpoint(table, places, sharing)
     try:
-        restore(
-            requests,
-            source,
-            native or engine(DEFAULT_HOST_CACHE_BYTES),
-            deliver,
-            _release,
-            count,
-        )
+        native = native or engine(DEFAULT_HOST_CACHE_BYTES)
+        restore(requests, source, native, deliver, _release, count)
     except CheckpointNotFoundError as error:
         raise explain_missing(places[0], table.note, error) from error
 

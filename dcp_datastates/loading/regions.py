@@ -16,8 +16,7 @@ from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of
 from dcp_datastates.format.stored_names import Box
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES, holds_shards
-from dcp_datastates.io.wrappers import box
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, box, holds_shards
 
 _MOST_PAIRS: Final = 1 << 18
 """How many shards are compared with a chunk each in one pass, which bounds its memory: 100 bytes for each dimension."""

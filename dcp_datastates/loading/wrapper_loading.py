@@ -1,4 +1,4 @@
-"""Loads wrapper subclasses from the parts that are stored of them (:mod:`dcp_datastates.io.wrappers`).
+"""Loads wrapper subclasses from the parts that are stored of them (:mod:`dcp_datastates.io.tensor_memory`).
 
 If the same shard is stored, its parts are read into the inner tensors of the destination. If other shards are stored,
 each is built anew, sliced, and copied with ``copy_``, as DCP does: the class decides where its tensors can be cut.
@@ -16,8 +16,7 @@ import torch
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
 from dcp_datastates.io.requests import Request
-from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
-from dcp_datastates.io.wrappers import box, kind, parts
+from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
 from dcp_datastates.loading.regions import cut, overlap, shards_of, volume
 from dcp_datastates.loading.stored import Stored
 

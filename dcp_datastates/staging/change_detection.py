@@ -32,8 +32,7 @@ from dcp_datastates._native import SaveJob
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.io.running_calls import Places, RunningCalls
-from dcp_datastates.io.tensor_memory import local_tensor
-from dcp_datastates.io.wrappers import inner_tensors, layers
+from dcp_datastates.io.tensor_memory import inner_tensors, layers, local_tensor
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import DeferredTensors, StagedState

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.io.wrappers import inner_tensors, layers
+from dcp_datastates.io.tensor_memory import inner_tensors, layers
 
 logger = logging.getLogger(__name__)
 

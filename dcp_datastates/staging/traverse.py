@@ -25,8 +25,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import UnsupportedStateError
-from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor, take_shards_of
-from dcp_datastates.io.wrappers import opened, wrappers_in
+from dcp_datastates.io.tensor_memory import (
+    copy_sharded,
+    local_tensor,
+    opened,
+    take_shards_of,
+    wrappers_in,
+)
 
 _ATOMS: Final = frozenset(
     {
@@ -78,7 +83,7 @@ def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
     """The staged copy of ``state_dict``, which contains the original tensors, and columns over them.
 
     Containers that DCP flattens are copied; other objects are deep-copied; a dict of its parts replaces each wrapper
-    (:mod:`dcp_datastates.io.wrappers`). Raises :class:`UnsupportedStateError` if the
+    (:mod:`dcp_datastates.io.tensor_memory`). Raises :class:`UnsupportedStateError` if the
     state is not a mapping, or, naming it, for an object that cannot be stored.
     """
     check_mapping(state_dict)

@@ -11,7 +11,7 @@ from support.devices.fake_cuda import CACHE, FakeCuda, differing, save
 from support.waiting import await_that
 
 from dcp_datastates import DataStatesWriter
-from dcp_datastates.io import engine
+from dcp_datastates.io import devices, engine
 from dcp_datastates.staging import eager_copies
 
 
@@ -43,7 +43,7 @@ def test_tensors_that_are_not_contiguous_are_made_dense_some_at_a_time(
             made.append(cuda.count("copies"))
         return dense(tensor)
 
-    monkeypatch.setattr(cuda, "dense", counted)
+    monkeypatch.setattr(devices.accelerator, "dense", counted)
     save(tmp_path / "a", state).result()
     assert differing(tmp_path / "a", expected) == []
     assert len(made) == 10

@@ -20,7 +20,7 @@ from support.tiers import sampled
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, SnapshotTornError
-from dcp_datastates.io.wrappers import inner_tensors
+from dcp_datastates.io.tensor_memory import inner_tensors
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_datastates
 from dcp_datastates import SnapshotTornError
-from dcp_datastates.io.wrappers import inner_tensors, layers
+from dcp_datastates.io.tensor_memory import inner_tensors, layers
 from support.state.wrapped import Blocks
 
 Write = Callable[[torch.Tensor], object]

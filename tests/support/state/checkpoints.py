@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from dcp_datastates.io.wrappers import inner_tensors
+from dcp_datastates.io.tensor_memory import inner_tensors
 from dcp_datastates.storage.decisions import LONGEST_MARK
 
 CACHE = "64MiB"

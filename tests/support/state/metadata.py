@@ -1,6 +1,6 @@
 """Metadata files made to order: whole as far as their checksums tell, and anything inside.
 
-Written from the layout that the package documents (``dcp_datastates/format/trailer.py``), without its code.
+Written from the layout that the package documents (``dcp_datastates/format/metadata.py``), without its code.
 """
 
 from __future__ import annotations
