@@ -33,8 +33,8 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import alike, read_files, write_files
-from dcp_datastates.manager.background import SavesInBackground
-from dcp_datastates.manager.library_state import (
+from dcp_datastates.manager.frameworks import (
+    SavesInBackground,
     files_from,
     is_ours,
     is_ours_here,
@@ -42,7 +42,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
-from dcp_datastates.manager.naming import model_state
+from dcp_datastates.manager.models import model_state
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 

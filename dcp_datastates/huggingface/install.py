@@ -10,8 +10,8 @@ from typing import Any
 
 from dcp_datastates.config import parse_flag
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.background import pop_load_options, pop_writer_options
 from dcp_datastates.manager.continuing import parse_fresh
+from dcp_datastates.manager.frameworks import pop_load_options, pop_writer_options
 
 NAMES = ("accelerate", "trainer")
 

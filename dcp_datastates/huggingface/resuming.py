@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
-from dcp_datastates.manager.library_state import is_ours, is_ours_here
+from dcp_datastates.manager.frameworks import is_ours, is_ours_here
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, locate

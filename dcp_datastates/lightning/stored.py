@@ -18,7 +18,7 @@ from lightning.fabric.utilities import cloud_io, move_data_to_device
 from dcp_datastates.conversion.lightning_file import META, lightning_checkpoint
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.loading.load import load
-from dcp_datastates.manager.library_state import files_from, is_ours_here
+from dcp_datastates.manager.frameworks import files_from, is_ours_here
 
 
 def meta_of(path: str, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, bytes]]:

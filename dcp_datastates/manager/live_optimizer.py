@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.manager.naming import fingerprint, has_fsdp1, parameters_of
+from dcp_datastates.manager.models import fingerprint, has_fsdp1, parameters_of
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 

@@ -25,10 +25,9 @@ from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
-from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, has_failed, most_failures
-from dcp_datastates.manager.schedule import Schedule
+from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories, by_step

@@ -14,7 +14,7 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.live_optimizer import LiveOptimizer
-from dcp_datastates.manager.naming import device_of
+from dcp_datastates.manager.models import device_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 
 

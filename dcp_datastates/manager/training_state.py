@@ -1,6 +1,6 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are named as in ``naming.py`` and ``optimizers.py``, and everything else is as DCP has it; but
+Models and optimizers are named as in ``models.py`` and ``optimizers.py``, and everything else is as DCP has it; but
 what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
@@ -26,7 +26,7 @@ from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_with
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.naming import are_parts, names_below
+from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizer_names import load_options
 from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
 from dcp_datastates.manager.per_rank import (
@@ -36,7 +36,6 @@ from dcp_datastates.manager.per_rank import (
     packed,
     warn_of_order,
 )
-from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.object_path import Location
 

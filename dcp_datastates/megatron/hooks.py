@@ -30,7 +30,7 @@ from typing_extensions import Unpack
 from dcp_datastates.config import BackgroundOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.manager.library_state import is_ours_here
+from dcp_datastates.manager.frameworks import is_ours_here
 from dcp_datastates.megatron.strategy import DataStatesSaveStrategy
 
 

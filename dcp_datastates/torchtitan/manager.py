@@ -45,8 +45,7 @@ from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
 from dcp_datastates.loading.fit import Answer, Fit, FitOptions
 from dcp_datastates.loading.load import load
-from dcp_datastates.manager.background import BackgroundSaves
-from dcp_datastates.manager.library_state import is_ours
+from dcp_datastates.manager.frameworks import BackgroundSaves, is_ours
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.process.forks import in_child
 from dcp_datastates.storage import local

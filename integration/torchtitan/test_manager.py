@@ -227,7 +227,7 @@ def test_only_in_pinned_mode_the_trainer_waits_before_its_step(
         started.append(async_save(*given, **options))
         return started[-1]
 
-    monkeypatch.setattr("dcp_datastates.manager.background.async_save", note)
+    monkeypatch.setattr("dcp_datastates.manager.frameworks.async_save", note)
     one = job(read_deadline=600.0, **options)
     one.step()
     one.manager.save(1)

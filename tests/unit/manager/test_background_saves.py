@@ -16,7 +16,7 @@ from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints.deletions import Deletions
-from dcp_datastates.manager.background import (
+from dcp_datastates.manager.frameworks import (
     BackgroundSaves,
     pop_load_options,
     pop_writer_options,

@@ -6,7 +6,7 @@ import pytest
 from support.state.checkpoints import raises
 
 from dcp_datastates import AutoInterval, ConfigurationError
-from dcp_datastates.manager.interval import Cost, CostMeter, choose, parse_every
+from dcp_datastates.manager.schedule import Cost, CostMeter, choose, parse_every
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcp_datastates as ds
-from dcp_datastates.manager.library_state import files_from, load_parts, state_of, with_files
+from dcp_datastates.manager.frameworks import files_from, load_parts, state_of, with_files
 
 
 def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

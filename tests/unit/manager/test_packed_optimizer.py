@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dcp_datastates as ds
-from dcp_datastates.manager.library_state import state_of
-from dcp_datastates.manager.packed_optimizer import packed_optimizer
+from dcp_datastates.manager.frameworks import state_of
+from dcp_datastates.manager.structure import packed_optimizer
 
 
 class WithNumbers(torch.optim.SGD):
