@@ -1,5 +1,5 @@
-"""What the integrations of training frameworks have in common: which releases were tested; what a checkpoint has, models
-and optimizers by name and the files of each rank; and saves that the framework starts and does not wait for.
+"""What the integrations of training frameworks have in common: which releases were tested; what a checkpoint has,
+models and optimizers by name and the files of each rank; and saves that the framework starts and does not wait for.
 """
 
 from __future__ import annotations
