@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -279,7 +278,6 @@ class CheckpointManager:
     def _begin(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> SaveHandle | None:
-        began = time.monotonic()
         try:
             self._check_ranks()
             self._continuing.before_save()
@@ -302,7 +300,7 @@ class CheckpointManager:
             self._saves.failed(self.path(step), error)
             logger.error("step %d is not saved: %s", step, error)
             return None
-        self._schedule.saved(began, time.monotonic() - began, handle)
+        self._schedule.saved(handle)
         self._keeping.follow(handle)
         return handle
 
