@@ -281,11 +281,6 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         newest = newest_numbered(self._folder, _PREFIX, _is_stock, leave_out=left_out)
         if newest is not None:
             return newest
-        if left_out:
-            raise CheckpointCorruptError(
-                f"none of the checkpoints in {self._folder} can be loaded ({', '.join(left_out)}); repair or move "
-                f"them, or begin in another directory"
-            )
         raise CheckpointNotFoundError(
             f"no committed checkpoint in {self._folder}: a first run does not call load_state(). This line starts or "
             f"resumes: if dcp_datastates.latest({str(self._folder)!r}) is not None: accelerator.load_state()"

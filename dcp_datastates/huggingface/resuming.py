@@ -96,12 +96,6 @@ class Resumption:
         newest = newest_numbered(folder, PREFIX, is_stock, leave_out=self._left_out)
         if newest is not None:
             return str(newest)
-        if self._left_out:
-            named = "; ".join(f"{name}: {why}" for name, why in list(self._left_out.items())[:3])
-            raise CheckpointCorruptError(
-                f"none of the {len(self._left_out)} checkpoints in {folder} can be loaded ({named}); repair or move "
-                f"them, or begin in another directory"
-            )
         raise ValueError(
             f"No valid checkpoint found in output directory ({folder}): a first run starts with trainer.train(). This "
             f"line starts or resumes: trainer.train(resume_from_checkpoint=dcp_datastates.latest(args.output_dir))"

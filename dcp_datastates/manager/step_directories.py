@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, newest_whole
+from dcp_datastates.checkpoints.find import Verification, flaw, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
@@ -57,20 +57,19 @@ def newest_numbered(
     """
 
     def look() -> str | None:
-        def counts(path: Location) -> bool:
-            return number_of(path, prefix) >= 0 and path.name not in leave_out
-
-        damaged: CheckpointCorruptError | None = None
-        newest: Location | None = None
+        numbered = [path for path in directories(folder) if number_of(path, prefix) >= 0]
+        newest, damaged = None, None
         try:
-            newest = latest_here(folder, verify, counts)
+            newest = next(
+                iter(newest_whole([folder], verify, numbered.__contains__, leave_out)), None
+            )
         except CheckpointCorruptError as error:
             damaged = error
         highest = -1 if newest is None else number_of(newest, prefix)
-        for path in directories(folder):
-            number = number_of(path, prefix)
-            if number > highest and counts(path) and is_stock(path):
-                newest, highest = path, number
+        higher = [path for path in numbered if number_of(path, prefix) > highest]
+        for path in reversed(higher):
+            if path.name not in leave_out and is_stock(path):
+                return path.name
         if newest is None and damaged is not None:
             raise damaged
         return None if newest is None else newest.name
