@@ -9,7 +9,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, cast
 
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import BackgroundOptions, WriterConfig, parse_flag
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
@@ -100,7 +99,7 @@ def load_parts(
     state = TrainingState(parts, rank_set)
     fit = Fit.of(options)
     with load_session(rank_set, place, "load()", DEFAULT_TIMEOUT) as session:
-        to_load = fit.names(open_committed(place).table.catalog.names)
+        to_load = fit.names(_stored_names(place))
         # With nothing to load and nothing stored, a name would be an error.
         there = [
             name
@@ -119,7 +118,7 @@ def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
     """``state`` with this rank's ``files``, by their names. Each rank writes its own."""
-    return {**state, _FILES: {_rank_key(_rank()): dict(files)}}
+    return {**state, _FILES: {f"rank-{_rank()}": dict(files)}}
 
 
 def files_from(path: str | os.PathLike[str] | ObjectPath) -> dict[str, bytes]:
@@ -127,15 +126,12 @@ def files_from(path: str | os.PathLike[str] | ObjectPath) -> dict[str, bytes]:
 
     Not collective. Raises as :func:`~dcp_datastates.load`.
     """
-    ranks = (_rank_key(0), _rank_key(_rank()))
-    prefixes = [f"{_FILES}.{rank}" for rank in ranks]
-    names = [
-        name for name in _stored_names(path) if name.startswith(tuple(f"{p}." for p in prefixes))
-    ]
-    if not names:
+    stored = _stored_names(path)
+    ranks = [each for each in dict.fromkeys((0, _rank())) if names_below(stored, _files_of(each))]
+    if not ranks:
         return {}
-    found = load(path, only=names)[_FILES]
-    return {**found.get(ranks[0], {}), **found.get(ranks[1], {})}
+    found = load(path, only=[_files_of(rank) for rank in ranks])[_FILES]
+    return {name: file for rank in ranks for name, file in found[f"rank-{rank}"].items()}
 
 
 def is_ours(path: str | os.PathLike[str] | ObjectPath) -> bool:
@@ -153,16 +149,16 @@ def is_ours_here(path: str | os.PathLike[str] | ObjectPath) -> bool:
     return format_of(path) is Format.DATASTATES
 
 
-def _stored_names(path: str | os.PathLike[str] | ObjectPath) -> set[str]:
-    return set(DataStatesReader(path).read_metadata().state_dict_metadata)
+def _stored_names(path: str | os.PathLike[str] | ObjectPath) -> Collection[str]:
+    return open_committed(locate(path)).table.catalog.names
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _rank_key(rank: int) -> str:
-    return f"rank-{rank}"
+def _files_of(rank: int) -> str:
+    return f"{_FILES}.rank-{rank}"
 
 
 _MISSPELLED: Final = 0.75
@@ -196,6 +192,16 @@ def pop_load_options(keywords: dict[str, Any]) -> FitOptions:
     return options
 
 
+@contextlib.contextmanager
+def saying(where: str) -> Iterator[None]:
+    """Say in the error of a state that does not fit where the options of a load are given."""
+    try:
+        yield
+    except IncompatibleStateError as error:
+        error.args = (f"{error} {where}", *error.args[1:])
+        raise
+
+
 class SavesInBackground:
     """For a class of a framework, which saves through this package: the base before the framework's own class.
 
@@ -227,13 +233,8 @@ class SavesInBackground:
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Say in the error of a state that does not fit where the options of a load are given here."""
-        try:
+        with saying(f"Give such options to {type(self).__name__}(…)."):
             yield
-        except IncompatibleStateError as error:
-            where = f"Give such options to {type(self).__name__}(…)."
-            error.args = (f"{error} {where}", *error.args[1:])
-            raise
 
     def wait_for_saves(self) -> None:
         """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
@@ -294,15 +295,11 @@ class BackgroundSaves(SaveTracker):
         finally:
             newest = self._newest
             said = None if newest is None else self.summary(newest.path.parent)
-            if said is not None and said != self._said and _is_first_rank():
+            if said is not None and said != self._said and _rank() == 0:
                 self._said = said
                 logger.log(*said)
 
     def when_committed(self, work: Callable[[], object], deletes: Location | None = None) -> None:
         """As :meth:`SaveTracker.when_committed`, on the first rank; nothing on the others."""
-        if _is_first_rank():
+        if _rank() == 0:
             super().when_committed(work, deletes)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -29,7 +29,7 @@ from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, has_fa
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
-from dcp_datastates.manager.step_directories import StepDirectories, by_step
+from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import enter, in_child
 from dcp_datastates.process.job_log import once_per_job
@@ -137,10 +137,11 @@ class CheckpointManager:
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        recorded = by_step("on_save", on_save)
+        if on_save is not None and not callable(on_save):
+            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self._writer = DataStatesWriter(process_group=process_group, **options)
         most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
-        self._saves = SaveTracker(most, recorded)
+        self._saves = SaveTracker(most, on_save)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)

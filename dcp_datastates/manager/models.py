@@ -58,6 +58,11 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return torch.get_default_device()
 
 
+def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A place for values of ``tensor``, or of another dtype, on its :func:`device_of`."""
+    return torch.empty_like(tensor, dtype=dtype, device=device_of(tensor), requires_grad=False)
+
+
 def model_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """The tensors and extra states of a model, by name: not copies, but of FSDP1. ``modules`` are its parts, which may
     have buffers in common.
@@ -326,7 +331,7 @@ class ModelPart:
                 "model.to_empty(device=…)"
             )
         self._left = frozenset(meta - set(self.stored))
-        return {n: _with_memory(each) if n in meta else each for n, each in state.items()}
+        return {n: empty_like(each) if n in meta else each for n, each in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the model the values of a state."""
@@ -335,10 +340,6 @@ class ModelPart:
             self.given.load_state_dict(state)
         else:
             load_model_state(self.modules, state, strict=not self._left)
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device_of(tensor), requires_grad=False)
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:

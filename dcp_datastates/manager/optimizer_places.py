@@ -14,7 +14,7 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.live_optimizer import LiveOptimizer
-from dcp_datastates.manager.models import device_of
+from dcp_datastates.manager.models import device_of, empty_like
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 
 
@@ -79,9 +79,9 @@ class Places:
         if saved is not None and saved.size == entry.size:
             # It is as the parameter, which may have changed: then the load says so.
             dtype = like.dtype if dtype == saved.dtype else dtype
-            return _empty_like(like, dtype)
+            return empty_like(like, dtype)
         if like.shape == entry.size:
-            return _empty_like(like, dtype)
+            return empty_like(like, dtype)
         note = self._placements[parameter].get(path) if parameter in self._placements else None
         if note is not None and isinstance(like, DTensor) and len(note) == like.device_mesh.ndim:
             placements = [Replicate() if each is None else Shard(each) for each in note]
@@ -136,7 +136,3 @@ class Places:
                 f"{type(self._live.optimizer).__qualname__} does not make; load it as plain tensors with load()"
             )
         return made
-
-
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=dtype, device=device_of(tensor), requires_grad=False)

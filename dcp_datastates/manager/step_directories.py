@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification, flaw, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
@@ -13,30 +13,18 @@ from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
+from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "step-"
-T = TypeVar("T")
 
 
 def number_of(path: Location, prefix: str) -> int:
     """The number of a directory whose name is ``prefix`` and a number; -1 for any other."""
     match = re.fullmatch(re.escape(prefix) + "([0-9]+)", path.name)
     return int(match[1]) if match else -1
-
-
-def by_step(
-    name: str, hook: Callable[[int, T], object] | None
-) -> Callable[[Location, T], object] | None:
-    """``hook``, a user's function of a step, as a function of a checkpoint's path."""
-    if hook is None:
-        return None
-    if not callable(hook):
-        raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
-    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 def newest_numbered(

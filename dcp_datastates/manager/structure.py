@@ -18,14 +18,13 @@ import torch
 Structure = tuple[Any, ...]
 """How a value was nested."""
 
-_DICTS: Final[dict[str, Callable[..., Any]]] = {"dict": dict, "ordered": OrderedDict}
-_LISTS: Final[dict[str, Callable[..., Any]]] = {"list": list, "tuple": tuple}
-_NAMES: Final[dict[type, str]] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    list: "list",
-    tuple: "tuple",
+_CONTAINERS: Final[dict[str, Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "list": list,
+    "tuple": tuple,
 }
+_NAMES: Final = {container: name for name, container in _CONTAINERS.items()}
 
 
 def taken_apart(
@@ -47,11 +46,11 @@ def taken_apart(
             return ("tensor", path) if noted is None else ("tensor", path, noted)
         name = _NAMES.get(type(value))
         start = f"{path}." if path else ""
-        if name in _DICTS:
+        if name is None:
+            return "value", value
+        if isinstance(value, dict):
             return name, tuple((key, look(each, f"{start}{key}")) for key, each in value.items())
-        if name in _LISTS:
-            return name, tuple(look(each, f"{start}{n}") for n, each in enumerate(value))
-        return "value", value
+        return name, tuple(look(each, f"{start}{n}") for n, each in enumerate(value))
 
     return tensors, look(value, path)
 
@@ -61,11 +60,12 @@ def put_together(structure: Structure, tensor: Callable[..., Any]) -> Any:
     kind, inner = structure[0], structure[1]
     if kind == "tensor":
         return tensor(*structure[1:])
-    if kind in _DICTS:
-        return _DICTS[kind]((key, put_together(each, tensor)) for key, each in inner)
-    if kind in _LISTS:
-        return _LISTS[kind](put_together(each, tensor) for each in inner)
-    return inner
+    container = _CONTAINERS.get(kind)
+    if container is None:
+        return inner
+    if issubclass(container, dict):
+        return container((key, put_together(each, tensor)) for key, each in inner)
+    return container(put_together(each, tensor) for each in inner)
 
 
 def packed_optimizer(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,10 +42,10 @@ from dcp_datastates.checkpoints.inventory import is_directory, remove_all
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.config import BackgroundOptions, WriterConfig
-from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.loading.fit import Answer, Fit, FitOptions
 from dcp_datastates.loading.load import load
-from dcp_datastates.manager.frameworks import BackgroundSaves, is_ours
+from dcp_datastates.manager.frameworks import BackgroundSaves, is_ours, saying
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.process.forks import in_child
 from dcp_datastates.storage import local
@@ -299,15 +299,11 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         logger.info("loading the checkpoint from %s", path)
         if is_ours(path):
             options: FitOptions = {**self.config.load_options(), "exclude": leave}
-            try:
+            with saying(
+                "These are checkpoint.rename, checkpoint.missing and checkpoint.unexpected here, and exclude is "
+                "checkpoint.exclude_from_loading."
+            ):
                 load(path, state, **options)
-            except IncompatibleStateError as error:
-                where = (
-                    "These are checkpoint.rename, checkpoint.missing and checkpoint.unexpected here, and exclude is "
-                    "checkpoint.exclude_from_loading."
-                )
-                error.args = (f"{error} {where}", *error.args[1:])
-                raise
         else:
             dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
         self.states[MODEL].load_state_dict(state)
