@@ -241,12 +241,9 @@ class DataStatesTrainerMixin(SavesInBackground):
             if not ours:
                 return super().train(path, *arguments, **keywords)  # type: ignore[misc]
             try:
-                files = alike(partial(files_from, path))
-            except _UNLOADABLE as error:
-                resumption.leave_out(path, error)
-                continue
-            logger.info("resuming from %s", path)
-            try:
+                with self._loading():
+                    files = alike(partial(files_from, path))
+                logger.info("resuming from %s", path)
                 return self._train_from(path, files, *arguments, **keywords)
             except _Unloadable as found:
                 resumption.leave_out(path, found.error)
