@@ -33,8 +33,7 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.live_optimizer import LiveOptimizer
-from dcp_datastates.manager.optimizer_places import Places, placements_of
+from dcp_datastates.manager.live_optimizer import LiveOptimizer, Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 
 logger = logging.getLogger(__name__)
