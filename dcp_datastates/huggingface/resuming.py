@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection
@@ -81,7 +82,8 @@ class Resumption:
         if _is_highest(path):
             left_out = {*self._left_out, Path(path).name}
             folder = Path(path).absolute().parent
-            newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
+            with contextlib.suppress(CheckpointCorruptError):  # the problem tells more
+                newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
         if newest is None:
             raise problem
         logger.warning(

@@ -1,5 +1,5 @@
-"""An optimizer as it is now: the names of its parameters, and its state and settings by these names; and places for what
-is stored of it: its own tensors where they fit, and new ones as they were stored.
+"""An optimizer as it is now: the names of its parameters, and its state and settings by these names; and places for
+what is stored of it: its own tensors where they fit, and new ones as they were stored.
 """
 
 from __future__ import annotations

@@ -45,18 +45,18 @@ def newest_numbered(
     """
 
     def look() -> str | None:
-        numbered = [path for path in directories(folder) if number_of(path, prefix) >= 0]
+        def is_numbered(path: Location) -> bool:
+            return number_of(path, prefix) >= 0
+
         newest, damaged = None, None
         try:
-            newest = next(
-                iter(newest_whole([folder], verify, numbered.__contains__, leave_out)), None
-            )
+            newest = next(iter(newest_whole([folder], verify, is_numbered, leave_out)), None)
         except CheckpointCorruptError as error:
             damaged = error
         highest = -1 if newest is None else number_of(newest, prefix)
-        higher = [path for path in numbered if number_of(path, prefix) > highest]
-        for path in reversed(higher):
-            if path.name not in leave_out and is_stock(path):
+        for path in reversed(directories(folder)):
+            number = number_of(path, prefix)
+            if number > highest and path.name not in leave_out and is_stock(path):
                 return path.name
         if newest is None and damaged is not None:
             raise damaged
