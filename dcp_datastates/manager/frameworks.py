@@ -165,31 +165,22 @@ _MISSPELLED: Final = 0.75
 """Names that are at least so similar are taken for the same. No option of a framework is so similar to one of ours."""
 
 
-def pop_writer_options(keywords: dict[str, Any]) -> BackgroundOptions:
-    """Move this package's options (``host_cache_size``, …) out of a framework's ``keywords``, and check them.
+def pop_options(keywords: dict[str, Any]) -> tuple[BackgroundOptions, FitOptions]:
+    """Move this package's options of saves (``host_cache_size``, …) and of loads (``rename``, …) out of a framework's
+    ``keywords``, and check them.
 
     Raises :class:`ConfigurationError` for a value that cannot work, and for a misspelled name.
     """
-    chosen = {
-        name: keywords.pop(name) for name in BackgroundOptions.__annotations__ if name in keywords
-    }
-    known = [*BackgroundOptions.__annotations__, *FitOptions.__annotations__]
+    kinds = BackgroundOptions.__annotations__, FitOptions.__annotations__
+    of_saves, of_loads = (
+        {name: keywords.pop(name) for name in kind if name in keywords} for kind in kinds
+    )
     for name in keywords:
-        if near := difflib.get_close_matches(name, known, 1, _MISSPELLED):
+        if near := difflib.get_close_matches(name, [*kinds[0], *kinds[1]], 1, _MISSPELLED):
             raise ConfigurationError(f"there is no option {name!r}; did you mean {near[0]!r}?")
-    WriterConfig.checked(**chosen)
-    return cast(BackgroundOptions, chosen)
-
-
-def pop_load_options(keywords: dict[str, Any]) -> FitOptions:
-    """Move the options of a load (``rename``, ``missing``, …) out of a framework's ``keywords``, and check them.
-
-    Raises :class:`ConfigurationError` for a value that cannot work.
-    """
-    chosen = {name: keywords.pop(name) for name in FitOptions.__annotations__ if name in keywords}
-    options = cast(FitOptions, chosen)
-    Fit.of(options)
-    return options
+    WriterConfig.checked(**of_saves)
+    Fit.of(cast(FitOptions, of_loads))
+    return cast(BackgroundOptions, of_saves), cast(FitOptions, of_loads)
 
 
 @contextlib.contextmanager
@@ -227,8 +218,8 @@ class SavesInBackground:
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         keywords = {**self.defaults, **keywords}
         strict = keywords.pop("strict", False)
-        self._load_options = pop_load_options(keywords)
-        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
+        options, self._load_options = pop_options(keywords)
+        self._saves = BackgroundSaves(options, strict=strict)
         super().__init__(*arguments, **keywords)
 
     @contextlib.contextmanager
@@ -250,7 +241,7 @@ class BackgroundSaves(SaveTracker):
     one before it.
 
     Args:
-        options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`pop_writer_options`.
+        options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`pop_options`.
         strict: whether a failed save ends the training.
 
     Threads: one thread calls the methods. Deletions run in a thread of their own, on the first rank only.

@@ -20,8 +20,7 @@ from dcp_datastates.manager.frameworks import (
     BackgroundSaves,
     files_from,
     load_parts,
-    pop_load_options,
-    pop_writer_options,
+    pop_options,
     state_of,
     with_files,
 )
@@ -181,22 +180,24 @@ def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
 
 
 def test_options_are_taken_and_checked() -> None:
-    keywords = {"host_cache_size": "64MiB", "max_in_flight": 2, "precision": "32"}
-    assert pop_writer_options(keywords) == {"host_cache_size": "64MiB", "max_in_flight": 2}
+    saves = {"host_cache_size": "64MiB", "max_in_flight": 2}
+    loads = {"missing": "warn", "rename": {"a": "b"}}
+    keywords = {**saves, "precision": "32", **loads}
+    assert pop_options(keywords) == (saves, loads)
     assert keywords == {"precision": "32"}
-    with pytest.raises(ds.ConfigurationError, match="when_behind"):
-        pop_writer_options({"when_behind": "never"})
-    with pytest.raises(ds.ConfigurationError, match="'max_inflight'; did you mean 'max_in_flight'"):
-        pop_writer_options({"max_inflight": 2, "accelerator": "cpu"})
     with pytest.raises(ds.ConfigurationError, match="strict"):
         BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
 
 
-def test_options_of_loads_are_taken_and_checked() -> None:
-    keywords = {"missing": "warn", "rename": {"a": "b"}, "precision": "32"}
-    assert pop_load_options(keywords) == {"missing": "warn", "rename": {"a": "b"}}
-    assert keywords == {"precision": "32"}
-    with pytest.raises(ds.ConfigurationError, match="missing='some'"):
-        pop_load_options({"missing": "some"})
-    with pytest.raises(ds.ConfigurationError, match="'mising'; did you mean 'missing'"):
-        pop_writer_options({"mising": "warn"})
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"when_behind": "never"}, "when_behind"),
+        ({"missing": "some"}, "missing='some'"),
+        ({"max_inflight": 2, "accelerator": "cpu"}, "'max_inflight'; did you mean 'max_in_flight'"),
+        ({"mising": "warn"}, "'mising'; did you mean 'missing'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=said):
+        pop_options(keywords)
