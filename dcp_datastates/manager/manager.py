@@ -25,7 +25,12 @@ from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, has_failed, most_failures
+from dcp_datastates.manager.save_tracker import (
+    MaxFailures,
+    SaveTracker,
+    is_committed,
+    most_failures,
+)
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -265,10 +270,10 @@ class CheckpointManager:
         if force or decision.stop:  # so that this save is not left out, whatever when_behind says
             self._saves.finish(self._signals.until)
         self._saves.check()
-        before = self._newest_save
-        if before is not None and before[0] == step and not has_failed(before[1]):
+        saved_step, saved = self._newest_save or (None, None)
+        if saved_step == step and is_committed(saved) is not False:
             self._schedule.not_saved()
-            return before[1]
+            return saved
         if decision.stop:
             text = "a signal announces the end of the job: step %d is saved"
             logger.log(once_per_job(logging.WARNING), text, step)

@@ -33,14 +33,6 @@ class _Save:
     handle: SaveHandle | None = None
     """None: it could not begin."""
 
-    @property
-    def committed(self) -> bool | None:
-        """None: its outcome is not known."""
-        if self.handle is None:
-            return False
-        committed = self.handle.committed
-        return committed.exception() is None if committed.done() else None
-
 
 @dataclass(eq=False)
 class _Waiting:
@@ -65,9 +57,11 @@ def parse_count(name: str, value: Any, more: str = "") -> int:
     return value
 
 
-def has_failed(handle: SaveHandle | None) -> bool:
-    """Whether a save could not begin (None), or has failed."""
-    return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
+def is_committed(handle: SaveHandle | None) -> bool | None:
+    """Whether a save is committed; None if its outcome is not known. One that could not begin (None) is not."""
+    if handle is None:
+        return False
+    return handle.committed.exception() is None if handle.committed.done() else None
 
 
 class SaveTracker:
@@ -239,7 +233,7 @@ class SaveTracker:
             replaced = [
                 each
                 for each in self._waiting
-                if each.save.path == deletes and each.save.committed is False
+                if each.save.path == deletes and is_committed(each.save.handle) is False
             ]
             for each in replaced:
                 each.save = save
@@ -254,7 +248,7 @@ class SaveTracker:
         with self._lock:  # wait() comes after what is requested here
             waiting, self._waiting = self._waiting, []
             for each in waiting:
-                committed = each.save.committed
+                committed = is_committed(each.save.handle)
                 if committed:
                     self.deletions.request(each.work)
                 elif committed is None or each.deletes is not None:
