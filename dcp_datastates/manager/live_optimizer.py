@@ -25,10 +25,10 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.models import (
+    Wrappers,
     device_of,
     empty_like,
     fingerprint,
-    has_fsdp1,
     parameters_of,
 )
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
@@ -187,7 +187,7 @@ def _naming(
     found = _Naming((rank, list(map(id, mine)), *fingerprint(models)))
     for name in owners:
         for module in models[name]:
-            if has_fsdp1(module):
+            if Wrappers.of(module).has_fsdp1:
                 found.fsdp1, found.in_model = module, {name: name}
                 return found
     names: dict[int, str] = {}

@@ -2,15 +2,14 @@
 are the same for a plain, wrapped, compiled or sharded model, and for one model in several parts.
 
 The names are those of ``state_dict()`` and ``named_parameters()``, without what wrappers put into them. Parameters are
-matched by identity. What has been found for a model counts as long as it has the same keys.
+matched by identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -30,17 +29,6 @@ _WRAPPED: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_m
 
 Parameters = Mapping[str, torch.Tensor]
 """Parameters by their names."""
-
-Keys = tuple[list[str], list[str]]
-"""The keys of a module, and the names that they stand for."""
-
-_of_states: MutableMapping[torch.nn.Module, Keys] = WeakKeyDictionary()
-_of_parameters: MutableMapping[torch.nn.Module, Keys] = WeakKeyDictionary()
-
-
-def has_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 shards it: torch's functions alone know its names and make its states, which are new tensors."""
-    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
 
 
 def names_below(names: Iterable[str], prefix: str) -> set[str]:
@@ -71,11 +59,12 @@ def model_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for module in modules:
-        if has_fsdp1(module):
+        wrappers = Wrappers.of(module)
+        if wrappers.has_fsdp1:
             state = get_model_state_dict(module)
         else:
             plain = module.state_dict()
-            state = dict(zip(_names(module, plain, _of_states), plain.values(), strict=True))
+            state = dict(zip(wrappers.names(plain), plain.values(), strict=True))
         found.update(state)
     return found
 
@@ -91,13 +80,13 @@ def load_model_state(
     """
     left = set(state)
     for module in modules:
-        if has_fsdp1(module):
+        wrappers = Wrappers.of(module)
+        if wrappers.has_fsdp1:
             set_model_state_dict(module, dict(state), options=StateDictOptions(strict=strict))
             return
-        _fill_meta(module, state)
+        _fill_meta(module, wrappers, state)
         plain = module.state_dict()
-        names = _names(module, plain, _of_states)
-        keys = {name: key for key, name in zip(plain, names, strict=True)}
+        keys = {name: key for key, name in zip(plain, wrappers.names(plain), strict=True)}
         mine = state if len(modules) == 1 else {n: v for n, v in state.items() if n in keys}
         left -= mine.keys()
         module.load_state_dict({keys.get(n, n): v for n, v in mine.items()}, strict=strict)
@@ -108,7 +97,7 @@ def load_model_state(
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of a module by name; one that has several names by the first."""
     plain = dict(module.named_parameters())
-    return zip(_names(module, plain, _of_parameters), plain.values(), strict=True)
+    return zip(Wrappers.of(module).names(plain), plain.values(), strict=True)
 
 
 def fingerprint(models: Mapping[str, Sequence[torch.nn.Module]]) -> tuple[list[Any], list[int]]:
@@ -168,41 +157,44 @@ def _reshard(models: Mapping[str, Sequence[torch.nn.Module]]) -> None:
                     each.reshard()
 
 
-def _names(
-    module: torch.nn.Module,
-    keys: Iterable[str],
-    known: MutableMapping[torch.nn.Module, Keys],
-) -> list[str]:
-    """The names of ``keys``. Raises :class:`ConfigurationError` if two of them become one."""
-    given = list(keys)
-    found = known.get(module)
-    if found is None or found[0] != given:
-        below = _below_ddp(module)
-        names = [_unwrapped(key, below) for key in given]
+@dataclass
+class Wrappers:
+    """What torch has wrapped around a module, or around modules in it."""
+
+    has_fsdp1: bool
+    """Whether FSDP1 shards it: torch's functions alone know its names and make its states, which are new tensors."""
+    below_ddp: list[str]
+    """How the keys begin of what DDP wraps, the innermost first."""
+
+    @staticmethod
+    def of(module: torch.nn.Module) -> Wrappers:
+        """Looks at all modules."""
+        found = Wrappers(False, [])
+        for path, each in module.named_modules(remove_duplicate=False):
+            if isinstance(each, FullyShardedDataParallel):
+                found.has_fsdp1 = True
+            elif isinstance(each, DistributedDataParallel):
+                start = f"{_without_wrapped(f'{path}.')}module.".removeprefix(".")
+                found.below_ddp.insert(0, start)
+        return found
+
+    def names(self, keys: Iterable[str]) -> list[str]:
+        """The names of ``keys``. Raises :class:`ConfigurationError` if two of them become one."""
+        names = [self.name(key) for key in keys]
         if len(set(names)) < len(names):
             double = next(name for name in names if names.count(name) > 1)
             raise ConfigurationError(
                 f"without what wrappers add, two values of the model have the name {double!r}; rename one"
             )
-        known[module] = found = given, names
-    return found[1]
+        return names
 
-
-def _below_ddp(module: torch.nn.Module) -> list[str]:
-    """How the keys begin of what DDP wraps, the innermost first."""
-    found = []
-    for path, each in module.named_modules(remove_duplicate=False):
-        if isinstance(each, DistributedDataParallel):
-            found.append(f"{_without_wrapped(f'{path}.')}module.".removeprefix("."))
-    return found[::-1]
-
-
-def _unwrapped(key: str, below_ddp: list[str]) -> str:
-    name = _without_wrapped(key)
-    for start in below_ddp:
-        if name.startswith(start):
-            name = start.removesuffix("module.") + name.removeprefix(start)
-    return name
+    def name(self, key: str) -> str:
+        """The name of a key of ``state_dict()`` or ``named_parameters()``."""
+        name = _without_wrapped(key)
+        for start in self.below_ddp:
+            if name.startswith(start):
+                name = start.removesuffix("module.") + name.removeprefix(start)
+        return name
 
 
 def _without_wrapped(key: str) -> str:
@@ -211,14 +203,13 @@ def _without_wrapped(key: str) -> str:
     return key
 
 
-def _fill_meta(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    below = _below_ddp(module)
+def _fill_meta(module: torch.nn.Module, wrappers: Wrappers, state: Mapping[str, Any]) -> None:
     named = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
     for key, tensor in named:
-        value = state.get(_unwrapped(key, below))
+        value = state.get(wrappers.name(key))
         if tensor.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
             value = value.detach()  # the state keeps its own
             if isinstance(tensor, torch.nn.Parameter):
