@@ -30,7 +30,6 @@ WEAK = {
     "format/metadata_table.py": "catalogs",
     "io/stored_files.py": "open files",
     "manager/live_optimizer.py": "optimizers",
-    "manager/naming.py": "models",
     "manager/optimizers.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",

@@ -18,8 +18,7 @@ from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Box, Source, shape_of
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
-from dcp_datastates.manager.packed_optimizer import packed_optimizer
-from dcp_datastates.manager.structure import put_together, taken_apart
+from dcp_datastates.manager.structure import packed_optimizer, put_together, taken_apart
 
 MODEL: Final = "state_dict"
 OPTIMIZERS: Final = "optimizer_states"

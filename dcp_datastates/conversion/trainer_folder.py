@@ -19,7 +19,7 @@ from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.format.stored_names import is_under
-from dcp_datastates.manager.packed_optimizer import packed_optimizer
+from dcp_datastates.manager.structure import packed_optimizer
 from dcp_datastates.storage import local
 
 MODEL: Final = "model"

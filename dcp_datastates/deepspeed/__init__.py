@@ -15,8 +15,8 @@ optimizer's state, and the trainable parameters that ZeRO copies from them. The 
 covers them (``hooks.py``). All others are copied at the call.
 
 **Committed** means that all ranks have voted, as for every save of this package. Then rank 0 writes a placeholder under
-the name of each file, since DeepSpeed looks for these names, and last ``latest`` (``commit.py``). No step waits for it;
-``save_checkpoint`` does, where a framework deletes older checkpoints as soon as it returns (``options.py``).
+the name of each file, since DeepSpeed looks for these names, and last ``latest`` (``engine.py``). No step waits for it;
+``save_checkpoint`` does, where a framework deletes older checkpoints as soon as it returns.
 
 Only this subpackage needs DeepSpeed (0.19).
 """

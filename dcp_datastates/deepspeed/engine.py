@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -42,7 +43,7 @@ class CheckpointEngine:
 
     Args:
         deepspeed_config: DeepSpeed's configuration object; ``datastates_ckpt`` in it has the options
-            (:func:`writer_options`).
+            (:func:`options_of`).
         rank: this process's global rank. Rank 0 writes ``latest``.
 
     Raises :class:`ConfigurationError` for an option that cannot work. (DeepSpeed turns it into a RuntimeError with the
@@ -50,9 +51,7 @@ class CheckpointEngine:
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
-        given = deepspeed_config.datastates_config.config
-        self._options = writer_options(given)
-        self._wait = wait_option(given)
+        self._options, self._wait = options_of(deepspeed_config.datastates_config.config)
         self._rank = rank
         self._thread = threading.get_ident()
         self._collecting = False
@@ -64,8 +63,8 @@ class CheckpointEngine:
     @property
     def failed_saves(self) -> int:
         """How many saves of this process have failed, of all engines. Each was logged as an error."""
-        saves().take()
-        return saves().failures
+        _saves.take()
+        return _saves.failures
 
     # ---- DeepSpeed calls these ---------------------------------------------------------------------
 
@@ -107,9 +106,9 @@ class CheckpointEngine:
         if threading.get_ident() != self._thread:
             return
         if persist:
-            saves().wait()
+            _saves.wait()
         else:
-            for handle in saves().in_flight():
+            for handle in _saves.in_flight():
                 handle.captured.exception()
 
     # ---- hooks.py calls these ----------------------------------------------------------------------
@@ -149,20 +148,19 @@ class CheckpointEngine:
                 state, directory, defer=defer, read_window="immediate", **self._options
             )
 
-        tracker = saves()
-        tracker.take()
+        _saves.take()
         try:
-            handle = tracker.begin(directory, call)
+            handle = _saves.begin(directory, call)
         except Exception as error:
-            tracker.failed(directory, error)
+            _saves.failed(directory, error)
             if wait:
                 raise
             return
         self.last_save = handle.stats
         if self._rank == 0:
-            write_when_committed(root, tag, save_latest)
+            _saves.when_committed(partial(_write_committed, root, tag, save_latest))
         if wait:
-            tracker.wait()
+            _saves.wait()
             handle.result()
 
     @staticmethod
@@ -170,7 +168,7 @@ class CheckpointEngine:
         """Wait for this process's saves, and then for the other ranks to do the same: so that all find the same
         ``latest``. Collective.
         """
-        saves().wait()
+        _saves.wait()
         if dist.is_initialized():
             dist.barrier()
 
@@ -185,26 +183,18 @@ def _log(directory: Location, error: BaseException) -> None:
     )
 
 
-_saves = SaveTracker(on_failure=_log)
+_saves: Final = SaveTracker(on_failure=_log)
+"""The saves of this process, of all engines."""
 
 
-def saves() -> SaveTracker:
-    """The saves of this process, of all engines."""
-    return _saves
-
-
-def write_when_committed(save_dir: Path, tag: str, save_latest: bool) -> None:
-    """Write the placeholders, and ``latest``, once the newest save, that of ``tag``, is committed."""
-
-    def write() -> None:
-        try:
-            write_placeholders(save_dir / tag, names_in(save_dir / tag))
-            if save_latest:
-                replace_durably(save_dir / LATEST, tag.encode(), "latest")
-        except Exception as error:
-            _saves.failed(save_dir / tag, error)
-
-    _saves.when_committed(write)
+def _write_committed(save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Write the placeholders, and ``latest``, of a tag that is committed."""
+    try:
+        write_placeholders(save_dir / tag, names_in(save_dir / tag))
+        if save_latest:
+            replace_durably(save_dir / LATEST, tag.encode(), "latest")
+    except Exception as error:
+        _saves.failed(save_dir / tag, error)
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -222,8 +212,9 @@ _ROTATING: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "t
 """Frameworks that delete older checkpoints as soon as ``save_checkpoint`` has returned."""
 
 
-def writer_options(given: object) -> dict[str, Any]:
-    """The options for ``async_save`` that ``given`` stands for, the value of ``datastates_ckpt``.
+def options_of(given: object) -> tuple[dict[str, Any], bool | None]:
+    """The options for ``async_save`` that ``given`` stands for, the value of ``datastates_ckpt``; and its option
+    ``wait``, or None for "auto", the default: whether :func:`called_by_framework`.
 
     ``host_cache_size`` is in GiB, as DeepSpeed's users write it: an int or a float; or a string with a unit, such as
     ``"512MiB"``; or ``"auto"``, the default. Raises :class:`ConfigurationError`, naming the bad value.
@@ -235,29 +226,18 @@ def writer_options(given: object) -> dict[str, Any]:
             f'{KEY}={given!r} must be a table of options, such as {{"host_cache_size": 16}}'
         )
     check_names(KEY, given, ("host_cache_size", WAIT, *OPTIONS))
-    options = {name: value for name, value in given.items() if name != WAIT}
-    size = options.get("host_cache_size", "auto")
+    options = {"host_cache_size": "auto", **given}
+    wait = options.pop(WAIT, "auto")
+    if wait != "auto" and not isinstance(wait, bool):
+        raise ConfigurationError(f'{KEY}.{WAIT}={wait!r} must be true, false or "auto"')
+    size = options["host_cache_size"]
     if isinstance(size, (int, float)) and not isinstance(size, bool):
-        size = parse_size(f"{size}GiB", name=f"{KEY}.host_cache_size")
-    options["host_cache_size"] = size
+        options["host_cache_size"] = parse_size(f"{size}GiB", name=f"{KEY}.host_cache_size")
     try:
         WriterConfig.checked(**options)
     except ConfigurationError as error:
         raise ConfigurationError(f"{KEY}={dict(given)!r}: {error}") from error
-    return options
-
-
-def wait_option(given: object) -> bool | None:
-    """The option ``wait``; None for "auto", the default: whether :func:`called_by_framework`.
-
-    Raises :class:`ConfigurationError`.
-    """
-    wait = given.get(WAIT, "auto") if isinstance(given, Mapping) else "auto"
-    if wait == "auto":
-        return None
-    if not isinstance(wait, bool):
-        raise ConfigurationError(f'{KEY}.{WAIT}={wait!r} must be true, false or "auto"')
-    return wait
+    return options, None if wait == "auto" else wait
 
 
 def called_by_framework() -> bool:

@@ -33,8 +33,8 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import alike, read_files, write_files
-from dcp_datastates.manager.background import SavesInBackground
-from dcp_datastates.manager.library_state import (
+from dcp_datastates.manager.frameworks import (
+    SavesInBackground,
     files_from,
     is_ours,
     is_ours_here,
@@ -42,7 +42,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
-from dcp_datastates.manager.naming import model_state
+from dcp_datastates.manager.models import model_state
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
@@ -281,11 +281,6 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         newest = newest_numbered(self._folder, _PREFIX, _is_stock, leave_out=left_out)
         if newest is not None:
             return newest
-        if left_out:
-            raise CheckpointCorruptError(
-                f"none of the checkpoints in {self._folder} can be loaded ({', '.join(left_out)}); repair or move "
-                f"them, or begin in another directory"
-            )
         raise CheckpointNotFoundError(
             f"no committed checkpoint in {self._folder}: a first run does not call load_state(). This line starts or "
             f"resumes: if dcp_datastates.latest({str(self._folder)!r}) is not None: accelerator.load_state()"

@@ -10,8 +10,8 @@ from typing import Any
 
 from dcp_datastates.config import parse_flag
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.background import pop_load_options, pop_writer_options
 from dcp_datastates.manager.continuing import parse_fresh
+from dcp_datastates.manager.frameworks import pop_options
 
 NAMES = ("accelerate", "trainer")
 
@@ -56,8 +56,7 @@ def install(*names: str, **options: Any) -> None:
 
 def _check(options: dict[str, Any]) -> None:
     left = dict(options)
-    pop_load_options(left)
-    pop_writer_options(left)
+    pop_options(left)
     parse_flag("strict", left.pop("strict", False))
     for name in left:
         raise ConfigurationError(f"install({name}=…): there is no such option")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
-from dcp_datastates.manager.library_state import is_ours, is_ours_here
+from dcp_datastates.manager.frameworks import is_ours, is_ours_here
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, locate
@@ -81,7 +82,8 @@ class Resumption:
         if _is_highest(path):
             left_out = {*self._left_out, Path(path).name}
             folder = Path(path).absolute().parent
-            newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
+            with contextlib.suppress(CheckpointCorruptError):  # the problem tells more
+                newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
         if newest is None:
             raise problem
         logger.warning(
@@ -96,12 +98,6 @@ class Resumption:
         newest = newest_numbered(folder, PREFIX, is_stock, leave_out=self._left_out)
         if newest is not None:
             return str(newest)
-        if self._left_out:
-            named = "; ".join(f"{name}: {why}" for name, why in list(self._left_out.items())[:3])
-            raise CheckpointCorruptError(
-                f"none of the {len(self._left_out)} checkpoints in {folder} can be loaded ({named}); repair or move "
-                f"them, or begin in another directory"
-            )
         raise ValueError(
             f"No valid checkpoint found in output directory ({folder}): a first run starts with trainer.train(). This "
             f"line starts or resumes: trainer.train(resume_from_checkpoint=dcp_datastates.latest(args.output_dir))"

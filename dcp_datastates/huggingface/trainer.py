@@ -48,19 +48,19 @@ from dcp_datastates.huggingface.resuming import (
     is_lost,
     is_stock,
 )
-from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.continuing import Fresh, parse_fresh, set_aside
-from dcp_datastates.manager.frameworks import tell_if_untested
-from dcp_datastates.manager.library_state import (
+from dcp_datastates.manager.frameworks import (
+    SavesInBackground,
     files_from,
     holds,
     is_ours,
     load_parts,
     state_of,
+    tell_if_untested,
     with_files,
 )
+from dcp_datastates.manager.models import Trainable
 from dcp_datastates.manager.step_directories import number_of
-from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
@@ -241,12 +241,9 @@ class DataStatesTrainerMixin(SavesInBackground):
             if not ours:
                 return super().train(path, *arguments, **keywords)  # type: ignore[misc]
             try:
-                files = alike(partial(files_from, path))
-            except _UNLOADABLE as error:
-                resumption.leave_out(path, error)
-                continue
-            logger.info("resuming from %s", path)
-            try:
+                with self._loading():
+                    files = alike(partial(files_from, path))
+                logger.info("resuming from %s", path)
                 return self._train_from(path, files, *arguments, **keywords)
             except _Unloadable as found:
                 resumption.leave_out(path, found.error)

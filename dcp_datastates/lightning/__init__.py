@@ -14,7 +14,7 @@ with needed(__name__, "lightning 2.6", "'lightning>=2.6,<2.7'"):
     import lightning.pytorch
 
 from dcp_datastates.lightning.callback import DataStatesModelCheckpoint
-from dcp_datastates.lightning.stored import install
+from dcp_datastates.lightning.loaded import install
 from dcp_datastates.lightning.strategy import (
     DataStatesDDPStrategy,
     DataStatesFSDPStrategy,

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
-from dcp_datastates.manager.library_state import is_ours_here
+from dcp_datastates.manager.frameworks import is_ours_here
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import is_url
 

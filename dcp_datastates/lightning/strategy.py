@@ -54,12 +54,11 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, plain
-from dcp_datastates.lightning.stored import meta_of
+from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, meta_of, plain
 from dcp_datastates.loading.fit import FitOptions
 from dcp_datastates.loading.load import load
-from dcp_datastates.manager.background import SavesInBackground
-from dcp_datastates.manager.library_state import (
+from dcp_datastates.manager.frameworks import (
+    SavesInBackground,
     is_ours,
     load_parts,
     state_of,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -25,13 +24,17 @@ from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
-from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, has_failed, most_failures
-from dcp_datastates.manager.schedule import Schedule
+from dcp_datastates.manager.save_tracker import (
+    MaxFailures,
+    SaveTracker,
+    is_committed,
+    most_failures,
+)
+from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
-from dcp_datastates.manager.step_directories import StepDirectories, by_step
+from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import enter, in_child
 from dcp_datastates.process.job_log import once_per_job
@@ -139,10 +142,11 @@ class CheckpointManager:
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        recorded = by_step("on_save", on_save)
+        if on_save is not None and not callable(on_save):
+            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self._writer = DataStatesWriter(process_group=process_group, **options)
         most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
-        self._saves = SaveTracker(most, recorded)
+        self._saves = SaveTracker(most, on_save)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
@@ -266,10 +270,10 @@ class CheckpointManager:
         if force or decision.stop:  # so that this save is not left out, whatever when_behind says
             self._saves.finish(self._signals.until)
         self._saves.check()
-        before = self._newest_save
-        if before is not None and before[0] == step and not has_failed(before[1]):
+        saved_step, saved = self._newest_save or (None, None)
+        if saved_step == step and is_committed(saved) is not False:
             self._schedule.not_saved()
-            return before[1]
+            return saved
         if decision.stop:
             text = "a signal announces the end of the job: step %d is saved"
             logger.log(once_per_job(logging.WARNING), text, step)
@@ -280,7 +284,6 @@ class CheckpointManager:
     def _begin(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> SaveHandle | None:
-        began = time.monotonic()
         try:
             self._check_ranks()
             self._continuing.before_save()
@@ -303,7 +306,7 @@ class CheckpointManager:
             self._saves.failed(self.path(step), error)
             logger.error("step %d is not saved: %s", step, error)
             return None
-        self._schedule.saved(began, time.monotonic() - began, handle)
+        self._schedule.saved(handle)
         self._keeping.follow(handle)
         return handle
 

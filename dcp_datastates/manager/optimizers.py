@@ -32,13 +32,9 @@ import torch
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.fitting import LayOut
-from dcp_datastates.loading.load import load_values
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.live_optimizer import LiveOptimizer
-from dcp_datastates.manager.optimizer_places import Places, placements_of
+from dcp_datastates.manager.live_optimizer import LiveOptimizer, Places, placements_of
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
-from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
 
@@ -383,14 +379,6 @@ def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         name = kept.parameters.pop(parameter, None)
         if name in states and not optimizer.state.get(parameter):
             optimizer.state[parameter] = states[name]
-
-
-def layouts_of(
-    optimizers: Iterable[OptimizerPart], places: Sequence[Location], allow_objects: bool
-) -> list[LayOut]:
-    """What a load of optimizers does before it plans."""
-    read = partial(load_values, places, allow_objects=allow_objects)
-    return [partial(part.lay_out, read=read) for part in optimizers]
 
 
 def _are_flat(states: Mapping[str, Any]) -> bool:

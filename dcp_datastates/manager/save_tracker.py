@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -33,14 +33,6 @@ class _Save:
     handle: SaveHandle | None = None
     """None: it could not begin."""
 
-    @property
-    def committed(self) -> bool | None:
-        """None: its outcome is not known."""
-        if self.handle is None:
-            return False
-        committed = self.handle.committed
-        return committed.exception() is None if committed.done() else None
-
 
 @dataclass(eq=False)
 class _Waiting:
@@ -58,9 +50,18 @@ def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int |
     return max(_MOST_FAILURES, max_in_flight + 1) if given == "auto" else given
 
 
-def has_failed(handle: SaveHandle | None) -> bool:
-    """Whether a save could not begin (None), or has failed."""
-    return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
+def parse_count(name: str, value: Any, more: str = "") -> int:
+    """``value``; raises :class:`ConfigurationError`, with ``more``, unless it is a whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number, 1 or more{more}")
+    return value
+
+
+def is_committed(handle: SaveHandle | None) -> bool | None:
+    """Whether a save is committed; None if its outcome is not known. One that could not begin (None) is not."""
+    if handle is None:
+        return False
+    return handle.committed.exception() is None if handle.committed.done() else None
 
 
 class SaveTracker:
@@ -70,7 +71,7 @@ class SaveTracker:
         max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
             number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
             disks, say) always does.
-        on_save: is called with the path and the record of each save, whatever came of it.
+        on_save: is called with the step and the record of each save, whatever came of it.
         on_failure: is called with the path and the error of each failure, also of what follows a commit.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
@@ -82,18 +83,14 @@ class SaveTracker:
     def __init__(
         self,
         max_failures: int | None = None,
-        on_save: Callable[[Location, SaveRecord], object] | None = None,
+        on_save: Callable[[int, SaveRecord], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
     ) -> None:
-        if max_failures is not None and (
-            isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1
-        ):
-            raise ConfigurationError(
-                f"max_failures={max_failures!r} must be a whole number, 1 or more; None for no limit"
-            )
+        if max_failures is not None:
+            parse_count("max_failures", max_failures, "; None for no limit")
         self._most = max_failures
         self._on_save, self._on_failure = on_save, on_failure
-        self._records: list[tuple[Location, SaveRecord]] = []  # of which the hook is not told yet
+        self._records: list[SaveRecord] = []  # of which the hook is not told yet
         self.deletions = Deletions()
         self.failures = 0
         """How many saves have failed, without those that ``when_behind`` left out."""
@@ -123,7 +120,7 @@ class SaveTracker:
         try:
             save.handle = self._open[save] = handle = call()
         except BaseException as error:
-            self._note(path, record_of_call(error))
+            self._note(record_of_call(error))
             raise
         when_done(handle.committed, lambda _: self._request())
         return handle
@@ -146,7 +143,7 @@ class SaveTracker:
             if not handle.committed.done() or self._open.pop(save, None) is None:
                 continue
             self._request()  # the callback may come later
-            self._note(save.path, handle.record)
+            self._note(handle.record)
             error = handle.committed.exception()
             if error is None:
                 self._in_a_row, self._last = 0, None
@@ -155,17 +152,18 @@ class SaveTracker:
                 self.failed(save.path, error)
         self._tell_records()
 
-    def _note(self, path: Location, record: SaveRecord | None) -> None:
+    def _note(self, record: SaveRecord | None) -> None:
         if record is not None and self._on_save is not None:
-            self._records.append((path, record))
+            self._records.append(record)
 
     def _tell_records(self) -> None:
         """Call the hook with each record once, also if it raises for one; then raises the first error."""
         hook, failure = self._on_save, None
         while hook is not None and self._records:
-            path, record = self._records.pop(0)
+            record = self._records.pop(0)
+            assert record.step is not None  # on_save is of a loop, whose checkpoints have steps
             try:
-                hook(path, record)
+                hook(record.step, record)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
@@ -235,7 +233,7 @@ class SaveTracker:
             replaced = [
                 each
                 for each in self._waiting
-                if each.save.path == deletes and each.save.committed is False
+                if each.save.path == deletes and is_committed(each.save.handle) is False
             ]
             for each in replaced:
                 each.save = save
@@ -250,7 +248,7 @@ class SaveTracker:
         with self._lock:  # wait() comes after what is requested here
             waiting, self._waiting = self._waiting, []
             for each in waiting:
-                committed = each.save.committed
+                committed = is_committed(each.save.handle)
                 if committed:
                     self.deletions.request(each.work)
                 elif committed is None or each.deletes is not None:

@@ -57,7 +57,7 @@ class StepConsensus:
         if rank_set.world > 1:
             self._meetings = Meetings(rank_set, "steps")
         self._worker = Worker("dcp_datastates-steps")
-        self._pending: Future[list[int]] | None = None
+        self._pending: Future[list[float]] | None = None
         self._at_exit = at_exit(self.close)
         self._number = 0  # of the latest exchange
 
@@ -66,7 +66,7 @@ class StepConsensus:
         """Whether there is no other rank."""
         return self._meetings is None
 
-    def take(self) -> list[int] | None:
+    def take(self) -> list[float] | None:
         """The greatest of the numbers that all ranks gave at the step before; None at the first step.
 
         Raises :class:`RankLostError` if a rank is lost, :class:`NoAnswerError` if one does not come for a day.
@@ -78,9 +78,9 @@ class StepConsensus:
             log.look("another rank has not called save() for the step before")
         return self._pending.result()
 
-    def give(self, numbers: Sequence[int]) -> None:
+    def give(self, numbers: Sequence[float]) -> None:
         """Give this step's numbers, at every step as many, after :meth:`take`. Returns at once."""
-        mine, begun = list(map(int, numbers)), Future[list[int]]()
+        mine, begun = list(map(float, numbers)), Future[list[float]]()
         self._pending = begun
         self._number += 1
         number = self._number
@@ -100,7 +100,7 @@ class StepConsensus:
 
     # ---- the thread ----------------------------------------------------------------------------------
 
-    def _run(self, number: int, mine: list[int], begun: Future[list[int]]) -> None:
+    def _run(self, number: int, mine: list[float], begun: Future[list[float]]) -> None:
         deadline = time.monotonic() + _PATIENCE_SECONDS
 
         def check() -> None:

@@ -5,38 +5,26 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
-from dcp_datastates.checkpoints.find import Verification, flaw, latest_here, newest_whole
+from dcp_datastates.checkpoints.find import Verification, flaw, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
+from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "step-"
-T = TypeVar("T")
 
 
 def number_of(path: Location, prefix: str) -> int:
     """The number of a directory whose name is ``prefix`` and a number; -1 for any other."""
     match = re.fullmatch(re.escape(prefix) + "([0-9]+)", path.name)
     return int(match[1]) if match else -1
-
-
-def by_step(
-    name: str, hook: Callable[[int, T], object] | None
-) -> Callable[[Location, T], object] | None:
-    """``hook``, a user's function of a step, as a function of a checkpoint's path."""
-    if hook is None:
-        return None
-    if not callable(hook):
-        raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
-    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 def newest_numbered(
@@ -57,20 +45,19 @@ def newest_numbered(
     """
 
     def look() -> str | None:
-        def counts(path: Location) -> bool:
-            return number_of(path, prefix) >= 0 and path.name not in leave_out
+        def is_numbered(path: Location) -> bool:
+            return number_of(path, prefix) >= 0
 
-        damaged: CheckpointCorruptError | None = None
-        newest: Location | None = None
+        newest, damaged = None, None
         try:
-            newest = latest_here(folder, verify, counts)
+            newest = next(iter(newest_whole([folder], verify, is_numbered, leave_out)), None)
         except CheckpointCorruptError as error:
             damaged = error
         highest = -1 if newest is None else number_of(newest, prefix)
-        for path in directories(folder):
+        for path in reversed(directories(folder)):
             number = number_of(path, prefix)
-            if number > highest and counts(path) and is_stock(path):
-                newest, highest = path, number
+            if number > highest and path.name not in leave_out and is_stock(path):
+                return path.name
         if newest is None and damaged is not None:
             raise damaged
         return None if newest is None else newest.name

@@ -1,5 +1,5 @@
 """Nested values, as tensors by path and one small Python value that says how they were nested: keys and containers come
-back with their types.
+back with their types. Optimizers are stored so.
 
 The small value consists of tuples, which DCP stores as they are::
 
@@ -8,8 +8,9 @@ The small value consists of tuples, which DCP stores as they are::
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,14 +18,13 @@ import torch
 Structure = tuple[Any, ...]
 """How a value was nested."""
 
-_DICTS: Final[dict[str, Callable[..., Any]]] = {"dict": dict, "ordered": OrderedDict}
-_LISTS: Final[dict[str, Callable[..., Any]]] = {"list": list, "tuple": tuple}
-_NAMES: Final[dict[type, str]] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    list: "list",
-    tuple: "tuple",
+_CONTAINERS: Final[dict[str, Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "list": list,
+    "tuple": tuple,
 }
+_NAMES: Final = {container: name for name, container in _CONTAINERS.items()}
 
 
 def taken_apart(
@@ -46,11 +46,11 @@ def taken_apart(
             return ("tensor", path) if noted is None else ("tensor", path, noted)
         name = _NAMES.get(type(value))
         start = f"{path}." if path else ""
-        if name in _DICTS:
+        if name is None:
+            return "value", value
+        if isinstance(value, dict):
             return name, tuple((key, look(each, f"{start}{key}")) for key, each in value.items())
-        if name in _LISTS:
-            return name, tuple(look(each, f"{start}{n}") for n, each in enumerate(value))
-        return "value", value
+        return name, tuple(look(each, f"{start}{n}") for n, each in enumerate(value))
 
     return tensors, look(value, path)
 
@@ -60,8 +60,42 @@ def put_together(structure: Structure, tensor: Callable[..., Any]) -> Any:
     kind, inner = structure[0], structure[1]
     if kind == "tensor":
         return tensor(*structure[1:])
-    if kind in _DICTS:
-        return _DICTS[kind]((key, put_together(each, tensor)) for key, each in inner)
-    if kind in _LISTS:
-        return _LISTS[kind](put_together(each, tensor) for each in inner)
-    return inner
+    container = _CONTAINERS.get(kind)
+    if container is None:
+        return inner
+    if issubclass(container, dict):
+        return container((key, put_together(each, tensor)) for key, each in inner)
+    return container(put_together(each, tensor) for each in inner)
+
+
+def packed_optimizer(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``state_dict()`` of the optimizer gave, with numbers for parameters.
+
+    Args:
+        stored: The nested state that is stored of the optimizer (``optimizers.py``). The tensors in it are returned.
+    """
+    found: dict[str, Any] = {}
+    if "rest" in stored:
+        found = put_together(stored["rest"]["structure"], lambda path, *_: stored["rest"][path])
+    if "groups" not in stored:
+        return found
+    values = stored["groups"]
+    numbers = itertools.count()
+    number_of: dict[str, int] = {}
+    param_groups = []
+    groups = {ident: value for ident, value in values.items() if isinstance(value, tuple)}
+    for ident, (_, names, structure, _) in sorted(groups.items(), key=lambda each: each[1][-1]):
+        number_of.update(zip(names, numbers, strict=False))
+        settings = put_together(structure, lambda path, *_, of=ident: values[f"{of}.{path}"])
+        param_groups.append({**settings, "params": [number_of[name] for name in names]})
+    nested = dict(itertools.chain.from_iterable(stored.get("nested", {}).values()))
+    states: dict[Any, Any] = {}
+    for name, number in number_of.items():
+        tensors = stored.get("state", {}).get(name, {})
+        if name in nested:
+            states[number] = put_together(nested[name], lambda path, *_, of=tensors: of[path])
+        elif tensors:
+            states[number] = dict(tensors)
+    found["state"] = {**found.get("state", {}), **states}
+    found["param_groups"] = param_groups
+    return found

@@ -1,6 +1,6 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are named as in ``naming.py`` and ``optimizers.py``, and everything else is as DCP has it; but
+Models and optimizers are named as in ``models.py`` and ``optimizers.py``, and everything else is as DCP has it; but
 what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
@@ -10,9 +10,10 @@ state fails the save on all ranks.
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -20,15 +21,15 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.stored_names import new_name, prefixes_of, renamed
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
-from dcp_datastates.loading.load import load_with
+from dcp_datastates.loading.load import load_values, load_with
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.naming import are_parts, names_below
-from dcp_datastates.manager.optimizer_names import load_options
-from dcp_datastates.manager.optimizers import OptimizerPart, layouts_of
+from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
+from dcp_datastates.manager.optimizers import OptimizerPart
 from dcp_datastates.manager.per_rank import (
     PerRank,
     RngState,
@@ -36,7 +37,6 @@ from dcp_datastates.manager.per_rank import (
     packed,
     warn_of_order,
 )
-from dcp_datastates.manager.trainable import ModelPart, Trainable
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.object_path import Location
 
@@ -216,13 +216,14 @@ class TrainingState:
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
+        read = partial(load_values, places, allow_objects=allow_objects)
         return Fitting(
             fit.without(left_out),
             stored,
             places[0],
             filled=filled,
             replaced=replaced,
-            lay_out=layouts_of(optimizers, places, allow_objects),
+            lay_out=[partial(part.lay_out, read=read) for part in optimizers],
             needed=needed,
             packed=packed_in,
             allow_objects=allow_objects,
@@ -243,6 +244,68 @@ class TrainingState:
         if _has_state(value):
             return _Object(value)
         return value
+
+
+# ---- the names that a load takes: optimizers follow a rename of their model, none is lost in silence
+
+
+_GROUP: Final = re.compile(r"(.+?)\.groups\..+\.[0-9a-f]{8}")
+"""The name of a group, which begins with that of its optimizer."""
+
+
+def load_options(
+    fit: Fit, stored: Iterable[str], optimizers: Iterable[OptimizerPart]
+) -> tuple[Fit, dict[str, str]]:
+    """Prepare optimizers for a load: returns ``fit``, whose ``rename`` of a model renames the parameters of its
+    optimizer, too; and the stored names that some rank must take, so that no state is lost in silence, each with the
+    name of its optimizer. That may be one that this rank does not have.
+    """
+    stored = list(stored)
+    for each in optimizers:
+        each.fit, each.renamed = fit, None
+        fit = _following(fit, stored, each)
+    needed: dict[str, str] = {}
+    names = fit.names(stored)
+    for each in optimizers:
+        each.fit = fit
+    in_groups = {found[1] for name in names if (found := _GROUP.fullmatch(name))}
+    for optimizer in {each.name for each in optimizers} | in_groups:
+        below = tuple(f"{optimizer}.{section}." for section in ("state", "params", "groups"))
+        needed.update({old: optimizer for name, old in names.items() if name.startswith(below)})
+    return fit, needed
+
+
+def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
+    given = fit.rename
+    if given is None:
+        return fit
+    of_models = renamed(stored, given)
+    live, start = part.live(), f"{part.name}.state."
+    by_old: dict[str, str] = {}
+    for name, full in sorted(live.in_model.items(), key=lambda each: each[1].count(".")):
+        for place, letter in enumerate(old := f".{of_models.get(full, full)}"):
+            if letter == ".":
+                by_old.setdefault(old[place + 1 :], name)
+
+    def rename(old: str) -> str:
+        name, _ = new_name(old, given)
+        if not name.startswith(start) or not old.endswith(name[len(part.name) :]):
+            return name  # it is renamed by itself
+        rest = name.removeprefix(start)
+        for prefix in sorted(prefixes_of(rest), key=len, reverse=True):
+            if prefix in by_old:
+                return start + by_old[prefix] + rest.removeprefix(prefix)
+        return name
+
+    optimizers = [old for old in stored if new_name(old, given)[0].startswith(start)]
+    if optimizers:
+        old = optimizers[0]
+        before = old[: old.rindex(".state.") + len(".state.")]
+        part.renamed = lambda name: rename(f"{before}{name}.").removeprefix(start).removesuffix(".")
+    return replace(fit, rename=rename)
+
+
+# ---- kinds of parts ------------------------------------------------------------------------------
 
 
 def _keeps_its_types(value: Any) -> bool:

@@ -12,7 +12,7 @@ A checkpoint is Megatron's directory, with its ``common.pt`` and ``metadata.json
 package's format. The save starts in ``dist_checkpointing.save``, and no process is forked for it. When it is committed
 on all ranks, Megatron writes ``metadata.json``. Without that file, a directory is no checkpoint to Megatron.
 
-The import changes three things in Megatron, from outside (``hooks.py``): its queue of asynchronous saves waits for
+The import changes three things in Megatron, from outside (``strategy.py``): its queue of asynchronous saves waits for
 commits, its own load strategy reads this package's checkpoints, and :func:`use_by_default` has a say in its choice of
 the save strategy.
 
@@ -26,8 +26,7 @@ from dcp_datastates.manager.frameworks import needed, tell_if_untested
 with needed(__name__, "megatron-core 0.16", "'megatron-core>=0.16,<0.17'"):
     import megatron.core
 
-from dcp_datastates.megatron.hooks import install, use_by_default
-from dcp_datastates.megatron.strategy import DataStatesSaveStrategy
+from dcp_datastates.megatron.strategy import DataStatesSaveStrategy, install, use_by_default
 
 __all__ = ["DataStatesSaveStrategy", "use_by_default"]
 

@@ -42,11 +42,10 @@ from dcp_datastates.checkpoints.inventory import is_directory, remove_all
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.config import BackgroundOptions, WriterConfig
-from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.loading.fit import Answer, Fit, FitOptions
 from dcp_datastates.loading.load import load
-from dcp_datastates.manager.background import BackgroundSaves
-from dcp_datastates.manager.library_state import is_ours
+from dcp_datastates.manager.frameworks import BackgroundSaves, is_ours, saying
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.process.forks import in_child
 from dcp_datastates.storage import local
@@ -187,47 +186,31 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
         Raises this package's errors, on all ranks: that of the save before, or of a save that waits.
         """
-        if not self._is_due(curr_step, last_step):
+        config, path = self.config, self._path(curr_step)
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        due = first or last_step or curr_step % config.interval == 0
+        if config.load_only or not due:
             return False
         sl.add_step_tag("checkpoint_save")
         self.maybe_wait_for_saving()
-        if last_step:
-            self._save_last(curr_step)
-        elif self.config.async_mode == "disabled":
-            self._save_at_once(self._all_states(), curr_step)
+        model_only = last_step and config.last_save_model_only
+        if model_only and config.last_save_in_hf:
+            save_hugging_face(self._exported(), self._sd_adapter, path)
+        elif last_step or config.async_mode == "disabled":
+            state = self._exported() if model_only else self._all_states()
+            # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
+            self._saves.start(state, path, defer="all", read_window="immediate")
+            self._saves.finish()
         else:
             GarbageCollection.collect("before a checkpoint is staged")
-            self._save_behind(self._all_states(), curr_step)
+            handle = self._saves.start(self._all_states(), path)
+            if handle is not None and config.async_mode == "async_with_pinned_mem":
+                self.staging_future = handle.captured
         GarbageCollection.collect("after a checkpoint was staged")
-        if self.config.keep_latest_k > 0:
-            keep, verify = self.config.keep_latest_k, self.config.verify
-            self._saves.when_committed(partial(delete_old, self._folder, keep, verify))
+        if config.keep_latest_k > 0:
+            delete = partial(delete_old, self._folder, config.keep_latest_k, config.verify)
+            self._saves.when_committed(delete)
         return True
-
-    def _is_due(self, step: int, last_step: bool) -> bool:
-        config = self.config
-        if config.load_only:
-            return False
-        first = step == 1 and config.enable_first_step_checkpoint
-        return first or last_step or step % config.interval == 0
-
-    def _save_last(self, step: int) -> None:
-        if not self.config.last_save_model_only:
-            self._save_at_once(self._all_states(), step)
-        elif self.config.last_save_in_hf:
-            save_hugging_face(self._exported(), self._sd_adapter, self._path(step))
-        else:
-            self._save_at_once(self._exported(), step)
-
-    def _save_behind(self, state_dict: dict[str, Any], step: int) -> None:
-        handle = self._saves.start(state_dict, self._path(step))
-        if handle is not None and self.config.async_mode == "async_with_pinned_mem":
-            self.staging_future = handle.captured
-
-    def _save_at_once(self, state_dict: dict[str, Any], step: int) -> None:
-        # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
-        self._saves.start(state_dict, self._path(step), defer="all", read_window="immediate")
-        self._saves.finish()
 
     def _exported(self) -> dict[str, Any]:
         """The model alone, in ``export_dtype``."""
@@ -285,26 +268,19 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if not is_directory(locate(path)):
                 raise FileNotFoundError(f"checkpoint.load_step={found}: there is no {path}")
             self._load_from(path, model_only=found == 0)
-        elif config.initial_load_path:
-            if not is_directory(locate(config.initial_load_path)):
-                raise ConfigurationError(
-                    f"checkpoint.initial_load_path={config.initial_load_path!r} is no directory"
-                )
-            self._load_initial(config.initial_load_path)
+        elif (initial := config.initial_load_path) and not is_directory(locate(initial)):
+            raise ConfigurationError(f"checkpoint.initial_load_path={initial!r} is no directory")
         elif config.initial_load_in_hf:
-            self._load_initial(hugging_face_assets(self._sd_adapter))
+            path = initial or hugging_face_assets(self._sd_adapter)
+            quantized = config.initial_load_in_hf_quantized
+            load_hugging_face(self.states[MODEL], self._sd_adapter, path, quantized)
+        elif initial:
+            self._load_from(initial, model_only=config.initial_load_model_only)
         else:
             logger.info("there is no checkpoint in %s: training begins anew", self.folder)
             return False
         GarbageCollection.collect("after a checkpoint was loaded")
         return True
-
-    def _load_initial(self, path: str) -> None:
-        if self.config.initial_load_in_hf:
-            quantized = self.config.initial_load_in_hf_quantized
-            load_hugging_face(self.states[MODEL], self._sd_adapter, path, quantized)
-        else:
-            self._load_from(path, model_only=self.config.initial_load_model_only)
 
     def _load_from(self, path: str, *, model_only: bool) -> None:
         """Load the checkpoint at ``path``, of this package or stock DCP's.
@@ -323,15 +299,11 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         logger.info("loading the checkpoint from %s", path)
         if is_ours(path):
             options: FitOptions = {**self.config.load_options(), "exclude": leave}
-            try:
+            with saying(
+                "These are checkpoint.rename, checkpoint.missing and checkpoint.unexpected here, and exclude is "
+                "checkpoint.exclude_from_loading."
+            ):
                 load(path, state, **options)
-            except IncompatibleStateError as error:
-                where = (
-                    "These are checkpoint.rename, checkpoint.missing and checkpoint.unexpected here, and exclude is "
-                    "checkpoint.exclude_from_loading."
-                )
-                error.args = (f"{error} {where}", *error.args[1:])
-                raise
         else:
             dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
         self.states[MODEL].load_state_dict(state)

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import dcp_datastates.deepspeed
 from dcp_datastates import ConfigurationError
 from dcp_datastates.deepspeed import CheckpointEngine
-from dcp_datastates.deepspeed.engine import called_by_framework, wait_option, writer_options
+from dcp_datastates.deepspeed.engine import called_by_framework, options_of
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from dcp_datastates.deepspeed.engine import called_by_framework, wait_option, wr
     ],
 )
 def test_the_host_cache_is_given_in_gib(given: object, size: object) -> None:
-    assert writer_options(given)["host_cache_size"] == size
+    assert options_of(given)[0]["host_cache_size"] == size
 
 
 def test_options_of_the_writer_are_passed_on() -> None:
     given = {"host_cache_size": 1, "commit_timeout": 60, "when_behind": "skip"}
-    assert writer_options(given) == {**given, "host_cache_size": 1 << 30}
+    assert options_of(given)[0] == {**given, "host_cache_size": 1 << 30}
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,14 @@ def test_a_value_that_cannot_work_is_named(given: object, named: str) -> None:
     ],
 )
 def test_whether_a_save_waits_is_an_option(given: object, waits: bool | None) -> None:
-    assert wait_option(given) is waits
-    assert "wait" not in writer_options(given)
+    options, wait = options_of(given)
+    assert wait is waits
+    assert "wait" not in options
 
 
 def test_a_wait_that_is_neither_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"datastates_ckpt\.wait='yes'"):
-        wait_option({"wait": "yes"})
+        options_of({"wait": "yes"})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The manager by itself, in this process: futures, staging, purging, recognising formats, closing."""
+"""The manager by itself, in this process: futures, staging, purging, closing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from torch import nn
 
 from compare import tensors_of
 from dcp_datastates import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
     ConfigurationError,
     DataStatesReader,
     DataStatesWriter,
@@ -227,7 +225,7 @@ def test_only_in_pinned_mode_the_trainer_waits_before_its_step(
         started.append(async_save(*given, **options))
         return started[-1]
 
-    monkeypatch.setattr("dcp_datastates.manager.background.async_save", note)
+    monkeypatch.setattr("dcp_datastates.manager.frameworks.async_save", note)
     one = job(read_deadline=600.0, **options)
     one.step()
     one.manager.save(1)
@@ -238,15 +236,6 @@ def test_only_in_pinned_mode_the_trainer_waits_before_its_step(
     one.manager.maybe_wait_for_saving()
     found = tensors_of(DataStatesReader(one.folder / "step-1"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_the_last_save_may_be_the_first(job: Callable[..., Job]) -> None:
-    one = job(last_save_model_only=True, export_dtype="bfloat16")
-    one.step()
-    one.manager.save(1, last_step=True)
-    found = tensors_of(DataStatesReader(one.folder / "step-1"))
-    assert found.keys() == {"plain", "first", "second"}
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
 def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
@@ -342,29 +331,6 @@ def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) ->
     data.write_bytes(data.read_bytes()[:-1])
     (one.folder / "step-7").mkdir()
     assert newest_step(one.folder, "structure") == 2
-
-
-def test_a_format_is_recognised(tmp_path: Path) -> None:
-    from dcp_datastates.checkpoints.formats import Format, format_of
-
-    state = {"x": torch.ones(4)}
-    dcp.save(state, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
-    dcp.save(state, storage_writer=DataStatesWriter(tmp_path / "ours"), no_dist=True)
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text("{}")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / ".metadata").touch()
-    names = {"stock": Format.STOCK, "ours": Format.DATASTATES, "hf": Format.HUGGING_FACE}
-    names.update(odd=Format.UNKNOWN, absent=Format.NONE)
-    assert {name: format_of(tmp_path / name) for name in names} == names
-    (metadata,) = (tmp_path / "ours").glob("*/decision")
-    whole = metadata.read_bytes()
-    metadata.write_bytes(whole[:-3])
-    with pytest.raises(CheckpointCorruptError):
-        format_of(tmp_path / "ours")
-    metadata.unlink()
-    with pytest.raises(CheckpointNotFoundError, match="not committed"):
-        format_of(tmp_path / "ours")
 
 
 def test_stock_checkpoints_load_and_ours_cast(job: Callable[..., Job], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from dcp_datastates import (
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
-from dcp_datastates.manager.background import BackgroundSaves
+from dcp_datastates.manager.frameworks import BackgroundSaves
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.rank_set import rank_set_of

@@ -19,13 +19,14 @@ def missing(names: list[str], extra: str) -> str:
     return f"{', '.join(absent)} not installed: pip install '.[{extra}]'" if absent else ""
 
 
-def serve_libraries(items: list[pytest.Item]) -> None:
-    """Start the server that ranks are forked from. It imports the libraries of all folders of ``items``, which takes
-    seconds.
+@pytest.fixture(scope="session", autouse=True)
+def server_with_libraries(request: pytest.FixtureRequest) -> None:
+    """Start the server that ranks are forked from. It imports the libraries of all folders with tests, which takes
+    seconds. For the ``conftest.py`` of such a folder to import.
 
     Accelerate imports deepspeed where it is installed. What is not installed is left out.
     """
-    folders = {item.path.parent for item in items}
+    folders = {item.path.parent for item in request.session.items}
     jobs = [path.stem for folder in folders for path in folder.glob("*_jobs.py")]
     if "huggingface_jobs" in jobs:
         jobs += ["deepspeed", "deepspeed.comm"]

@@ -10,7 +10,7 @@ import torch
 
 import dcp_datastates as ds
 from dcp_datastates.conversion.lightning_file import COUNT, FURTHER_TENSORS, META, NAMES
-from dcp_datastates.manager.library_state import state_of, with_files
+from dcp_datastates.manager.frameworks import state_of, with_files
 from dcp_datastates.manager.per_rank import packed
 
 META_OF_LIGHTNING = {

@@ -6,7 +6,7 @@ import pytest
 from support.state.checkpoints import raises
 
 from dcp_datastates import AutoInterval, ConfigurationError
-from dcp_datastates.manager.interval import Cost, CostMeter, choose, parse_every
+from dcp_datastates.manager.schedule import Cost, CostMeter, choose, parse_every
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def measured(*, stall=0.0, call=0.0, quiet=1.0, steps=4, flush=3.5):
     for _ in range(2):
         for _ in range(8):
             meter.step(quiet)
-        meter.begin_save(100.0, call)
+        meter.begin_save()
         for _ in range(steps):
             meter.step(quiet + stall / steps)
-        meter.end_save(100.0 + flush, committed=True)
+        meter.end_save(call, flush)
     return meter
 
 
@@ -89,14 +89,14 @@ def test_steps_that_happen_to_be_quicker_do_not_make_a_save_cheaper_than_its_cal
 def test_the_first_save_and_failed_ones_do_not_count():
     meter = CostMeter()
     meter.step(1.0)
-    for committed in (True, False, False):
+    for flush in (9.0, None, None):
         assert meter.cost() is None
-        meter.begin_save(0.0, 9.0)
+        meter.begin_save()
         meter.step(9.0)
-        meter.end_save(9.0, committed)
+        meter.end_save(9.0, flush)
     assert meter.cost() is None
-    meter.begin_save(0.0, 0.5)
-    meter.end_save(2.0, committed=True)
+    meter.begin_save()
+    meter.end_save(0.5, 2.0)
     assert meter.cost() == Cost(1.0, 0.5, 2.0)
 
 

@@ -1,0 +1,203 @@
+"""What a framework saves and loads: models, optimizers, the files of each rank; and saves that it does not wait for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.crashes.failing import armed
+from support.waiting import await_that
+
+import dcp_datastates as ds
+from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.manager.frameworks import (
+    BackgroundSaves,
+    files_from,
+    load_parts,
+    pop_options,
+    state_of,
+    with_files,
+)
+
+
+def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose layers have these names, and its optimizer, after a step."""
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.rand(2, 3)).square().sum() for layer in model.values()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each["exp_avg"] for each in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("name", ["one", "renamed"])
+def test_models_and_optimizers_come_back_in_separate_calls(name: str, tmp_path: Path) -> None:
+    model, optimizer = program("one", "two")
+    state = state_of({"model": model, "optimizer": optimizer})
+    assert state["model"]["one.weight"].data_ptr() == model["one"].weight.data_ptr(), "no copy"
+    ds.save(with_files(state, {"a.json": b"{}"}), tmp_path / "x")
+    other, other_optimizer = program(name, "two", seed=1)
+    parts = {"model": other, "optimizer": other_optimizer}
+    options = {"rename": {"model.one.": f"model.{name}."}}
+    load_parts(tmp_path / "x", {"model": other}, ["model"], **options)
+    assert torch.equal(other[name].weight, model["one"].weight)
+    assert not torch.equal(moments(other_optimizer)[0], moments(optimizer)[0])
+    load_parts(tmp_path / "x", parts, ["optimizer"], **options)
+    for mine, theirs in zip(moments(other_optimizer), moments(optimizer), strict=True):
+        assert torch.equal(mine, theirs)
+    assert files_from(tmp_path / "x") == {"a.json": b"{}"}
+
+
+def test_the_state_of_an_optimizer_may_be_asked_for_alone() -> None:
+    model, optimizer = program("one")
+    parts = {"model": model, "optimizer": optimizer}
+    assert state_of(parts, ["optimizer"]).keys() == {"optimizer"}
+    assert "one.weight" in state_of(parts, ["optimizer"])["optimizer"]["state"]
+
+
+def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path: Path) -> None:
+    model, optimizer = program("one")
+    ds.save(state_of({"model": model}), tmp_path / "x")
+    parts = {"model": model, "optimizer": optimizer, "empty": torch.nn.Identity()}
+    before = [each.clone() for each in moments(optimizer)]
+    with pytest.raises(ds.IncompatibleStateError, match="optimizer"):
+        load_parts(tmp_path / "x", parts, ["optimizer"])
+    load_parts(tmp_path / "x", parts, ["optimizer", "empty"], missing="warn")
+    assert all(map(torch.equal, moments(optimizer), before))
+    load_parts(tmp_path / "x", parts, ["model", "empty"])
+
+
+def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path: Path) -> None:
+    model, optimizer = program("one")
+    ds.save(state_of({"model": model, "old": optimizer}), tmp_path / "x")
+    other, fresh = program("one", seed=1)
+    parts = {"model": other, "optimizer": fresh}
+    options = {"rename": {"old.": "optimizer."}, "missing": "warn"}
+    load_parts(tmp_path / "x", parts, ["optimizer"], **options)
+    assert all(map(torch.equal, moments(fresh), moments(optimizer)))
+
+
+STATE = {"a": torch.arange(8)}
+REFUSED = {"a": torch.eye(2).to_sparse()}
+
+
+def is_committed(path: Path) -> bool:
+    return (path / ".metadata").exists()
+
+
+def test_a_deletion_waits_for_the_commit_of_what_replaces_it(tmp_path: Path) -> None:
+    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
+    saves.start(STATE, old)
+    with armed("publish.link.before@1=sleep:0.3"):
+        saves.start(STATE, new)
+        saves.when_committed(lambda: seen.append(is_committed(new)) or ds.delete(old), deletes=old)
+        seen: list[bool] = []
+        saves.wait()
+    assert seen == [True]
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("when", ["at the call", "later"])
+def test_what_a_failed_save_was_to_replace_stays(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
+    saves.start(STATE, old)
+    saves.wait()
+    fails = armed("publish.write.before@1=error:EIO") if when == "later" else nullcontext()
+    with caplog.at_level(logging.ERROR), fails:
+        saves.start(STATE if when == "later" else REFUSED, new)
+        saves.when_committed(lambda: ds.delete(old), deletes=old)
+        saves.wait()
+    await_that(lambda: "could not begin" in caplog.text or "failed" in caplog.text)
+    saves.start(STATE, tmp_path / "another")  # another callback's, perhaps
+    saves.wait()
+    assert is_committed(old)
+    saves.start(STATE, tmp_path / "third")
+    saves.when_committed(lambda: None, deletes=new)  # this replaces the one that failed
+    saves.wait()
+    assert not old.exists()
+
+
+def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That thread has taken the deletion, and is held up before it passes it on."""
+    taken, old = threading.Event(), tmp_path / "old"
+    real = Deletions.request
+
+    def late(deletions: Deletions, delete: Any) -> None:
+        if threading.current_thread().name == "dcp_datastates-commit":
+            taken.set()
+            time.sleep(0.3)
+        real(deletions, delete)
+
+    monkeypatch.setattr(Deletions, "request", late)
+    saves = BackgroundSaves({})
+    saves.start(STATE, old)
+    saves.wait()
+    with armed("publish.link.before@1=sleep:0.2"):
+        saves.start(STATE, tmp_path / "new")
+        saves.when_committed(lambda: ds.delete(old), deletes=old)
+        assert taken.wait(60)
+        saves.wait()
+    assert not old.exists()
+
+
+def test_strict_raises(tmp_path: Path) -> None:
+    with pytest.raises(ds.UnsupportedTensorError):
+        BackgroundSaves({}, strict=True).start(REFUSED, tmp_path / "path")
+
+
+def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = BackgroundSaves({})
+    saves.start(STATE, tmp_path / "0")
+    saves.wait()
+    for number in range(1, 6):
+        saves.start(REFUSED, tmp_path / str(number))
+    with pytest.raises(ds.UnsupportedTensorError):
+        saves.start(STATE, tmp_path / "6")
+    saves.start(STATE, tmp_path / "7")
+    with caplog.at_level("INFO"):
+        saves.wait()
+        saves.wait()
+    lines = [each for each in caplog.messages if "saves committed" in each]
+    assert len(lines) == 1
+    assert "2 saves committed, 5 failed" in lines[0]
+    assert str(tmp_path / "7") in lines[0]
+
+
+def test_options_are_taken_and_checked() -> None:
+    saves = {"host_cache_size": "64MiB", "max_in_flight": 2}
+    loads = {"missing": "warn", "rename": {"a": "b"}}
+    keywords = {**saves, "precision": "32", **loads}
+    assert pop_options(keywords) == (saves, loads)
+    assert keywords == {"precision": "32"}
+    with pytest.raises(ds.ConfigurationError, match="strict"):
+        BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"when_behind": "never"}, "when_behind"),
+        ({"missing": "some"}, "missing='some'"),
+        ({"max_inflight": 2, "accelerator": "cpu"}, "'max_inflight'; did you mean 'max_in_flight'"),
+        ({"mising": "warn"}, "'mising'; did you mean 'missing'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=said):
+        pop_options(keywords)
