@@ -98,9 +98,9 @@ class CheckpointEngine:
 
     def wait(self, persist: bool = False) -> None:
         """Wait until all tensors of the saves in flight have been read; with ``persist``, until every save is
-        committed, or has failed, and ``latest`` is written. Returns at once if no save is in flight.
+        committed, or has failed, and ``latest`` is written. Returns immediately if no save is in flight.
 
-        Returns at once in any thread but the training thread, too: a garbage collection may destroy an engine in a
+        Returns immediately in any thread but the training thread, too: a garbage collection may destroy an engine in a
         thread that the saves need.
         """
         if threading.get_ident() != self._thread:

@@ -2,7 +2,7 @@
 
 * ``save_checkpoint``: when DeepSpeed has passed all its files, the save starts. DeepSpeed has no call at this point for
   an engine like its ``DataStatesCheckpointEngine``: its next call would be in the next ``step()``, before the
-  optimizer's, when there is no backward pass left to read behind. That call is never made, either, since the engine
+  optimizer's, when no backward pass is left during which to read. That call is never made, either, since the engine
   inherits a ``get_commit_info()`` that returns None. It stays so: DeepSpeed would write ``latest`` there itself, before
   the bytes are durable.
 * ``load_checkpoint``: the saves in flight come first. A load changes the tensors that they read, and needs ``latest``.

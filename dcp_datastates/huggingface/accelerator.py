@@ -173,7 +173,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
 
         All ranks call this, at any number of ranks. If the newest one is damaged, the next older one is loaded, with a
         line in the log; a damaged one that is named is an error. Checkpoints that Accelerate itself has saved are
-        loaded by it; the numbers of automatic names go on behind the one that was loaded.
+        loaded by it; automatic names are numbered from the loaded one on.
 
         Raises :class:`CheckpointNotFoundError` if there is no committed checkpoint, :class:`CheckpointCorruptError` if
         it is damaged, or if all are; :class:`IncompatibleStateError` if other objects are registered than were saved;

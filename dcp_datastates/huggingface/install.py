@@ -1,6 +1,6 @@
 """This package's classes in place of Accelerate's and transformers', for programs that name those.
 
-``python -m dcp_datastates.huggingface`` does it for a script or a module that somebody else has written.
+``python -m dcp_datastates.huggingface`` does it for a script or a module of another author.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
 def _remove(path: Location) -> None:
     try:
         delete(path)
-    except CheckpointNotFoundError:  # Lightning has saved it, or nobody
+    except CheckpointNotFoundError:  # Lightning has saved it, or no program has
         if isinstance(path, ObjectPath):
             remove_all(path, first=())
             path.store.delete([path.key])

@@ -79,7 +79,7 @@ class StepConsensus:
         return self._pending.result()
 
     def give(self, numbers: Sequence[float]) -> None:
-        """Give this step's numbers, at every step as many, after :meth:`take`. Returns at once."""
+        """Give this step's numbers, at every step as many, after :meth:`take`. Returns immediately."""
         mine, begun = list(map(float, numbers)), Future[list[float]]()
         self._pending = begun
         self._number += 1

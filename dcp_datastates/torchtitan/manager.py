@@ -79,13 +79,13 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """``disabled``: every save returns when it is committed. In the other modes, saves return at once."""
+        """``disabled``: every save returns when it is committed. In the other modes, saves return immediately."""
 
         host_cache_size: str = "auto"
         """Host memory of each rank for saves in flight."""
 
         read_window: Literal["backward", "immediate"] = "backward"
-        """When deferred reads start: with the next backward pass, or at once."""
+        """When deferred reads start: with the next backward pass, or immediately."""
 
         read_deadline: float = 1.0
         """Seconds after which deferred reads start in any case."""
