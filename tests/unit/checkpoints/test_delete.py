@@ -70,53 +70,6 @@ def test_what_others_put_there_stays_and_is_named(path, caplog):
     assert "notes.txt" in caplog.text
 
 
-class _Crash(BaseException):
-    pass
-
-
-_OPERATIONS = (
-    *("make_directory", "write_new_file", "link", "rename"),
-    *("unlink", "sync_directory", "remove_directory"),
-)
-STEPS = 15
-
-
-@pytest.mark.parametrize("when", range(STEPS))
-def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
-    when, path, monkeypatch
-):
-    """It is deleted with the rename that replaces the decision, and not before."""
-    done = []
-
-    def counted(name):
-        real = getattr(operations, name)
-
-        def operation(*arguments):
-            if len(done) >= when:
-                raise _Crash
-            real(*arguments)
-            done.append((name, arguments[0].name))
-
-        return operation
-
-    with monkeypatch.context() as crashing:
-        for name in _OPERATIONS:
-            crashing.setattr(operations, name, counted(name))
-        try:
-            delete(path)
-        except _Crash:
-            pass
-        else:
-            assert when == STEPS - 1, "each step of the deletion is a case"
-    is_gone = any(step == "rename" and name.startswith(".decision.") for step, name in done)
-    assert committed(path) == (not is_gone)
-    if not is_gone:
-        assert load_everything(path)["step"] == 3
-    if path.exists() and os.listdir(path):
-        delete(path)
-    assert not path.exists() or not os.listdir(path)
-
-
 def _during_each_step(monkeypatch, of, do):
     """Call ``of`` again and again, and ``do`` before its first step, then before its second, and so on."""
     for when in itertools.count():
@@ -137,6 +90,38 @@ def _during_each_step(monkeypatch, of, do):
             assert when > 10
             return
         yield when, done[0]
+
+
+class _Crash(BaseException):
+    pass
+
+
+def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(path, monkeypatch):
+    """It is deleted with the rename that replaces the decision, and not before."""
+    kept = path.parent.with_name("kept")
+    shutil.copytree(path, kept)
+
+    def crash(when):
+        raise _Crash
+
+    def remove():
+        with contextlib.suppress(_Crash):
+            delete(path)
+
+    steps, stays = [], []
+    for _, step in _during_each_step(monkeypatch, remove, crash):
+        steps.append(step)
+        stays.append(committed(path))
+        if stays[-1]:
+            assert load_everything(path)["step"] == 3, step
+        if path.exists() and os.listdir(path):
+            delete(path)
+        assert not path.exists() or not os.listdir(path), step
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(kept, path)
+    renames = (at for at, step in enumerate(steps) if step == "delete.rename.before")
+    _, of_the_decision, _ = renames  # the first is the marker's, the last the attempt's folder's
+    assert stays == [at <= of_the_decision for at in range(len(steps))]
 
 
 @pytest.mark.parametrize("whole", [False, True])
