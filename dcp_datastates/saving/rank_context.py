@@ -52,6 +52,7 @@ from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.storage.attempt import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -209,8 +210,9 @@ class RankContext:
             agreed, assignment, failure = agree(
                 functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
             )
-            assert assignment.ticket is not None
-            save.agree(assignment.ticket)
+            ticket = Ticket.decode(assignment.ticket)
+            assert ticket is not None
+            save.agree(ticket)
         finally:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
