@@ -93,11 +93,11 @@ class DcpSave:
             save.record_error(error)  # the ranks agree first: others may wait for this one
         try:
             try:
-                writing = context_of(save.group).plan(save, self._planning(planner))
+                finish = context_of(save.group).plan(save, self._planning(planner))
             finally:
                 if turn is not None:
                     turn.planned()
-            writing.finish()
+            finish()
         except BaseException as error:
             failure = error
             if isinstance(error, NotAgreed):

@@ -51,7 +51,7 @@ from dcp_datastates.saving.agreement import (
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.start import begin_planning
-from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.saving.write import begin_write, fail_write
 from dcp_datastates.storage.attempt import Ticket
 
 logger = logging.getLogger(__name__)
@@ -195,11 +195,11 @@ class RankContext:
 
     # ---- the planning thread, or the thread of a save that DCP runs -------------------------------
 
-    def plan(self, save: SaveOperation, planning: SavePlanning | None) -> Writing:
+    def plan(self, save: SaveOperation, planning: SavePlanning | None) -> Callable[[], None]:
         """Agree on ``save`` with the other ranks, then begin to read and write this rank's part.
 
-        ``planning`` is None if the save has failed on this rank. If this raises, the save has failed on all ranks, or
-        this rank has voted against it.
+        ``planning`` is None if the save has failed on this rank. Returns as :func:`begin_write`. If this raises, the
+        save has failed on all ranks, or this rank has voted against it.
         """
         group, timeout = save.group, save.config.commit_timeout
         what = f"the save to {str(save.path)!r}"
@@ -232,9 +232,9 @@ class RankContext:
 
     def _save(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
         try:
-            writing = self._plan(save, make)
-            read = functools.partial(self._read, save, writing)
-            del writing  # a traceback may retain this frame
+            finish = self._plan(save, make)
+            read = functools.partial(self._read, save, finish)
+            del finish  # a traceback may retain this frame
             save.doing = "reading"
             if not self._reader.post(read):
                 raise SaveAbandonedError(f"this save was not read: {self._reader.refusal}")
@@ -243,7 +243,9 @@ class RankContext:
         finally:
             del make
 
-    def _plan(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> Writing:
+    def _plan(
+        self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]
+    ) -> Callable[[], None]:
         name = save.directory().name
         if name in self._stray:
             self._stray.discard(name)
@@ -325,16 +327,16 @@ class RankContext:
 
     # ---- the reading thread ------------------------------------------------------------------
 
-    def _read(self, save: SaveOperation, writing: Writing) -> None:
+    def _read(self, save: SaveOperation, finish: Callable[[], None]) -> None:
         try:
-            writing.finish()
+            finish()
         except BaseException as error:
             fail_write(save, error)
             self._give_up(save, error)
         else:
             save.end()
         finally:
-            del writing  # a traceback may retain this frame
+            del finish  # a traceback may retain this frame
 
     # ---- both ----------------------------------------------------------------------------------
 

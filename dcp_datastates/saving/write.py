@@ -12,14 +12,14 @@ import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import Engine, SaveFile, SaveJob, Transfer, Window
-from dcp_datastates.config import WriterConfig
+from dcp_datastates._native import Engine, SaveFile, Transfer, Window
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
@@ -33,11 +33,16 @@ from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving import output
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import WriteJob
+from dcp_datastates.saving.output import WriteJob, WrittenPart
+from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.staging.deferred_reads import DeferredReads, await_reads
 from dcp_datastates.staging.ownership import STABLE
-from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_SECONDS: Final = 3.0
+"""How long a failed save waits for its reads and writes to end, before it reports the failure."""
 
 
 @dataclass(eq=False)
@@ -90,8 +95,8 @@ class Sources:
                 add_region(content, entry.offset, tensor, entry.nbytes, group, device)
 
 
-def write_job(sources: Sources, folder: Location, rank: int) -> WriteJob:
-    """The files that ``rank`` writes below ``folder``.
+def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) -> WriteJob:
+    """The files that ``rank`` writes below ``folder``, with the directories to sync.
 
     Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
     """
@@ -123,7 +128,17 @@ def write_job(sources: Sources, folder: Location, rank: int) -> WriteJob:
     readers = fences(sources.engine, sources.devices)
     after = [*(reads.fences if reads is not None else ()), *readers]
     return WriteJob(
-        files, part.layouts, sealed, report, after, readers, sources.keep, known is not None
+        sources.engine,
+        folder,
+        synced,
+        files,
+        part.layouts,
+        sealed,
+        report,
+        after,
+        readers,
+        sources.keep,
+        known is not None,
     )
 
 
@@ -154,99 +169,83 @@ def _resolve_tensor(
     return tensor, device
 
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Writing:
-    """A rank's part of a save whose reads have begun."""
-
-    _save: SaveOperation
-    _planning: SavePlanning
-    _attempt: Attempt
-    _content: WriteJob
-    _part: output.WrittenPart
-    _samples: bytes
-
-    def finish(self) -> None:
-        """Wait until all data are read, and check that they are unchanged; then the files are for the commit thread.
-
-        Raises :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then no read or write is in
-        progress but one that a device or storage holds up.
-        """
-        save, content, planning, part = self._save, self._content, self._planning, self._part
-        job = part.job
-        try:
-            if save.reads is None:
-                stall = Stall(logger, f"save {save.order}", save.config.commit_timeout)
-                await_reads(job, -1, stall)
-            else:
-                try:
-                    save.reads.settle(save.config.read_deadline)
-                finally:
-                    save.reads.raise_failure()
-            if (error := part.error) is not None:
-                raise error
-        except BaseException:
-            output.cancel(job)
-            raise
-        save.stats.timeline.begin("reading", job.read_seconds)
-        save.stats.timeline.begin("flushing")
-        content.keep.clear()  # all is read: release the copies and the tensors
-        report = planning.report(self._attempt, content.report, self._samples)
-        save.submit(part, report, planning.compose(save.metrics))
-
-
-def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
+def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], None]:
     """Begin to read and write this rank's part of ``save``. The planning lets go of the state.
 
-    When an error is raised, no read or write is in progress.
+    Returns what waits until all data are read and unchanged, and hands the files to the commit thread. It raises
+    :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then, as when this raises, no read or
+    write is in progress but one that a device or storage holds up.
     """
     try:
-        return _begin(save, planning, save.ticket().attempt)
+        attempt = save.ticket().attempt
+        content = _content(save, planning, save.resolved_path() / attempt.name)
+        reads, stats = save.reads, save.stats
+        window = Window(0.0) if reads is None else reads.prepare(content.readers)
+        samples = planning.sample(attempt)  # while the gate still holds
+        expected = None if reads is None else reads.staged.expected
+        part = output.begin(content, stats, save.order, window, expected)
+        save.follow(part.job)
+        if reads is not None:
+            reads.hand_over(part.job)
+        stats.timeline.begin("window")
+        report = functools.partial(planning.report, attempt, content.report, samples)
+        return functools.partial(_finish, save, planning, part, content.keep, report)
     finally:
         planning.release()
 
 
-def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
-    reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
-    folder = save.resolved_path() / attempt.name
-    native = engine(save.config.host_cache_bytes)
+def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> WriteJob:
+    """This rank's part, ready to be read."""
+    reads, config, rank = save.reads, save.config, save.group.rank_set.rank
+    native = engine(config.host_cache_bytes)
     look_for_nan(save, None if reads is None else reads.staged)
-    synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
+    synced: list[str] = []
+    if isinstance(folder, Path):
+        directory = folder
+        synced = save.on_storage(
+            "looking for the attempt", lambda: directories_to_sync(directory, rank)
+        )
     try:
-        content = write_job(Sources(native, planning, reads, save.step), folder, rank)
+        content = write_job(Sources(native, planning, reads, save.step), folder, rank, synced)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
         raise
     if reads is not None and reads.fences:  # from devices
-        _fit_cache(save.config, content)
-    stats.steady = planning.is_cached and content.is_known
-    begun: list[Writing] = []
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        grows = config.cache_grows
+        most = largest_host_cache_bytes(ranks) if grows else config.host_cache_bytes
+        fit_cache(content.nbytes, most)
+    save.stats.steady = planning.is_cached and content.is_known
+    return content
 
-    def start(window: Window) -> SaveJob:
-        samples = planning.sample(attempt)  # while the gate still holds
-        part = output.begin(
-            native,
-            folder,
-            synced,
-            content,
-            stats,
-            order=save.order,
-            window=window,
-            expected=None if reads is None else reads.staged.expected,
-        )
-        save.follow(part.job)
-        begun.append(Writing(save, planning, attempt, content, part, samples))
-        return part.job
 
-    if reads is None:
-        start(Window(0.0))
-    else:
-        reads.hand_over(start, content.readers)
-    stats.timeline.begin("window")
-    return begun[0]
+def _finish(
+    save: SaveOperation,
+    planning: SavePlanning,
+    part: WrittenPart,
+    keep: list[Any],
+    report: Callable[[], bytes],
+) -> None:
+    try:
+        if save.reads is None:
+            stall = Stall(logger, f"save {save.order}", save.config.commit_timeout)
+            await_reads(part.job, -1, stall)
+        else:
+            try:
+                save.reads.settle(save.config.read_deadline)
+            finally:
+                save.reads.raise_failure()
+        if (error := part.error) is not None:
+            raise error
+    except BaseException:
+        part.job.cancel()
+        part.job.wait(_CANCEL_SECONDS)
+        raise
+    save.stats.timeline.begin("reading", part.job.read_seconds)
+    save.stats.timeline.begin("flushing")
+    keep.clear()  # all is read: release the copies and the tensors
+    save.submit(part, report(), planning.compose(save.metrics))
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
@@ -254,9 +253,3 @@ def fail_write(save: SaveOperation, error: BaseException) -> None:
     if save.reads is not None:
         save.reads.fail(error)
     save.submit_failure(error)
-
-
-def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
-    fit_cache(content.nbytes, most)

@@ -308,30 +308,28 @@ class DeferredReads:
         """The group whose gate covers these bytes; ``STABLE`` for copies, which do not change."""
         return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
 
-    def _prepare(self) -> None:
-        for portion in self._portions:
-            portion.pin()
-        if (staged := self._staged) is not None:
-            staged.copying.wait()
-        self.raise_failure()
-
-    def hand_over(
-        self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
-    ) -> SaveJob:
-        """Start the native job with this save's window. Gates wait for ``readers``, too: kernels that this thread has
-        launched on deferred tensors.
+    def prepare(self, readers: Sequence[DeviceEvent] = ()) -> Window:
+        """The save's window, for its native job, which is about to start. Gates wait for ``readers``, too: kernels that
+        this thread has launched on deferred tensors.
 
         Raises the error of :meth:`fail`, or :class:`SnapshotTornError` if a deferred tensor's memory is not that of the
         call.
         """
         self._readers = list(readers)
-        self._prepare()
-        self._job = job = start(self._window)
+        for portion in self._portions:
+            portion.pin()
+        if (staged := self._staged) is not None:
+            staged.copying.wait()
+        self.raise_failure()
+        return self._window
+
+    def hand_over(self, job: SaveJob) -> None:
+        """The native ``job`` has started: from now on gates wait for its reads. Raises the error of :meth:`fail`."""
+        self._job = job
         if self._end:
             _stop(job)
         self._handed_over.set()
         self.raise_failure()
-        return job
 
     def check_unchanged(self) -> None:
         """Raise :class:`SnapshotTornError` if torch has written to a deferred tensor."""

@@ -33,7 +33,8 @@ class _Planning:
 def _job(tmp_path, *items, **data):
     """What goes to the engine."""
     native = engine.engine(parse_size(CACHE))
-    return write_job(Sources(native, _Planning(*items, **data), None, lambda: None), tmp_path, 0)
+    sources = Sources(native, _Planning(*items, **data), None, lambda: None)
+    return write_job(sources, tmp_path, 0, [])
 
 
 def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):
