@@ -206,3 +206,27 @@ def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
 
 def _within(values: npt.NDArray[Any], begin: int, end: int) -> bool:
     return len(values) == 0 or bool(begin <= values.min() and values.max() < end)
+
+
+def extents_of(ndims: Ints, sizes: Ints) -> Ints:
+    """(N,): of boxes with these (ragged) sizes, the rows of dimension 0; 1 if it has no dimensions, or is an object."""
+    result = np.ones(len(ndims), dtype=np.int64)
+    rows = ndims > 0
+    result[rows] = sizes[starts_of(ndims)[rows]]
+    return result
+
+
+def sliced(
+    ndims: Ints, offsets: Ints, sizes: Ints, which: Ints, begins: Ints, ends: Ints
+) -> tuple[Ints, Ints]:
+    """The offsets and sizes (ragged) of slices of boxes: of ``which``, from the row ``begins`` of dimension 0 on, up to
+    the row ``ends``.
+    """
+    lengths = ndims[which]
+    where = positions(starts_of(ndims)[which], lengths)
+    offsets, sizes = offsets[where], sizes[where]
+    cuttable = lengths > 0
+    first = starts_of(lengths)[cuttable]
+    offsets[first] += begins[cuttable]
+    sizes[first] = (ends - begins)[cuttable]
+    return offsets, sizes

@@ -8,14 +8,12 @@ answer; and if a save's planning breaks off, it forgets what the coordinator has
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import key_of
@@ -31,21 +29,7 @@ from dcp_datastates.planning.samples import Held
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.staging.traverse import Fingerprint
 
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """This rank's share of a global plan."""
-
-    plan: LocalPlan
-    final: RankPlan
-
-    @functools.cached_property
-    def items(self) -> list[WriteItem]:
-        """The share's items. A share whose files are known does not need them."""
-        return self.final.write_items(self.plan)
-
-
-Agreed = Recent[bytes, Share]
+Agreed = Recent[bytes, RankPlan]
 """Of a rank's plans that the coordinator has, by digest: the latest share."""
 
 
@@ -102,14 +86,13 @@ class KnownState:
             value = value[key]
         return value
 
-    def files(self, share: Share, rank: int) -> KnownFiles:
-        """The files of the share, laid out once."""
-        final = share.final
-        files = self.files_of_shares.get(final.digest)
+    def files(self, share: RankPlan, rank: int) -> KnownFiles:
+        """The files of a share of the plan, laid out once."""
+        files = self.files_of_shares.get(share.digest)
         if files is None:
-            items, begins = final.layout_items(share.plan), final.begins.tolist()
-            files = KnownFiles(items, rank, self.positions[final.items], begins)
-            self.files_of_shares.put(final.digest, files)
+            items, begins = share.layout_items(self.plan), share.begins.tolist()
+            files = KnownFiles(items, rank, self.positions[share.items], begins)
+            self.files_of_shares.put(share.digest, files)
         return files
 
     def held(self, staged: StagedState, items: Ints) -> Held:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.layout import LayoutItem
-from dcp_datastates.format.ragged import Ints, positions, starts_of
-from dcp_datastates.planning.local_plan import SHARD, LocalPlan
+from dcp_datastates.format.ragged import Ints
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan, extents_of, sliced
 from dcp_datastates.planning.packing import Named
 
 
@@ -44,27 +43,20 @@ class RankPlan(Named):
         A whole item is as in the stock plan, with its hint. A slice is an item of type SHARD: a separate chunk.
         ValueError: this is not a share of that plan.
         """
-        kinds, offsets, sizes = self._boxes(local)
+        offsets, sizes = self._boxes(local)
+        kinds = local.head.kinds[self.items]
+        extents = extents_of(local.head.ndims, local.sizes)[self.items]
+        kinds[(self.begins != 0) | (self.ends != extents)] = SHARD
         return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())
 
     def layout_items(self, local: LocalPlan) -> list[LayoutItem]:
         """What the layout needs of :meth:`write_items`."""
-        _, offsets, sizes = self._boxes(local)
-        return local.layout_items(self.items, offsets, sizes)
+        return local.layout_items(self.items, *self._boxes(local))
 
-    def _boxes(self, local: LocalPlan) -> tuple[Ints, Ints, Ints]:
-        """Each item's kind, and (ragged) its offsets and sizes."""
-        head = local.head
-        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(head.names):
-            raise ValueError(f"the final plan is of other items than the {len(head.names)} given")
-        ndims = head.ndims[self.items]
-        where = positions(starts_of(head.ndims)[self.items], ndims)
-        offsets, sizes = local.offsets[where], local.sizes[where]
-        cuttable = ndims > 0
-        first = starts_of(ndims)[cuttable]
-        begins, ends = self.begins[cuttable], self.ends[cuttable]
-        kinds = head.kinds[self.items]
-        kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
-        offsets[first] += begins
-        sizes[first] = ends - begins
-        return kinds, offsets, sizes
+    def _boxes(self, local: LocalPlan) -> tuple[Ints, Ints]:
+        """Each item's offsets and sizes (ragged)."""
+        names = local.head.names
+        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(names):
+            raise ValueError(f"the final plan is of other items than the {len(names)} given")
+        boxes = (local.head.ndims, local.offsets, local.sizes)
+        return sliced(*boxes, self.items, self.begins, self.ends)
