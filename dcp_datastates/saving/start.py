@@ -21,7 +21,6 @@ from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.eager_copies import EagerBuffers
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
@@ -82,9 +81,7 @@ def stage_save(
     except BaseException as error:
         failure = error
     if save.reads is None:
-        save.reads = DeferredReads(
-            None, None, Window(0.0), save.order, stats, config.commit_timeout
-        )
+        save.reads = DeferredReads(None, Window(0.0), save.order, stats, config.commit_timeout)
     if failure is not None:
         save.reads.fail(failure)
         alone = group.rank_set.world == 1 and not left_out
@@ -117,28 +114,13 @@ def _stage(
 ) -> DeferredReads:
     config, stats = save.config, save.stats
     check_at_call(save.path, config)
-    native = engine(config.host_cache_bytes)
-    buffers = EagerBuffers(native, save.order)
-    ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
     immediate = read_window == "immediate"
     window = Window(0.0 if immediate else config.read_deadline)
-    try:
-        staged = stage_state(
-            state_dict,
-            ownership,
-            defer,
-            native,
-            buffers.allocate,
-            save.order,
-            config.audit,
-        )
-        reads = DeferredReads(
-            staged, buffers.slab, window, save.order, stats, config.commit_timeout
-        )
-    except BaseException:
-        buffers.release()
-        raise
-    stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, buffers.waited_seconds
+    ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
+    native = engine(config.host_cache_bytes)
+    staged = stage_state(state_dict, ownership, defer, native, save.order, config.audit)
+    reads = DeferredReads(staged, window, save.order, stats, config.commit_timeout)
+    stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, staged.cache_seconds
     stats.deferred_bytes = sum(staged.deferred.sizes)
     try:
         if not immediate and staged.deferred.sizes and not step_gate.arm_backward():

@@ -35,7 +35,8 @@ from dcp_datastates.io.running_calls import Places, RunningCalls
 from dcp_datastates.io.tensor_memory import inner_tensors, layers, local_tensor
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
-from dcp_datastates.staging.stage import DeferredTensors, StagedState
+from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.traverse import DeferredTensors
 
 _LOOK_SECONDS: Final = 0.001
 """How often a thread that waits for other threads' calls looks at them."""

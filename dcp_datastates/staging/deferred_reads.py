@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
+from dcp_datastates._native import DeviceEvent, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
@@ -64,7 +64,6 @@ class DeferredReads:
 
     Args:
         staged: the staged state; None if staging has failed. Then the caller calls :meth:`fail` next.
-        slab: the host cache's memory that holds the eager copies.
         window: opens when the deferred reads may start.
         order: the save's sequence number.
         stats: the statistics to which the gates' waits are added.
@@ -74,7 +73,6 @@ class DeferredReads:
     def __init__(
         self,
         staged: StagedState | None,
-        slab: Slab | None,
         window: Window,
         order: int,
         stats: SaveStats,
@@ -86,7 +84,6 @@ class DeferredReads:
         self._stats = stats
         self._window = window
         self._staged = staged
-        self._slab = slab
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
@@ -157,11 +154,8 @@ class DeferredReads:
         self._portions = []
         self._readers = []
         staged, self._staged = self._staged, None
-        slab, self._slab = self._slab, None
-        if slab is not None and staged is not None and staged.abandoned:
-            slab.abandon()
-        elif slab is not None:
-            slab.release()
+        if staged is not None:
+            staged.free()
 
     # ---- the thread that steps an optimizer, or moves memory ------------------------------------
 
