@@ -26,7 +26,6 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
-from dcp_datastates.saving.agreement import NotAgreed
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
@@ -99,15 +98,10 @@ class DcpSave:
                     turn.planned()
             finish()
         except BaseException as error:
-            failure = error
-            if isinstance(error, NotAgreed):
-                failure = error.told(repr(str(save.path)), save.group.rank_set.world)
-            save.record_error(failure)
-            fail_write(save, failure)
+            save.record_error(error)
+            fail_write(save, error)
             self._end()
-            if failure is error:
-                raise
-            raise failure from error.__cause__
+            raise
         if not self._is_coordinator:
             self._end()
 

@@ -1,6 +1,6 @@
 """One save on this rank, from the call to its outcome.
 
-A save passes through these phases (``phase.py``), in order, and never goes back::
+A save passes through these phases (:class:`Phase`), in order, and never goes back::
 
     STAGED ─► PLANNING ─► AGREED ─► COMMITTING
 
@@ -11,12 +11,11 @@ both. A save that has failed on this rank may still owe the other ranks a vote, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -188,7 +187,7 @@ class SaveOperation:
 
     def fail(self, error: BaseException) -> None:
         """Set ``error`` as the outcome on this rank, if none is known yet."""
-        self._resolve(error)
+        self.committed.settle(error)
 
     def wait(self) -> None:
         """Wait until the save is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
@@ -314,7 +313,7 @@ class SaveOperation:
             part.cancel()
             return
         self.group.reading(self, False)
-        when_done(round_.committed, self._decided)
+        when_done(round_.committed, lambda outcome: self.committed.settle(outcome.exception()))
         self.doing = "committing"
         self.group.submit(round_)
 
@@ -366,17 +365,6 @@ class SaveOperation:
             timeline=self.stats.timeline,
             trace=lambda: save_trace.pack(self._recorded(None)),
         )
-
-    def _decided(self, outcome: Future[None]) -> None:
-        self._resolve(outcome.exception())
-
-    def _resolve(self, error: BaseException | None) -> None:
-        # The commit thread, the heartbeat thread and the planning thread may call this at once: the first call counts.
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.committed.set_result(None)
-            else:
-                self.committed.set_exception(error)
 
     def _told(self, committed: Future[None]) -> None:
         self._store = None

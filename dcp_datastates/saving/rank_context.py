@@ -205,6 +205,7 @@ class RankContext:
         what = f"the save to {str(save.path)!r}"
         propose = functools.partial(_propose, save, planning)
         watch = self._watch(what, timeout, save.number, save)
+        refusal: BaseException | None = None
         try:
             meet = self._meet if save.own else self._meet_in_dcp
             agreed, assignment, failure = agree(
@@ -213,11 +214,22 @@ class RankContext:
             ticket = Ticket.decode(assignment.ticket)
             assert ticket is not None
             save.agree(ticket)
+        except NotAgreed as refused:
+            refusal = refused.told(repr(str(save.path)), group.rank_set.world)
+            if save.own:
+                self._stray = set(refused.paths) - {save.directory().name}
+            if refused.__cause__ is not None:
+                save.record_error(refused.__cause__)
         finally:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
             )
             group.tell_planning("")
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # a traceback retains this frame
         self._stray.clear()
         try:
             agreed.take(assignment.plan)
@@ -341,38 +353,24 @@ class RankContext:
     # ---- both ----------------------------------------------------------------------------------
 
     def _give_up(self, save: SaveOperation, error: BaseException) -> None:
-        cause = error
-        if isinstance(error, NotAgreed):
-            cause = error.__cause__ or SaveAbandonedError("another rank failed")
-            self._stray = set(error.paths) - {save.directory().name}
-        save.record_error(cause)
-        self._failed(save, error)
-        save.end()
-
-    def _failed(self, save: SaveOperation, error: BaseException) -> None:
-        """Set ``error`` as the outcome, unless the commit group decides it."""
+        """End ``save`` with ``error`` as its outcome, unless the commit group decides that."""
+        save.record_error(error)
         release_frames(error)
         when_done(save.committed, _release_outcome)
-        world = self.group.rank_set.world
-        if isinstance(error, NotAgreed):
-            if error.__cause__ is not None:
-                release_frames(error.__cause__)
-            save.fail(error.told(repr(str(save.path)), world))
-        elif save.phase is Phase.COMMITTING:
-            return
-        elif isinstance(error, CheckpointSkipped):
-            save.fail(error)
-        else:
+        if save.phase is not Phase.COMMITTING:
             save.fail(self._named(error, save))
+        save.end()
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
-        if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
+        world, rank = self.group.rank_set.world, self.group.rank_set.rank
+        is_told = str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped)
+        if world == 1 or is_told:
             return error
-        rank = -1 if isinstance(error, RankLostError) else self.group.rank_set.rank
-        told = Decision.failed(rank, error).error(repr(str(save.path)), self.group.rank_set.world)
-        assert told is not None
-        told.__cause__ = error
-        return told
+        told = Decision.failed(-1 if isinstance(error, RankLostError) else rank, error)
+        named = told.error(repr(str(save.path)), world)
+        assert named is not None
+        named.__cause__ = error
+        return named
 
 
 # No closure: the traceback of an error would keep what it has.

@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import InvalidStateError
 from typing import Any, Final
 
 import torch
@@ -104,7 +103,7 @@ class DeferredReads:
                 step_gate.gate(self)
             else:
                 window.open()
-                self._resolve_captured(None)
+                self.captured.settle(None)
         except BaseException as error:  # an interrupt, say
             self.fail(error)
             raise
@@ -142,11 +141,7 @@ class DeferredReads:
             with contextlib.suppress(DeviceError):  # one failure is enough
                 staged.await_copies()
         self._let_go()
-        self._resolve_captured(failure)
-
-    def _resolve_captured(self, error: BaseException | None) -> None:
-        with contextlib.suppress(InvalidStateError):  # the first outcome stands
-            self.captured.set_exception(error) if error else self.captured.set_result(None)
+        self.captured.settle(failure)
 
     def _let_go(self) -> None:
         """Drop the references to source tensors, and free the eager copies' cache segments."""
@@ -364,7 +359,7 @@ class DeferredReads:
         if self._end.setdefault(None, None) is not None:
             return
         self._let_go()
-        self._resolve_captured(None)
+        self.captured.settle(None)
 
 
 def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False) -> None:
