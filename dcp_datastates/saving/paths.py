@@ -72,37 +72,26 @@ def check_at_call(location: Location | None, config: WriterConfig) -> None:
 
 
 def check_path(save: SaveOperation) -> None:
-    """Raise early if the checkpoint may not, or cannot, be written. In a store, the coordinator's claim tells: ranks
-    that asked it, too, would only cost requests.
+    """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
+    and in a store, whether it can be: ranks that asked it, too, would only cost requests.
     """
     hit("plan.before")
     location = save.resolved_path()
     if isinstance(location, Path):
         directory = location
-
-        def look() -> None:
-            Place(directory).check_overwrite(save.config.overwrite)
-            local.check_writable(directory)
-
-        save.on_storage("looking at the path", look)
+        save.on_storage("looking at the path", lambda: local.check_writable(directory))
     hit("plan.after")
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:
-    """Check that ``folder`` is shared; return the directories to sync for the entries of files in it."""
-    check_shared(folder, rank)
-    return [str(parent) for parent in local.sync_directories(folder)]
-
-
-def check_shared(folder: Path, rank: int) -> None:
-    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
-
-    Create the directory again, which must fail because it exists. Creating asks the server of a network file system; a
-    lookup may use a cached "missing" for half a minute.
+    """The directories to sync for the entries of files in ``folder``. Raises :class:`ConfigurationError` unless this
+    rank sees ``folder``, which the coordinator made.
     """
+    # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
+    # may use a cached "missing" for half a minute.
     made = local.make_directories(folder, "share")
     if not made:
-        return
+        return [str(parent) for parent in local.sync_directories(folder)]
     for path in made:
         with contextlib.suppress(OSError):
             operations.remove_directory(path, "share")

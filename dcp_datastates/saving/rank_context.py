@@ -50,7 +50,6 @@ from dcp_datastates.saving.agreement import (
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.paths import check_path
-from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import begin_write, fail_write
 from dcp_datastates.storage.attempt import Ticket
 
@@ -267,7 +266,11 @@ class RankContext:
             )
         planning: SavePlanning | None = None
         try:
-            planning = begin_planning(save, make)
+            assert save.reads is not None
+            if save.error is not None:
+                raise save.error
+            save.reads.begin()
+            planning = make(save)
         except Exception as error:
             failure = save.record_error(error)
             if save.reads is not None:

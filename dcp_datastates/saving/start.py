@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_datastates._native import Window
@@ -12,7 +12,6 @@ from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
-from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
@@ -144,14 +143,3 @@ def state_to_plan(
     assert reads is not None
     build = reads.state if built is None else lambda: built
     return StateToPlan(reads.staged, save.fingerprint, build, paths)
-
-
-def begin_planning(
-    save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]
-) -> SavePlanning:
-    """Begin to plan ``save`` in the calling thread. Raises what ``make`` raises."""
-    assert save.reads is not None
-    if save.error is not None:
-        raise save.error
-    save.reads.begin()
-    return make(save)

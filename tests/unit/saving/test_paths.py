@@ -6,7 +6,7 @@ import pytest
 
 from dcp_datastates import ConfigurationError
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.saving.paths import check_shared, directories_to_sync, writable
+from dcp_datastates.saving.paths import directories_to_sync, writable
 
 CONFIG = WriterConfig(64 << 20)
 
@@ -34,13 +34,11 @@ def test_what_is_no_path_is_refused_whoever_asks():
 
 
 def test_a_folder_that_the_coordinator_has_made_is_shared(tmp_path):
-    check_shared(tmp_path, rank=1)
     assert str(tmp_path) in directories_to_sync(tmp_path, rank=1)
 
 
-@pytest.mark.parametrize("check", [check_shared, directories_to_sync])
-def test_a_folder_that_this_rank_does_not_see_is_refused_and_nothing_is_left_of_it(check, tmp_path):
+def test_a_folder_that_this_rank_does_not_see_is_refused_and_nothing_is_left_of_it(tmp_path):
     folder = tmp_path / "c" / "attempt"
     with pytest.raises(ConfigurationError, match=r"rank 3 on .* does not see .*attempt"):
-        check(folder, rank=3)
+        directories_to_sync(folder, rank=3)
     assert list(tmp_path.iterdir()) == []
