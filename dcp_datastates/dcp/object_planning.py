@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata_table import Compose, Document
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.saving.document import document

@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints, fingerprints, leaders, positions, starts_of
-from dcp_datastates.planning.local_plan import LocalPlan, sliced
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.messages import LocalPlan, RankPlan, sliced
 from dcp_datastates.planning.replicas import Holdings, gather
 
 SPLIT_FROM = 1 << 20

@@ -22,12 +22,18 @@ from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_table import Catalog, Compose
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 from dcp_datastates.planning.flat_state import FlatState, declared
-from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
+from dcp_datastates.planning.messages import (
+    OBJECT,
+    Answer,
+    LocalPlan,
+    Offer,
+    RankPlan,
+    RankReport,
+    Report,
+)
 from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, StateKey
-from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused

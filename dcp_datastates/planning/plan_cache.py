@@ -20,11 +20,9 @@ from dcp_datastates.format.key_paths import key_of
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.devices import HOST
-from dcp_datastates.planning.exchange import Offer
 from dcp_datastates.planning.global_plan import GlobalPlan
-from dcp_datastates.planning.local_plan import OBJECT, Head, LocalPlan
+from dcp_datastates.planning.messages import OBJECT, Head, LocalPlan, Offer, RankPlan
 from dcp_datastates.planning.part_files import KnownFiles, Recent
-from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.samples import Held
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.staging.traverse import Fingerprint

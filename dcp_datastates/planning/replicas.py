@@ -42,7 +42,7 @@ from dcp_datastates.format.ragged import (
     starts_of,
     volumes,
 )
-from dcp_datastates.planning.local_plan import SHARD, Head, LocalPlan, extents_of, properties_key
+from dcp_datastates.planning.messages import SHARD, Head, LocalPlan, extents_of, properties_key
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import FileRecord, Note, Trace
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.storage.claims import Claim
 
 

@@ -37,7 +37,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.io.streams import MOST_FILES_AT_ONCE, Upload
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.stats import SaveStats

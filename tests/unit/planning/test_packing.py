@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
+from dcp_datastates.planning.messages import Answer, Offer, RankPlan, RankReport, Report
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
-from dcp_datastates.planning.rank_plan import RankPlan
 
 INTS = st.integers(-(1 << 62), 1 << 62)
 COLUMNS = st.one_of(

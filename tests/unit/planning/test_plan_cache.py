@@ -14,10 +14,9 @@ from support.state.plans import plan, replica, thing
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
-from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.messages import Answer, Offer, RankPlan
 from dcp_datastates.planning.part_files import KEPT, Recent
 from dcp_datastates.planning.plan_cache import PlanCache
-from dcp_datastates.planning.rank_plan import RankPlan
 
 WORLD = 3
 SAME = (0,) * WORLD
