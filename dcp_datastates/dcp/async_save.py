@@ -183,7 +183,6 @@ def _planning(default: PlanCache, planner: SavePlanner | None, save: SaveOperati
     if (planned := plan_in_columns(planner, default, state_to_plan(save))) is not None:
         return planned
     assert planner is not None
-    assert save.reads is not None
     staged = save.reads.staged
     return ObjectPlanning.of_state(planner, staged, save.reads.state(), str(save.directory()))
 

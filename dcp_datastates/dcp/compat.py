@@ -112,7 +112,7 @@ class DcpSave:
             return None
         try:
             if options_in_columns(planner) is None:
-                staged = None if save.reads is None else save.reads.staged
+                staged = None if self._turn is None else save.reads.staged
                 return ObjectPlanning(planner, lambda _: plan, staged)
             assert isinstance(planner, DefaultSavePlanner)
             state, paths = planned_state(planner)
@@ -179,7 +179,6 @@ def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
     raised here, they would wait.
     """
     reads = save.reads
-    assert reads is not None
     turn.come()
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}

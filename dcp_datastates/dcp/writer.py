@@ -163,7 +163,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         ``result()`` raises the error if the save failed before that. Done already if there was no such save.
         """
         newest = self._saves.newest
-        return resolved() if newest is None or newest.reads is None else newest.reads.captured
+        return resolved() if newest is None else newest.reads.captured
 
     @property
     def committed(self) -> Future[None]:

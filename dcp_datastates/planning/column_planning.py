@@ -38,7 +38,6 @@ from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.storage.attempt import Attempt
 
 Paths = Mapping[str, tuple[Any, ...]]
@@ -63,8 +62,6 @@ class StateToPlan:
     """A state at the call."""
 
     staged: StagedState
-    fingerprint: Fingerprint | None
-    """Its fingerprint at the call; None if plans for it are not cached."""
     build: Callable[[], dict[Any, Any]]
     """Builds the state with all its tensors. Called once at most."""
     paths: Paths | None = None
@@ -87,7 +84,7 @@ class StateToPlan:
 
     def known_by(self, plan: LocalPlan, flat: FlatState) -> KnownState | None:
         """Where the plan's items are in states like this one; None if that is unknown."""
-        if self.staged.fingerprint() != self.fingerprint:
+        if self.staged.fingerprint() != self.staged.at_call:
             return None  # a tensor was replaced after the call: this is the plan of another state
         return KnownState.of(plan, self.staged, self.built, flat.mappings or {})
 
@@ -130,8 +127,9 @@ class ColumnPlanning(SavePlanning):
     def propose(self, group: str, rank: int) -> bytes:
         self._rank = rank
         state, key = self._to_plan, None
-        if self._options.cache and self._options.flatten and state.fingerprint is not None:
-            key = (group, rank, state.fingerprint, state.staged.owned())
+        fingerprint = state.staged.at_call
+        if self._options.cache and self._options.flatten and fingerprint is not None:
+            key = (group, rank, fingerprint, state.staged.owned())
             self._known = self._cache.states.get(key)
         self.is_cached = self._known is not None
         plan = state.plan(self._flat()) if self._known is None else self._known.plan

@@ -302,8 +302,7 @@ class PeerWatch:
 
     @property
     def _gate_waits(self) -> float:
-        reads = None if self._save is None else self._save.reads
-        return 0.0 if reads is None else reads.gate_waits
+        return 0.0 if self._save is None else self._save.reads.gate_waits
 
     def _waited_for(self, detector: FailureDetector) -> str:
         absent = detector.absent(self._number, self._own)

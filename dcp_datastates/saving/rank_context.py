@@ -266,15 +266,13 @@ class RankContext:
             )
         planning: SavePlanning | None = None
         try:
-            assert save.reads is not None
             if save.error is not None:
                 raise save.error
             save.reads.begin()
             planning = make(save)
         except Exception as error:
             failure = save.record_error(error)
-            if save.reads is not None:
-                save.reads.fail(failure)  # frees its memory at once
+            save.reads.fail(failure)  # frees its memory at once
         save.begin()
         return self.plan(save, planning)
 

@@ -19,7 +19,6 @@ from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
@@ -73,14 +72,10 @@ def stage_save(
         hit("stage.before")
         if failure is None:
             with collection_paused():
-                save.reads = _stage(save, state_dict, config.defer, config.read_window)
-                if in_columns:
-                    save.fingerprint = save.reads.staged.fingerprint()
+                _stage(save, state_dict, config.defer, config.read_window, in_columns)
         hit("stage.after")
     except BaseException as error:
         failure = error
-    if save.reads is None:
-        save.reads = DeferredReads(None, Window(0.0), save.order, stats, config.commit_timeout)
     if failure is not None:
         save.reads.fail(failure)
         alone = group.rank_set.world == 1 and not left_out
@@ -103,14 +98,17 @@ def stage_in_place(save: SaveOperation, state_dict: Mapping[str, Any]) -> None:
 
     Raises :class:`UnsupportedTensorError` and the like.
     """
-    save.reads = _stage(save, state_dict, "all", "immediate")
-    save.fingerprint = save.reads.staged.fingerprint()
+    _stage(save, state_dict, "all", "immediate", in_columns=True)
     save.reads.begin()
 
 
 def _stage(
-    save: SaveOperation, state_dict: Mapping[str, Any], defer: Defer, read_window: ReadWindow
-) -> DeferredReads:
+    save: SaveOperation,
+    state_dict: Mapping[str, Any],
+    defer: Defer,
+    read_window: ReadWindow,
+    in_columns: bool,
+) -> None:
     config, stats = save.config, save.stats
     check_at_call(save.path, config)
     immediate = read_window == "immediate"
@@ -118,16 +116,13 @@ def _stage(
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
     native = engine(config.host_cache_bytes)
     staged = stage_state(state_dict, ownership, defer, native, save.order, config.audit)
-    reads = DeferredReads(staged, window, save.order, stats, config.commit_timeout)
+    if in_columns:
+        staged.at_call = staged.fingerprint()
+    save.reads.capture(staged, window)
     stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, staged.cache_seconds
     stats.deferred_bytes = sum(staged.deferred.sizes)
-    try:
-        if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
-            window.open()
-    except BaseException as error:
-        reads.fail(error)
-        raise
-    return reads
+    if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
+        window.open()
 
 
 def state_to_plan(
@@ -139,7 +134,5 @@ def state_to_plan(
         built: the state with all its tensors, if it is built already.
         paths: the path of each of its keys, if it is flattened already.
     """
-    reads = save.reads
-    assert reads is not None
-    build = reads.state if built is None else lambda: built
-    return StateToPlan(reads.staged, save.fingerprint, build, paths)
+    build = save.reads.state if built is None else lambda: built
+    return StateToPlan(save.reads.staged, build, paths)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import Engine, SaveFile, Transfer, Window
+from dcp_datastates._native import Engine, SaveFile, Transfer
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
@@ -29,17 +28,14 @@ from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving import output
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import WriteJob, WrittenPart
 from dcp_datastates.saving.paths import directories_to_sync
-from dcp_datastates.staging.deferred_reads import DeferredReads, await_reads
+from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.storage.object_path import Location
-
-logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS: Final = 3.0
 """How long a failed save waits for its reads and writes to end, before it reports the failure."""
@@ -51,7 +47,7 @@ class Sources:
 
     engine: Engine
     planning: SavePlanning
-    reads: DeferredReads | None
+    reads: DeferredReads
     step: Callable[[], None]
     """Counts one more resolved item, as progress."""
     keep: list[Any] = field(default_factory=list)
@@ -85,8 +81,7 @@ class Sources:
         for entry in part.layouts[file].tensors:
             self.step()
             tensor, device = _resolve_tensor(self, items[entry.item], entry)
-            reads = self.reads
-            group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
+            group = self.reads.group_of(tensor.data_ptr(), entry.nbytes)
             if device != HOST and group == STABLE:
                 self.devices.add(device)
                 tensor = accelerator.dense(tensor)
@@ -101,10 +96,10 @@ def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) 
     Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
     """
     reads, planning = sources.reads, sources.planning
-    known = None if reads is None else planning.known_files()
+    known = planning.known_files()
     part: PartFiles
     item_of: Callable[[int], WriteItem]
-    if known is not None and reads is not None:
+    if known is not None:
         part, item_of = known, known.object_item
         add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
     else:
@@ -126,7 +121,7 @@ def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) 
         sources.keep.append((file.header, objects[number]))
         files.append(SaveFile(str(folder / layout.name), file.table_offset, content))
     readers = fences(sources.engine, sources.devices)
-    after = [*(reads.fences if reads is not None else ()), *readers]
+    after = [*reads.fences, *readers]
     return WriteJob(
         sources.engine,
         folder,
@@ -180,13 +175,11 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         attempt = save.ticket().attempt
         content = _content(save, planning, save.resolved_path() / attempt.name)
         reads, stats = save.reads, save.stats
-        window = Window(0.0) if reads is None else reads.prepare(content.readers)
+        window = reads.prepare(content.readers)
         samples = planning.sample(attempt)  # while the gate still holds
-        expected = None if reads is None else reads.staged.expected
-        part = output.begin(content, stats, save.order, window, expected)
+        part = output.begin(content, stats, save.order, window, reads.expected)
         save.follow(part.job)
-        if reads is not None:
-            reads.hand_over(part.job)
+        reads.hand_over(part.job)
         stats.timeline.begin("window")
         report = functools.partial(planning.report, attempt, content.report, samples)
         return functools.partial(_finish, save, planning, part, content.keep, report)
@@ -198,7 +191,7 @@ def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> W
     """This rank's part, ready to be read."""
     reads, config, rank = save.reads, save.config, save.group.rank_set.rank
     native = engine(config.host_cache_bytes)
-    look_for_nan(save, None if reads is None else reads.staged)
+    look_for_nan(save)
     synced: list[str] = []
     if isinstance(folder, Path):
         directory = folder
@@ -208,10 +201,9 @@ def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> W
     try:
         content = write_job(Sources(native, planning, reads, save.step), folder, rank, synced)
     except RuntimeError:  # the planner met a tensor that is not as planned
-        if reads is not None:
-            reads.check_unchanged()
+        reads.check_unchanged()
         raise
-    if reads is not None and reads.fences:  # from devices
+    if reads.fences:  # from devices
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         grows = config.cache_grows
         most = largest_host_cache_bytes(ranks) if grows else config.host_cache_bytes
@@ -228,14 +220,10 @@ def _finish(
     report: Callable[[], bytes],
 ) -> None:
     try:
-        if save.reads is None:
-            stall = Stall(logger, f"save {save.order}", save.config.commit_timeout)
-            await_reads(part.job, -1, stall)
-        else:
-            try:
-                save.reads.settle(save.config.read_deadline)
-            finally:
-                save.reads.raise_failure()
+        try:
+            save.reads.settle(save.config.read_deadline)
+        finally:
+            save.reads.raise_failure()
         if (error := part.error) is not None:
             raise error
     except BaseException:
@@ -250,6 +238,5 @@ def _finish(
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
     """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
-    if save.reads is not None:
-        save.reads.fail(error)
+    save.reads.fail(error)
     save.submit_failure(error)

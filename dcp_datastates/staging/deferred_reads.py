@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from dcp_datastates._native import DeviceEvent, SaveJob, Window
+from dcp_datastates._native import DeviceEvent, ExpectedBytes, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
@@ -58,31 +58,21 @@ def _stop(job: SaveJob) -> None:
 class DeferredReads:
     """A staged state and its read window. Guarantees that no tensor is read late, or after it has changed.
 
-    The training thread constructs it, in the call: from then on the step gate holds optimizers that own deferred
-    tensors.
+    Until :meth:`capture`, and if staging fails, it is of no state.
 
     Args:
-        staged: the staged state; None if staging has failed. Then the caller calls :meth:`fail` next.
-        window: opens when the deferred reads may start.
         order: the save's sequence number.
         stats: the statistics to which the gates' waits are added.
         timeout: seconds without progress after which a gate no longer waits, and the save fails.
     """
 
-    def __init__(
-        self,
-        staged: StagedState | None,
-        window: Window,
-        order: int,
-        stats: SaveStats,
-        timeout: float,
-    ) -> None:
+    def __init__(self, order: int, stats: SaveStats, timeout: float) -> None:
         self.order = order
         self.captured = AskedFuture(step_gate.open_windows)
         self._timeout = timeout
         self._stats = stats
-        self._window = window
-        self._staged = staged
+        self._window = Window(0.0)
+        self._staged: StagedState | None = None
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
@@ -94,11 +84,16 @@ class DeferredReads:
         self._wanted = False  # whether a thread waits for the reads
         self._gate_since: float | None = None  # when a gate began to wait until the save is planned
         self._handed_over = Latch()  # set once there is a job or a failure
-        if staged is None:
-            return
+
+    def capture(self, staged: StagedState, window: Window) -> None:
+        """The training thread, in the call: from now on the step gate holds optimizers that own deferred tensors of
+        ``staged``. Their reads may start when the ``window`` opens.
+        """
+        self._staged, self._window = staged, window
         try:
             self._portions = portions(staged)
             self._idle = places()
+            self.raise_failure()
             if self._portions:
                 step_gate.gate(self)
             else:
@@ -328,6 +323,16 @@ class DeferredReads:
     def raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             raise failure
+
+    @property
+    def kept(self) -> StagedState | None:
+        """The staged state; None if there is none, or no longer."""
+        return self._staged
+
+    @property
+    def expected(self) -> ExpectedBytes | None:
+        """What the engine compares with the bytes that it copies."""
+        return None if (staged := self._staged) is None else staged.expected
 
     @property
     def fences(self) -> list[DeviceEvent]:

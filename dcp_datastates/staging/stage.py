@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any, Final, cast
@@ -80,6 +80,8 @@ class StagedState:
     """The optimizers' tensors at the call."""
     strides: list[tuple[int, ...]]
     """Of the memory of all tensors at the call, if plans have them: copies may have others."""
+    at_call: Fingerprint | None = None
+    """The fingerprint at the call; None if plans for this state are not cached."""
     deferred: DeferredTensors = field(default_factory=DeferredTensors)
     eager: Columns = field(default_factory=Columns)
     offsets: list[int] = field(default_factory=list)
@@ -226,7 +228,7 @@ def stage_state(
         unusual = list(map(is_unusual, columns.locals))
         columns, devices = _copied(columns, devices, unusual)
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
-    plain, eager_devices = _copied(eager, eager_devices, _not_plain(eager))
+    plain, eager_devices = _copied(eager, eager_devices, are_unusual(eager.locals))
     is_cacheable = (
         columns is everything and plain is eager and not any_hold_shards(everything.locals)
     )
@@ -268,9 +270,13 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
     on_host = [HOST] * len(locals_)
-    is_cacheable = _no_address(traversal.columns, on_host) is None and not any_hold_shards(locals_)
+    unreadable = any(_no_address(traversal.columns, on_host))
+    is_cacheable = not unreadable and not any_hold_shards(locals_)
     ownership, is_deferred = Ownership(known_optimizers()), [True] * len(locals_)
-    return StagedState(root, traversal, is_cacheable, is_deferred, ownership, _strides(locals_))
+    strides = _strides(locals_)
+    made = StagedState(root, traversal, is_cacheable, is_deferred, ownership, strides)
+    made.at_call = made.fingerprint()
+    return made
 
 
 def _strides(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
@@ -315,28 +321,22 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _no_address(columns: Columns, devices: list[int]) -> list[bool] | None:
-    """Marks tensors whose memory cannot be read by address; None if there are none."""
+def _no_address(columns: Columns, devices: list[int]) -> Sequence[bool]:
+    """Marks tensors whose memory cannot be read by address. Empty if there are none."""
     locals_ = columns.locals
     if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in devices:
-        return None
+        return ()
     return [
         device == THROUGH_TORCH or is_unusual(local)
         for device, local in zip(devices, locals_, strict=True)
     ]
 
 
-def _not_plain(columns: Columns) -> list[bool] | None:
-    """Marks tensors whose memory does not hold their plain values; None if there are none."""
-    marked = are_unusual(columns.locals)
-    return marked if any(marked) else None
-
-
 def _copied(
-    columns: Columns, devices: list[int], marked: list[bool] | None
+    columns: Columns, devices: list[int], marked: Sequence[bool]
 ) -> tuple[Columns, list[int]]:
     """Copies the ``marked`` tensors one by one into their places; returns the others, with their devices."""
-    if marked is None:
+    if not any(marked):
         return columns, devices
     chosen = columns.where(marked)
     for position, (container, key) in enumerate(zip(chosen.containers, chosen.keys, strict=True)):
