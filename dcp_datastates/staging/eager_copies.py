@@ -159,13 +159,8 @@ class Expectation:
             tensors = columns.columns.locals
             copies = EagerCopies(tensors, offsets, columns.sizes, columns.devices, buffer, end)
             copies.make(engine, copying)
-            held = [number for number, size in enumerate(columns.sizes) if size]
-            expected.add_whole(
-                held,
-                [columns.addresses[number] for number in held],
-                [columns.sizes[number] for number in held],
-                [buffer.data_ptr() + offsets[number] for number in held],
-            )
+            places = [buffer.data_ptr() + at for at in offsets]
+            expected.add_whole(range(len(places)), columns.addresses, columns.sizes, places)
             return expected
         for device, numbers in self._by_device():
             addresses = [columns.addresses[number] for number in numbers]
