@@ -49,7 +49,7 @@ from dcp_datastates.saving.agreement import (
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.paths import check_path
+from dcp_datastates.saving.start import check_path
 from dcp_datastates.saving.write import begin_write, fail_write
 from dcp_datastates.storage.attempt import Ticket
 

@@ -1,12 +1,15 @@
-"""How a save starts: the training thread stages it, and another thread begins to plan it."""
+"""How a save starts: its path is checked, and the training thread stages its state; another thread plans it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
+from dcp_datastates.commit.place import Place
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
@@ -17,13 +20,78 @@ from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import (
+    AnyPath,
+    Location,
+    ObjectPath,
+    check_opens,
+    check_prefix,
+    is_url,
+    locate,
+)
+
+
+def writable(
+    path: str | os.PathLike[str] | ObjectPath,
+    config: WriterConfig,
+    alone: bool,
+    below: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Location:
+    """The place that ``path`` names; a relative path is below ``below`` (None: the present working directory).
+
+    ``options`` are the user's ``storage_options``. Opens a store, and does not ask it.
+
+    Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
+    reports these to all. A process ``alone`` finds them now.
+    """
+    location = locate(path, below, options)
+    if isinstance(location, ObjectPath):
+        check_prefix(location)
+    elif alone:
+        directory, timeout = location, config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
+    return location
+
+
+def archive_root(archive: AnyPath | None, options: Mapping[str, Any] | None) -> Location | None:
+    """The directory of archived checkpoints that a user names; ``options`` are the user's ``storage_options``.
+
+    Raises :class:`ConfigurationError`. Opens a store, and does not ask it.
+    """
+    if archive is None:
+        return None
+    root = locate(archive, options=options if is_url(archive) else None)
+    check_opens(root)
+    return root
+
+
+def check_at_call(location: Location | None, config: WriterConfig) -> None:
+    """In the training thread: raise :class:`CheckpointExistsError` if the save may not replace what is there. Does not
+    ask a store, over the network.
+    """
+    if isinstance(location, Path) and not config.overwrite:
+        directory, timeout = location, config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))
+
+
+def check_path(save: SaveOperation) -> None:
+    """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
+    and in a store, whether it can be: ranks that asked it, too, would only cost requests.
+    """
+    hit("plan.before")
+    location = save.resolved_path()
+    if isinstance(location, Path):
+        directory = location
+        save.on_storage("looking at the path", lambda: local.check_writable(directory))
+    hit("plan.after")
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:

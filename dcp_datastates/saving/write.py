@@ -6,9 +6,11 @@ each item.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates._native import Engine, SaveFile, Transfer
-from dcp_datastates.errors import DataStatesError, UnsupportedStateError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
@@ -32,9 +34,9 @@ from dcp_datastates.saving import output
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import WriteJob, WrittenPart
-from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
 
 _CANCEL_SECONDS: Final = 3.0
@@ -234,6 +236,24 @@ def _finish(
     save.stats.timeline.begin("flushing")
     keep.clear()  # all is read: release the copies and the tensors
     save.submit(part, report(), planning.compose(save.metrics))
+
+
+def directories_to_sync(folder: Path, rank: int) -> list[str]:
+    """The directories to sync for the entries of files in ``folder``. Raises :class:`ConfigurationError` unless this
+    rank sees ``folder``, which the coordinator made.
+    """
+    # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
+    # may use a cached "missing" for half a minute.
+    made = local.make_directories(folder, "share")
+    if not made:
+        return [str(parent) for parent in local.sync_directories(folder)]
+    for path in made:
+        with contextlib.suppress(OSError):
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
