@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_datastates.format.metadata_check import validate
-from dcp_datastates.planning.balance import RankPlan, assign
-from dcp_datastates.planning.local_plan import Head, LocalPlan
+from dcp_datastates.planning.balance import assign
+from dcp_datastates.planning.messages import Head, LocalPlan, RankPlan
 from planning_jobs import Job
 
 

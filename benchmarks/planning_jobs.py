@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates.planning.local_plan import SHARD, Head, LocalPlan
+from dcp_datastates.planning.messages import SHARD, Head, LocalPlan
 
 _ROWS, _WIDTH = 8, 1024  # of one rank's shard
 

@@ -7,13 +7,11 @@ decision (``storage/decisions.py``), and the checkpoint at a path is the newest 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import InvalidStateError
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -139,11 +137,7 @@ class Round:
 
     def resolve(self, error: BaseException | None) -> None:
         """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.committed.set_result(None)
-            else:
-                self.committed.set_exception(error)
+        self.committed.settle(error)
         self.trace = bytes  # it refers to the save, and the save to this
 
     @staticmethod

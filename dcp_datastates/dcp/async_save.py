@@ -30,9 +30,8 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.paths import writable
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
+from dcp_datastates.saving.start import prepare, stage_save, state_to_plan, writable
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -183,7 +182,6 @@ def _planning(default: PlanCache, planner: SavePlanner | None, save: SaveOperati
     if (planned := plan_in_columns(planner, default, state_to_plan(save))) is not None:
         return planned
     assert planner is not None
-    assert save.reads is not None
     staged = save.reads.staged
     return ObjectPlanning.of_state(planner, staged, save.reads.state(), str(save.directory()))
 

@@ -26,7 +26,6 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
-from dcp_datastates.saving.agreement import NotAgreed
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
@@ -93,21 +92,16 @@ class DcpSave:
             save.record_error(error)  # the ranks agree first: others may wait for this one
         try:
             try:
-                writing = context_of(save.group).plan(save, self._planning(planner))
+                finish = context_of(save.group).plan(save, self._planning(planner))
             finally:
                 if turn is not None:
                     turn.planned()
-            writing.finish()
+            finish()
         except BaseException as error:
-            failure = error
-            if isinstance(error, NotAgreed):
-                failure = error.told(repr(str(save.path)), save.group.rank_set.world)
-            save.record_error(failure)
-            fail_write(save, failure)
+            save.record_error(error)
+            fail_write(save, error)
             self._end()
-            if failure is error:
-                raise
-            raise failure from error.__cause__
+            raise
         if not self._is_coordinator:
             self._end()
 
@@ -118,7 +112,7 @@ class DcpSave:
             return None
         try:
             if options_in_columns(planner) is None:
-                staged = None if save.reads is None else save.reads.staged
+                staged = None if self._turn is None else save.reads.staged
                 return ObjectPlanning(planner, lambda _: plan, staged)
             assert isinstance(planner, DefaultSavePlanner)
             state, paths = planned_state(planner)
@@ -185,7 +179,6 @@ def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
     raised here, they would wait.
     """
     reads = save.reads
-    assert reads is not None
     turn.come()
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}

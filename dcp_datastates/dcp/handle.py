@@ -21,7 +21,6 @@ class SaveHandle(AsyncSaveResponse):
     """
 
     def __init__(self, save: SaveOperation) -> None:
-        assert save.reads is not None
         super().__init__(save.reads.captured, save.committed)
         self._save = save
 

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata_table import Compose, Document
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.saving.document import document, write_results
+from dcp_datastates.saving.document import document
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.wire.secret import signed, verified
@@ -81,7 +80,7 @@ class ObjectPlanning(SavePlanning):
         self._planner = self._local_plan = self._staged = None  # they have the state
 
     def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
-        return _packed(write_results(self.items, places, attempt))
+        return _packed(([item.index for item in self.items], places.encoded))
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         metadata = self._metadata
@@ -91,8 +90,8 @@ class ObjectPlanning(SavePlanning):
         mine = copy.copy(metadata)
 
         def compose(reports: Sequence[bytes]) -> Document:
-            results: list[list[WriteResult]] = list(map(_unpacked, reports))
-            return lambda meta, claim, trace: document(meta, claim, mine, results, metrics, trace)
+            found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
+            return lambda meta, claim, trace: document(meta, claim, mine, found, metrics, trace)
 
         return compose
 

@@ -68,7 +68,7 @@ def _propose(
             f"None for that of dcp_datastates.async_save"
         )
     staged = look(state_dict)
-    state = StateToPlan(staged, staged.fingerprint(), staged.materialize)
+    state = StateToPlan(staged, staged.materialize)
     planning: SavePlanning | None = plan_in_columns(planner, context.planner, state)
     if planning is None:
         assert planner is not None

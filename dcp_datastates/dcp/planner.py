@@ -28,7 +28,7 @@ from dcp_datastates.planning.column_planning import (
     serialize,
 )
 from dcp_datastates.planning.flat_state import chunk_of, declared
-from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.messages import LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 
 NO_PLAN: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})

@@ -101,7 +101,6 @@ class Turn:
         error = self.save.record_error(RankLostError(f"{why}, and training waits no longer for it"))
         logger.error("the save to %r is given up: %s", str(self.save.path), error)
         self.save.fail(error)
-        assert self.save.reads is not None
         self.save.reads.fail(error)
 
     def _told(self, outcome: Future[None]) -> None:
@@ -156,7 +155,7 @@ def _release_gates() -> None:
         turns = [turn for turn in _turns if not turn.save.has_ended]
     for turn in turns:
         save, present = turn.save, turns[0].save
-        if turn.have_all_come or save.reads is None or save.reads.gate_waits < GATE_SECONDS:
+        if turn.have_all_come or save.reads.gate_waits < GATE_SECONDS:
             continue
         detector = save.group_of_call.detector
         if detector is not None and (absent := detector.absent(save.number, own=False)):

@@ -42,8 +42,7 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.admission import Saves
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.paths import check_path, writable
-from dcp_datastates.saving.start import prepare, stage_save
+from dcp_datastates.saving.start import check_path, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -163,7 +162,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         ``result()`` raises the error if the save failed before that. Done already if there was no such save.
         """
         newest = self._saves.newest
-        return resolved() if newest is None or newest.reads is None else newest.reads.captured
+        return resolved() if newest is None else newest.reads.captured
 
     @property
     def committed(self) -> Future[None]:

@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints, fingerprints, leaders, positions, starts_of
-from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.messages import LocalPlan, RankPlan, sliced
 from dcp_datastates.planning.replicas import Holdings, gather
 
 SPLIT_FROM = 1 << 20
@@ -266,7 +265,8 @@ def _finished(
     counts = np.bincount(name[chunks], minlength=len(names.names))
     hints = np.full(len(name), -1, dtype=np.int64)
     hints[chunks] = np.arange(len(chunks)) - np.repeat(starts_of(counts), counts)
-    offsets, sizes = _boxes(holdings, row[chunks], begin[chunks], end[chunks])
+    boxes = (holdings.ndims, holdings.offsets, holdings.sizes)
+    offsets, sizes = sliced(*boxes, row[chunks], begin[chunks], end[chunks])
     catalog = Catalog(
         names=names.names,
         table=names.table,
@@ -287,18 +287,6 @@ def _finished(
         for (a, b), variant in zip(pairwise(edges), variant_of.tolist(), strict=True)
     ]
     return plans, catalog
-
-
-def _boxes(holdings: Holdings, row: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """The offsets and sizes of these slices, ragged."""
-    ndims = holdings.ndims[row]
-    where = positions(starts_of(holdings.ndims)[row], ndims)
-    offsets, sizes = holdings.offsets[where], holdings.sizes[where]
-    cuttable = ndims > 0
-    first = starts_of(ndims)[cuttable]
-    offsets[first] += begin[cuttable]
-    sizes[first] = (end - begin)[cuttable]
-    return offsets, sizes
 
 
 # --- dividing chunks among a set of holders ------------------------------------------------------------

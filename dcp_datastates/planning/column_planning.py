@@ -22,18 +22,22 @@ from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_table import Catalog, Compose
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 from dcp_datastates.planning.flat_state import FlatState, declared
-from dcp_datastates.planning.global_plan import GlobalPlan
-from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
+from dcp_datastates.planning.messages import (
+    OBJECT,
+    Answer,
+    LocalPlan,
+    Offer,
+    RankPlan,
+    RankReport,
+    Report,
+)
 from dcp_datastates.planning.part_files import KnownFiles
-from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, Share, StateKey
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.storage.attempt import Attempt
 
 Paths = Mapping[str, tuple[Any, ...]]
@@ -58,8 +62,6 @@ class StateToPlan:
     """A state at the call."""
 
     staged: StagedState
-    fingerprint: Fingerprint | None
-    """Its fingerprint at the call; None if plans for it are not cached."""
     build: Callable[[], dict[Any, Any]]
     """Builds the state with all its tensors. Called once at most."""
     paths: Paths | None = None
@@ -82,7 +84,7 @@ class StateToPlan:
 
     def known_by(self, plan: LocalPlan, flat: FlatState) -> KnownState | None:
         """Where the plan's items are in states like this one; None if that is unknown."""
-        if self.staged.fingerprint() != self.fingerprint:
+        if self.staged.fingerprint() != self.staged.at_call:
             return None  # a tensor was replaced after the call: this is the plan of another state
         return KnownState.of(plan, self.staged, self.built, flat.mappings or {})
 
@@ -93,32 +95,11 @@ class _Offered:
 
     group: str
     plan: LocalPlan
-    share: Share | None
+    share: RankPlan | None
     """What the coordinator assigned for this plan before."""
     agreed: Agreed
     key: StateKey | None
     """None if the plan is not cached."""
-    known: KnownState | None
-    """By which the state need not be flattened."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Taken:
-    """What this rank has taken of the coordinator's answer."""
-
-    share: Share
-    report: bytes
-    """Digest of the report that the coordinator has."""
-    known: KnownState | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Assigned:
-    """What the coordinator has assigned."""
-
-    plan: GlobalPlan
-    reports: Sequence[Report | None]
-    """By rank, the report that the coordinator had then."""
 
 
 class ColumnPlanning(SavePlanning):
@@ -133,28 +114,31 @@ class ColumnPlanning(SavePlanning):
         self._flattened: FlatState | None = None
         self._rank = 0
         self._offered: _Offered | None = None
-        self._taken: _Taken | None = None
-        self._assigned: _Assigned | None = None
+        self._taken: RankPlan | None = None  # this rank's share
+        self._reported = b""  # digest of this rank's report that the coordinator has
+        self._known: KnownState | None = None  # by which the state need not be flattened
+        self._composing: Callable[[Mapping[str, float]], Compose] | None = None
 
     @property
     def items(self) -> Sequence[WriteItem]:
-        return self._share.items
+        return self._share.write_items(self._plan)
 
     @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:
         self._rank = rank
-        state, key, known = self._to_plan, None, None
-        if self._options.cache and self._options.flatten and state.fingerprint is not None:
-            key = (group, rank, state.fingerprint, state.staged.owned())
-            known = self._cache.states.get(key)
-        self.is_cached = known is not None
-        plan = state.plan(self._flat()) if known is None else known.plan
+        state, key = self._to_plan, None
+        fingerprint = state.staged.at_call
+        if self._options.cache and self._options.flatten and fingerprint is not None:
+            key = (group, rank, fingerprint, state.staged.owned())
+            self._known = self._cache.states.get(key)
+        self.is_cached = self._known is not None
+        plan = state.plan(self._flat()) if self._known is None else self._known.plan
         agreed = self._cache.begin(group)
         share = agreed.get(plan.digest)
-        self._offered = _Offered(group, plan, share, agreed, key, known)
+        self._offered = _Offered(group, plan, share, agreed, key)
         if share is None:
             return Offer(plan.digest, b"", plan.encoded).encode()
-        return Offer(plan.digest, share.final.digest).encode()
+        return Offer(plan.digest, share.digest).encode()
 
     @collection_paused()
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
@@ -166,27 +150,26 @@ class ColumnPlanning(SavePlanning):
             lambda plans: assign_shares(plans, options),
             (options.split, options.to_lowest_rank),
         )
-        self._assigned = _Assigned(plan, plan.reports)
-        answers = plan.answers([offer.share for offer in offers], self._assigned.reports)
+        reports = plan.reports
+        self._composing = functools.partial(plan.compose, reports)
+        answers = plan.answers([offer.share for offer in offers], reports)
         return [answer.encode() for answer in answers]
 
     @collection_paused()
     def take(self, answer: bytes) -> None:
         offered, decoded = self._offered, Answer.decode(answer)
         assert offered is not None, "propose() comes first"
-        share, known = offered.share, offered.known
-        if decoded.data:
-            share = Share(offered.plan, RankPlan.decode(decoded.data))
-        if share is None or share.final.digest != decoded.digest:
+        share = RankPlan.decode(decoded.data) if decoded.data else offered.share
+        if share is None or share.digest != decoded.digest:
             raise DataStatesError("the coordinator answers with a share that this rank has not")
-        if known is None and offered.key is not None:
-            known = self._to_plan.known_by(offered.plan, self._flat())
-            if known is not None:
-                self._cache.states.put(offered.key, known)
+        if self._known is None and offered.key is not None:
+            self._known = self._to_plan.known_by(offered.plan, self._flat())
+            if self._known is not None:
+                self._cache.states.put(offered.key, self._known)
         offered.agreed.put(offered.plan.digest, share)
         if self._options.cache:
             self._cache.end(offered.group, offered.agreed)
-        self._taken = _Taken(share, decoded.report, known)
+        self._taken, self._reported = share, decoded.report
 
     def left_out(self) -> None:
         if (offered := self._offered) is not None:
@@ -205,23 +188,21 @@ class ColumnPlanning(SavePlanning):
         return io.BytesIO(serialize(self._object(write_item.index)))
 
     def sample(self, attempt: Attempt) -> bytes:
-        if self._taken is None or not len(self._share.final.shared):
+        if self._taken is None or not len(self._taken.shared):
             return b""
         held, _keep = self._replicas()
         seed = attempt.incarnation ^ attempt.sequence
-        return sample(self._share.final, held, seed, self._words())
+        return sample(self._taken, held, seed, self._words())
 
     def release(self) -> None:
         self._state = self._flattened = None
 
     def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
-        assert self._taken is not None, "take() comes first"
-        data = b"" if places.digest == self._taken.report else places.encoded
+        data = b"" if places.digest == self._reported else places.encoded
         return RankReport(places.digest, samples, data).encode()
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        assigned = self._assigned
-        return None if assigned is None else assigned.plan.compose(assigned.reports, metrics)
+        return None if self._composing is None else self._composing(metrics)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -231,13 +212,14 @@ class ColumnPlanning(SavePlanning):
         return self._state
 
     @property
-    def _share(self) -> Share:
-        assert self._taken is not None, "take() comes first"
-        return self._taken.share
+    def _plan(self) -> LocalPlan:
+        assert self._offered is not None, "propose() comes first"
+        return self._offered.plan
 
     @property
-    def _known(self) -> KnownState | None:
-        return None if self._taken is None else self._taken.known
+    def _share(self) -> RankPlan:
+        assert self._taken is not None, "take() comes first"
+        return self._taken
 
     def _flat(self) -> FlatState:
         """The state as DCP flattens it."""
@@ -260,20 +242,20 @@ class ColumnPlanning(SavePlanning):
         """Digests of the objects among the shared items, by position. If another rank writes one of which this rank has
         nothing, nothing is lost.
         """
-        head, final = self._share.plan.head, self._share.final
-        at = np.flatnonzero(head.kinds[final.shared] == OBJECT)
-        mine = set(final.items.tolist())
+        head, share = self._plan.head, self._share
+        at = np.flatnonzero(head.kinds[share.shared] == OBJECT)
+        mine = set(share.items.tolist())
         words: dict[int, int | None] = {}
-        for position, item in zip(at.tolist(), final.shared[at].tolist(), strict=True):
+        for position, item in zip(at.tolist(), share.shared[at].tolist(), strict=True):
             value = self._object(MetadataIndex(head.names[item]))
             words[position] = None if item not in mine and is_nothing(value) else word_of(value)
         return words
 
     def _replicas(self) -> tuple[Held, list[Any]]:
-        known, share, staged = self._known, self._share, self._to_plan.staged
+        known, shared, staged = self._known, self._share.shared, self._to_plan.staged
         if known is not None and staged.is_plain():
-            return known.held(staged, share.final.shared), []
-        tensors = list(map(self._on_host, share.plan.whole_items(share.final.shared)))
+            return known.held(staged, shared), []
+        tensors = list(map(self._on_host, self._plan.whole_items(shared)))
         addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
         sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
         return Held(addresses, sizes), tensors

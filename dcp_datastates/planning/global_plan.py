@@ -23,9 +23,7 @@ from dcp_datastates.format.metadata_table import (
     Trace,
 )
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.exchange import Answer, RankReport, Report
-from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.messages import Answer, LocalPlan, RankPlan, RankReport, Report
 from dcp_datastates.planning.samples import Samples
 from dcp_datastates.storage.claims import Claim
 

@@ -5,7 +5,7 @@ How a field is encoded follows from its annotation:
 - ``bytes`` as they are;
 - ``Ints``: a column, which is short if its values are small, or an arithmetic progression;
 - another message: its own encoding;
-- any other type: plain values as JSON (:mod:`dcp_datastates.format.values`), compressed. Nothing is unpickled.
+- any other type: plain values as JSON (:mod:`dcp_datastates.format.values`), compressed if long. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _MOST = 1 << 26
 _DIGEST_BYTES: Final = 16
 _MOST_TEXT_BYTES: Final = 1 << 30
 """Of the plain values in a message."""
+_SHORT_TEXT_BYTES: Final = 512
+"""Plain values up to this size are not compressed, which takes longer than all else."""
 
 _Message = TypeVar("_Message", bound="Message")
 
@@ -139,10 +141,13 @@ def _decode_once(kind: type[Message], data: memoryview, known: dict[bytes, Any] 
 
 
 def _pack_json(content: Any) -> bytes:
-    return zlib.compress(values.dump(content), 1)
+    text = values.dump(content)
+    return text if len(text) <= _SHORT_TEXT_BYTES else zlib.compress(text, 1)
 
 
 def _unpack_json(data: memoryview) -> Any:
+    if bytes(data[:1]) != b"x":  # with which compressed bytes begin, and no JSON
+        return values.load(bytes(data))
     opened = zlib.decompressobj()
     try:
         text = opened.decompress(data, _MOST_TEXT_BYTES)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_datastates._native import Transfer
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 
 KEPT: Final = 8
 """How many values are kept: a job may save several state dicts in turn, each with plans of its own."""

@@ -8,44 +8,26 @@ answer; and if a save's planning breaks off, it forgets what the coordinator has
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import key_of
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.devices import HOST
-from dcp_datastates.planning.exchange import Offer
 from dcp_datastates.planning.global_plan import GlobalPlan
-from dcp_datastates.planning.local_plan import OBJECT, Head, LocalPlan
+from dcp_datastates.planning.messages import OBJECT, Head, LocalPlan, Offer, RankPlan
 from dcp_datastates.planning.part_files import KnownFiles, Recent
-from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.samples import Held
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.staging.traverse import Fingerprint
 
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """This rank's share of a global plan."""
-
-    plan: LocalPlan
-    final: RankPlan
-
-    @functools.cached_property
-    def items(self) -> list[WriteItem]:
-        """The share's items. A share whose files are known does not need them."""
-        return self.final.write_items(self.plan)
-
-
-Agreed = Recent[bytes, Share]
+Agreed = Recent[bytes, RankPlan]
 """Of a rank's plans that the coordinator has, by digest: the latest share."""
 
 
@@ -102,14 +84,13 @@ class KnownState:
             value = value[key]
         return value
 
-    def files(self, share: Share, rank: int) -> KnownFiles:
-        """The files of the share, laid out once."""
-        final = share.final
-        files = self.files_of_shares.get(final.digest)
+    def files(self, share: RankPlan, rank: int) -> KnownFiles:
+        """The files of a share of the plan, laid out once."""
+        files = self.files_of_shares.get(share.digest)
         if files is None:
-            items, begins = final.layout_items(share.plan), final.begins.tolist()
-            files = KnownFiles(items, rank, self.positions[final.items], begins)
-            self.files_of_shares.put(final.digest, files)
+            items, begins = share.layout_items(self.plan), share.begins.tolist()
+            files = KnownFiles(items, rank, self.positions[share.items], begins)
+            self.files_of_shares.put(share.digest, files)
         return files
 
     def held(self, staged: StagedState, items: Ints) -> Held:

@@ -42,7 +42,7 @@ from dcp_datastates.format.ragged import (
     starts_of,
     volumes,
 )
-from dcp_datastates.planning.local_plan import SHARD, Head, LocalPlan, properties_key
+from dcp_datastates.planning.messages import SHARD, Head, LocalPlan, extents_of, properties_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def gather(plans: Sequence[LocalPlan]) -> Holdings:
         offsets=offsets,
         sizes=sizes,
         nbytes=nbytes,
-        extent=_extents(ndims, sizes),
+        extent=extents_of(ndims, sizes),
         order=order,
         count=count,
         place=_sorted_places(names.names)[name[first]],
@@ -146,13 +146,6 @@ def _variants(plans: Sequence[LocalPlan]) -> tuple[list[LocalPlan], list[Ints]]:
 def _item_sizes(table: tuple[TensorProperties, ...]) -> Ints:
     """Bytes per element for each entry of the table; one more entry for -1, the objects."""
     return np.array([*(entry.dtype.itemsize for entry in table), 0], dtype=np.int64)
-
-
-def _extents(ndims: Ints, sizes: Ints) -> Ints:
-    result = np.ones(len(ndims), dtype=np.int64)
-    rows = ndims > 0
-    result[rows] = sizes[starts_of(ndims)[rows]]
-    return result
 
 
 def _sorted_places(names: tuple[str, ...]) -> Ints:

@@ -28,8 +28,7 @@ import torch
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.messages import LocalPlan, RankPlan
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.metadata_table import Compose
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.storage.attempt import Attempt
 

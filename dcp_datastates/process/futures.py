@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.errors import DataStatesError
@@ -134,6 +134,14 @@ class SharedFuture(Future[None]):
     def set_exception(self, exception: BaseException | None) -> None:
         with resolving(self):
             super().set_exception(exception)
+
+    def settle(self, error: BaseException | None) -> None:
+        """Resolve the future: with ``error``, if there is one. Of several threads' calls, the first counts."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.set_result(None)
+            else:
+                self.set_exception(error)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""

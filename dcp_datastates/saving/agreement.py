@@ -7,16 +7,15 @@ for the others, a :class:`PeerWatch` looks whether they come and make progress.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
-from dcp_datastates.planning.packing import pack, unpack
+from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
@@ -29,12 +28,9 @@ _OTHER_PLANNERS: Final = (
     "ranks, with the same hooks set on them"
 )
 
-_PROPOSAL: Final = b"dspr\x01"
-_ASSIGNMENT: Final = b"dsas\x01"
-
 
 @dataclass(frozen=True)
-class SaveName:
+class SaveName(Message):
     """By what the ranks know that they mean the same save."""
 
     path: str
@@ -49,53 +45,37 @@ class SaveName:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Proposal(Message):
     """One rank's message."""
 
     save: SaveName
     plan: bytes = b""
-    reason: Reason | None = None
-    """Why the rank cannot save."""
-
-    def encode(self) -> bytes:
-        reason = None if self.reason is None else astuple(self.reason)
-        return pack(_PROPOSAL, [_json([*astuple(self.save), reason]), self.plan])
-
-    @staticmethod
-    def decode(data: bytes) -> Proposal:
-        """ValueError: the bytes are not from :meth:`encode`."""
-        head, plan = unpack(_PROPOSAL, 2, data)
-        *save, reason = json.loads(bytes(head))
-        return Proposal(SaveName(*save), bytes(plan), None if reason is None else Reason(*reason))
+    reason: tuple[str, str] | None = None
+    """Why the rank cannot save: the fields of a :class:`Reason`."""
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Assignment(Message):
     """The coordinator's message to a rank."""
 
-    ticket: Ticket | None
+    ticket: tuple[int, ...] | None
+    """As of :meth:`Ticket.encode`."""
     plan: bytes = b""
-    reasons: Mapping[int, Reason] = field(default_factory=dict)
-    """By rank, why there is no such save."""
-    paths: Sequence[str] = ()
+    refused: tuple[tuple[int, str, str], ...] = ()
+    """Why there is no such save: ranks, and the fields of their :class:`Reason`."""
+    paths: tuple[str, ...] = ()
     """The paths of all ranks' proposals, if they differ."""
 
-    def encode(self) -> bytes:
-        ticket = None if self.ticket is None else self.ticket.encode()
-        reasons = {str(rank): astuple(reason) for rank, reason in self.reasons.items()}
-        return pack(_ASSIGNMENT, [_json([ticket, reasons, list(self.paths)]), self.plan])
-
     @staticmethod
-    def decode(data: bytes) -> Assignment:
-        """ValueError: the bytes are not from :meth:`encode`."""
-        head, plan = unpack(_ASSIGNMENT, 2, data)
-        ticket, reasons, paths = json.loads(bytes(head))
-        return Assignment(
-            None if ticket is None else Ticket.decode(tuple(ticket)),
-            bytes(plan),
-            {int(rank): Reason(*reason) for rank, reason in reasons.items()},
-            tuple(paths),
-        )
+    def refusing(reasons: Mapping[int, Reason], paths: Sequence[str] = ()) -> Assignment:
+        """The answer to each rank, for these ``reasons`` by rank."""
+        refused = tuple([(rank, *astuple(reason)) for rank, reason in reasons.items()])
+        return Assignment(None, refused=refused, paths=tuple(paths))
+
+    @property
+    def reasons(self) -> dict[int, Reason]:
+        """By rank, why there is no such save."""
+        return {rank: Reason(*reason) for rank, *reason in self.refused}
 
 
 class NotAgreed(Exception):
@@ -146,21 +126,21 @@ def agree(
             return [each.encode() for each in _assign(messages, planning, draw)]
         except BaseException as error:  # the other ranks wait for an answer
             failure = error
-            return [Assignment(None, reasons={0: Reason.of(error)}).encode()] * len(messages)
+            return [Assignment.refusing({0: Reason.of(error)}).encode()] * len(messages)
 
     try:
         name, planning, plan = propose()
         mine = Proposal(name, plan)
     except BaseException as error:  # the other ranks wait for it
-        failure, mine = error, Proposal(SaveName(""), reason=Reason.of(error))
+        failure, mine = error, Proposal(SaveName(""), reason=astuple(Reason.of(error)))
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
-    if assignment.reasons:
-        if any(each.kind == CheckpointSkipped.__name__ for each in assignment.reasons.values()):
+    if reasons := assignment.reasons:
+        if any(each.kind == CheckpointSkipped.__name__ for each in reasons.values()):
             if planning is not None:
                 planning.left_out()
             raise CheckpointSkipped(LEFT_OUT)
-        raise NotAgreed(assignment.reasons, assignment.paths) from failure
+        raise NotAgreed(reasons, assignment.paths) from failure
     assert planning is not None
     return planning, assignment, met.error
 
@@ -169,17 +149,20 @@ def _assign(
     gathered: Sequence[bytes], planning: SavePlanning | None, draw: Callable[[], Ticket | None]
 ) -> list[Assignment]:
     proposals = list(map(Proposal.decode, gathered))
-    reasons = {rank: each.reason for rank, each in enumerate(proposals) if each.reason is not None}
+    reasons = {
+        rank: Reason(*each.reason) for rank, each in enumerate(proposals) if each.reason is not None
+    }
     if reasons:
-        return [Assignment(None, reasons=reasons)] * len(proposals)
+        return [Assignment.refusing(reasons)] * len(proposals)
     saves = [each.save for each in proposals]
     if (different := _difference(saves)) is not None:
-        paths = [each.path for each in saves]
-        return [Assignment(None, reasons={-1: different}, paths=paths)] * len(proposals)
+        refused = Assignment.refusing({-1: different}, [each.path for each in saves])
+        return [refused] * len(proposals)
     assert planning is not None
     plans = planning.assign([each.plan for each in proposals])
     ticket = draw()
-    return [Assignment(ticket, plan) for plan in plans]
+    encoded = None if ticket is None else ticket.encode()
+    return [Assignment(encoded, plan) for plan in plans]
 
 
 def _difference(saves: Sequence[SaveName]) -> Reason | None:
@@ -204,10 +187,6 @@ def _difference(saves: Sequence[SaveName]) -> Reason | None:
     else:
         text = _OTHER_PLANNERS
     return Reason.of(SaveFailedError(text))
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value).encode()
 
 
 logger = logging.getLogger(__name__)
@@ -323,8 +302,7 @@ class PeerWatch:
 
     @property
     def _gate_waits(self) -> float:
-        reads = None if self._save is None else self._save.reads
-        return 0.0 if reads is None else reads.gate_waits
+        return 0.0 if self._save is None else self._save.reads.gate_waits
 
     def _waited_for(self, detector: FailureDetector) -> str:
         absent = detector.absent(self._number, self._own)

@@ -33,7 +33,7 @@ _LATER: Final = 64
 """How many tensors that are read later are looked at in one save."""
 
 
-def look_for_nan(save: SaveOperation, staged: StagedState | None) -> None:
+def look_for_nan(save: SaveOperation) -> None:
     """Look at the elements; the state must still be as at the call. Raises :class:`SaveFailedError` with
     ``on_nan="refuse"``.
     """
@@ -41,7 +41,7 @@ def look_for_nan(save: SaveOperation, staged: StagedState | None) -> None:
     if save.group.rank_set.rank == 0:  # whose metrics are stored
         numbers = save.metrics.items()
         found += [f"metrics.{name}" for name, number in numbers if math.isnan(number)]
-    if staged is not None:
+    if (staged := save.reads.kept) is not None:
         found += [*_copied(staged), *_read_later(staged, save.number)]
     if not found:
         return

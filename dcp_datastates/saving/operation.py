@@ -1,6 +1,6 @@
 """One save on this rank, from the call to its outcome.
 
-A save passes through these phases (``phase.py``), in order, and never goes back::
+A save passes through these phases (:class:`Phase`), in order, and never goes back::
 
     STAGED ─► PLANNING ─► AGREED ─► COMMITTING
 
@@ -11,12 +11,12 @@ both. A save that has failed on this rank may still owe the other ranks a vote, 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -40,7 +40,6 @@ from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.traverse import Fingerprint
 from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt, Ticket
@@ -97,10 +96,8 @@ class SaveOperation:
         """Of this save, among the saves of these ranks in this process that this package runs, or (:attr:`own` is
         false) DCP.
         """
-        self.reads: DeferredReads | None = None
-        """The deferred reads of a staged state; None if the planner resolves its data in place."""
-        self.fingerprint: Fingerprint | None = None
-        """Of the staged state, at the call; None if plans for it are not cached."""
+        self.reads: Final = DeferredReads(self.order, stats, config.commit_timeout)
+        """Of the staged state; of no state if the planner resolves its data in place."""
         self.left_out: Final = left_out
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.archived: SharedFuture | None = None
@@ -188,7 +185,7 @@ class SaveOperation:
 
     def fail(self, error: BaseException) -> None:
         """Set ``error`` as the outcome on this rank, if none is known yet."""
-        self._resolve(error)
+        self.committed.settle(error)
 
     def wait(self) -> None:
         """Wait until the save is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
@@ -314,7 +311,7 @@ class SaveOperation:
             part.cancel()
             return
         self.group.reading(self, False)
-        when_done(round_.committed, self._decided)
+        when_done(round_.committed, lambda outcome: self.committed.settle(outcome.exception()))
         self.doing = "committing"
         self.group.submit(round_)
 
@@ -333,8 +330,7 @@ class SaveOperation:
         error = self._error or SaveAbandonedError(
             "DCP ended this save before its data were written"
         )
-        if self.reads is not None:
-            self.reads.fail(error)
+        self.reads.fail(error)
         self.submit_failure(error)
         if self._phase is not Phase.COMMITTING and not self.own:
             self.fail(error)
@@ -367,17 +363,6 @@ class SaveOperation:
             trace=lambda: save_trace.pack(self._recorded(None)),
         )
 
-    def _decided(self, outcome: Future[None]) -> None:
-        self._resolve(outcome.exception())
-
-    def _resolve(self, error: BaseException | None) -> None:
-        # The commit thread, the heartbeat thread and the planning thread may call this at once: the first call counts.
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.committed.set_result(None)
-            else:
-                self.committed.set_exception(error)
-
     def _told(self, committed: Future[None]) -> None:
         self._store = None
         self.doing = "over"
@@ -408,12 +393,10 @@ class SaveOperation:
             self.submit_failure(error)
         else:
             self.fail(error)
-        if self.reads is not None:
-            # In a separate thread: this waits for reads, and on the device these may wait behind the very collective
-            # that hangs. The heartbeat thread must never block.
-            threading.Thread(
-                target=self.reads.fail, args=(error,), name="dcp_datastates-give-up"
-            ).start()
+        # In a separate thread: this waits for reads, and on the device these may wait behind the very collective that
+        # hangs. The heartbeat thread must never block.
+        give_up = functools.partial(self.reads.fail, error)
+        threading.Thread(target=give_up, name="dcp_datastates-give-up").start()
 
     def __repr__(self) -> str:
         return f"SaveOperation({self.order}, {self.path}, {self._phase.name})"

@@ -7,11 +7,12 @@ The commit thread waits for the files to be durable, through a :class:`WrittenPa
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,10 +37,9 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.io.streams import MOST_FILES_AT_ONCE, Upload
-from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.failpoints import hit
@@ -49,14 +49,15 @@ from dcp_datastates.text import size as show_size
 
 logger = logging.getLogger(__name__)
 
-_CANCEL_SECONDS: Final = 3.0
-"""How long a failed save waits for its reads and writes to end, before it reports the failure."""
-
 
 @dataclass(frozen=True, eq=False)
 class WriteJob:
     """What the engine is given to write: the files of this rank's part, with their layouts."""
 
+    engine: Engine
+    folder: Location
+    synced: list[str]
+    """The directories to sync with the files, of a local folder."""
     files: list[SaveFile]
     layouts: Sequence[FileLayout]
     sealed: Sequence[SealedFile]
@@ -74,21 +75,27 @@ class WriteJob:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.sealed)
 
+    def sizes(self) -> dict[str, int]:
+        """By name, the sizes of the files in bytes."""
+        pairs = zip(self.layouts, self.sealed, strict=True)
+        return {layout.name: file.nbytes for layout, file in pairs}
+
 
 class WrittenPart:
     """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
 
-    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int) -> None:
+    def __init__(self, job: SaveJob, stats: SaveStats, content: WriteJob) -> None:
         self.job = job
         self._stats = stats
-        self._nbytes = nbytes
+        self._folder = content.folder
+        self._sizes = content.sizes()
 
     def wait(self, seconds: float) -> bool:
         job, stats = self.job, self._stats
         if not job.wait(seconds):
             return False
         if job.fault is None and stats.bytes_written is None:
-            stats.bytes_written = self._nbytes
+            stats.bytes_written = sum(self._sizes.values())
             stats.read_seconds = job.read_seconds
             stats.total_seconds = job.total_seconds
             stats.cache_seconds += job.cache_seconds
@@ -98,7 +105,7 @@ class WrittenPart:
     @property
     def error(self) -> BaseException | None:
         fault = self.job.fault
-        return None if fault is None else _error_of(fault, self._nbytes)
+        return None if fault is None else _error_of(fault, sum(self._sizes.values()))
 
     @property
     def progress(self) -> int:
@@ -113,24 +120,19 @@ class WrittenPart:
 
 
 class _LocalPart(WrittenPart):
-    def __init__(
-        self, job: SaveJob, stats: SaveStats, nbytes: int, files: Mapping[Path, int]
-    ) -> None:
-        super().__init__(job, stats, nbytes)
-        self._files = files
-
     def wait(self, seconds: float) -> bool:
         if not super().wait(seconds):
             return False
         if self.job.fault is None:
             self._stats.direct = self.job.direct
             if not self.job.direct:
-                _log_buffered_once()
+                _log_buffered()
         return True
 
     def check(self) -> None:
         # Some mounts of object stores say yes to ftruncate() after direct writes, and do nothing.
-        for path, nbytes in self._files.items():
+        for name, nbytes in self._sizes.items():
+            path = Path(str(self._folder / name))
             with local.explained("looking at what was written", path):
                 found = os.stat(path).st_size
             if found != nbytes:
@@ -142,62 +144,21 @@ class _LocalPart(WrittenPart):
                 )
 
 
-class _StorePart(WrittenPart):
-    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int, upload: StoreUpload) -> None:
-        super().__init__(job, stats, nbytes)
-        self._upload = upload
-
-    def wait(self, seconds: float) -> bool:
-        return super().wait(seconds) and (self.job.fault is None or self._upload.is_over(seconds))
-
-    @property
-    def error(self) -> BaseException | None:
-        fault = self.job.fault
-        if fault is not None and fault.kind == "io" and self._upload.failure is not None:
-            return self._upload.failure
-        return super().error
-
-
-def make_ready(folder: Location, rank: int) -> list[str]:
-    """The directories to sync with the files of ``rank`` in ``folder``. Raises unless the files can lie there. Operates
-    on storage, unless that is a store, which has no directories.
-    """
-    return [] if isinstance(folder, ObjectPath) else directories_to_sync(folder, rank)
-
-
 def begin(
-    engine: Engine,
-    folder: Location,
-    synced: list[str],
     content: WriteJob,
     stats: SaveStats,
-    *,
     order: int,
     window: Window,
     expected: ExpectedBytes | None,
 ) -> WrittenPart:
-    """Begin to read the files of ``content``, and to write them to ``folder``.
-
-    ``synced`` is from :func:`make_ready`; the last three arguments are those of ``Engine.save``.
-    """
-    files, keep, fences = content.files, content.keep, content.fences
-    if isinstance(folder, ObjectPath):
-        check_fits(content, engine)
-        job = engine.save_streamed(files, order, window, keep, fences, expected)
-        upload = StoreUpload(job, folder, content)
-        return _StorePart(job, stats, content.nbytes, upload)
-    sizes = {
-        folder / layout.name: sealed.nbytes
-        for layout, sealed in zip(content.layouts, content.sealed, strict=True)
-    }
-    job = engine.save(files, synced if files else [], order, window, keep, fences, expected)
-    return _LocalPart(job, stats, content.nbytes, sizes)
-
-
-def cancel(job: SaveJob) -> None:
-    """Returns when no read or write is in progress, or after some seconds, if a device or storage holds one up."""
-    job.cancel()
-    job.wait(_CANCEL_SECONDS)
+    """Begin to read the files of ``content``, and to write them. The last three arguments are the engine's."""
+    native, files = content.engine, content.files
+    further = (order, window, content.keep, content.fences, expected)
+    if isinstance(content.folder, ObjectPath):
+        check_fits(content, native)
+        return _StorePart(native.save_streamed(files, *further), stats, content)
+    job = native.save(files, content.synced if files else [], *further)
+    return _LocalPart(job, stats, content)
 
 
 def _error_of(fault: Fault, nbytes: int) -> DataStatesError:
@@ -216,21 +177,16 @@ def _error_of(fault: Fault, nbytes: int) -> DataStatesError:
     return DataStatesError(fault.message)
 
 
-_logged_buffered = False
-
-
-def _log_buffered_once() -> None:
-    global _logged_buffered
-    if not _logged_buffered:
-        _logged_buffered = True
-        logger.log(
-            once_per_job(logging.INFO),
-            "the file system refuses O_DIRECT; writing through the page cache",
-        )
+@functools.cache
+def _log_buffered() -> None:
+    """Once per process."""
+    logger.log(
+        once_per_job(logging.INFO),
+        "the file system refuses O_DIRECT; writing through the page cache",
+    )
 
 
 # ---- uploads to a store --------------------------------------------------------------------------
-
 
 PARTS_IN_FLIGHT: Final = 16
 """Of all files that are sent at once."""
@@ -254,36 +210,25 @@ def check_fits(job: WriteJob, engine: Engine) -> None:
         )
 
 
-class StoreUpload:
-    """The upload of a streamed ``job``, which has begun. Its threads end with the job.
+class _StorePart(WrittenPart):
+    """Files that threads send to a store. The threads end with the job."""
 
-    Args:
-        folder: the prefix of the objects.
-        content: what the job writes.
-    """
-
-    def __init__(self, job: SaveJob, folder: ObjectPath, content: WriteJob) -> None:
-        names = [layout.name for layout in content.layouts]
-        self._folder = folder
-        self._store = folder.store
-        self._sizes = dict(zip(names, (file.nbytes for file in content.sealed), strict=True))
+    def __init__(self, job: SaveJob, stats: SaveStats, content: WriteJob) -> None:
+        super().__init__(job, stats, content)
         many = all(part_bytes(nbytes) == SEGMENT_BYTES for nbytes in self._sizes.values())
         # A file whose parts take several segments must not wait for those that another file's parts hold.
-        self._at_once = max(1, min(len(names), MOST_FILES_AT_ONCE)) if many else 1
-        self._job = job
-        self._failure: BaseException | None = None
+        self._at_once = max(1, min(len(self._sizes), MOST_FILES_AT_ONCE)) if many else 1
+        self._failure: BaseException | None = None  # the store's first error
         self._gives_up_at: float | None = None
-        self._upload = Upload(job, names, self._put, self._at_once)
+        self._upload = Upload(job, list(self._sizes), self._put, self._at_once)
         _uploads.add(self)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The store's first error; None if there is none so far."""
-        return self._failure
+    def wait(self, seconds: float) -> bool:
+        return super().wait(seconds) and (self.job.fault is None or self._has_stopped(seconds))
 
-    def is_over(self, seconds: float) -> bool:
-        """For a job that has failed: wait up to ``seconds`` until nothing is sent any more, and unfinished parts are
-        removed; return whether that is so. True, too, if the store has not answered for some seconds.
+    def _has_stopped(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until nothing is sent any more, and unfinished parts are removed; return whether that
+        is so. True, too, if the store has not answered for some seconds.
         """
         now = time.monotonic()
         if self._gives_up_at is None:
@@ -292,34 +237,43 @@ class StoreUpload:
             time.monotonic() >= self._gives_up_at
         )
 
+    @property
+    def error(self) -> BaseException | None:
+        fault = self.job.fault
+        if fault is not None and fault.kind == "io" and self._failure is not None:
+            return self._failure
+        return super().error
+
     def abort(self, until: float) -> None:
         """Cancel the job; wait until nothing is sent any more, or the monotonic clock says ``until``."""
-        self._job.cancel()
+        self.job.cancel()
         self._upload.join(max(0.0, until - time.monotonic()))
 
     def _put(self, name: str, pieces: Iterator[Segment]) -> None:
         """Store one file. Its pieces are segments, held by the library alone."""
-        key = (self._folder / name).key
+        path = self._folder / name
+        assert isinstance(path, ObjectPath)
+        store, key = path.store, path.key
         nbytes = self._sizes[name]
         part = part_bytes(nbytes)
         try:
             hit("upload.before")
             if nbytes <= part:
-                self._store.put(key, next(pieces))
+                store.put(key, next(pieces))
                 next(pieces, None)
             else:
                 in_flight = max(1, PARTS_IN_FLIGHT // self._at_once)
-                self._store.put_stream(key, pieces, part_bytes=part, parts_in_flight=in_flight)
-            if self._job.fault is not None:
+                store.put_stream(key, pieces, part_bytes=part, parts_in_flight=in_flight)
+            if self.job.fault is not None:
                 # All was sent before the job failed. Whoever cleans up may have done so.
-                self._store.delete([key])
+                store.delete([key])
             hit("upload.after")
         except BaseException as error:
             self._failure = self._failure or error
             raise
 
 
-_uploads: weakref.WeakSet[StoreUpload] = weakref.WeakSet()
+_uploads: weakref.WeakSet[_StorePart] = weakref.WeakSet()
 
 
 def _abort_all() -> None:
@@ -327,8 +281,8 @@ def _abort_all() -> None:
     interpreter, and parts that nobody completes cost money.
     """
     until = time.monotonic() + _LAST_SECONDS
-    for upload in list(_uploads):
-        upload.abort(until)
+    for part in list(_uploads):
+        part.abort(until)
 
 
 at_end(_abort_all, Phase.GIVE_UP)

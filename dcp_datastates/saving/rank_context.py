@@ -49,9 +49,9 @@ from dcp_datastates.saving.agreement import (
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.paths import check_path
-from dcp_datastates.saving.start import begin_planning
-from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.saving.start import check_path
+from dcp_datastates.saving.write import begin_write, fail_write
+from dcp_datastates.storage.attempt import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -194,28 +194,41 @@ class RankContext:
 
     # ---- the planning thread, or the thread of a save that DCP runs -------------------------------
 
-    def plan(self, save: SaveOperation, planning: SavePlanning | None) -> Writing:
+    def plan(self, save: SaveOperation, planning: SavePlanning | None) -> Callable[[], None]:
         """Agree on ``save`` with the other ranks, then begin to read and write this rank's part.
 
-        ``planning`` is None if the save has failed on this rank. If this raises, the save has failed on all ranks, or
-        this rank has voted against it.
+        ``planning`` is None if the save has failed on this rank. Returns as :func:`begin_write`. If this raises, the
+        save has failed on all ranks, or this rank has voted against it.
         """
         group, timeout = save.group, save.config.commit_timeout
         what = f"the save to {str(save.path)!r}"
         propose = functools.partial(_propose, save, planning)
         watch = self._watch(what, timeout, save.number, save)
+        refusal: BaseException | None = None
         try:
             meet = self._meet if save.own else self._meet_in_dcp
             agreed, assignment, failure = agree(
                 functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
             )
-            assert assignment.ticket is not None
-            save.agree(assignment.ticket)
+            ticket = Ticket.decode(assignment.ticket)
+            assert ticket is not None
+            save.agree(ticket)
+        except NotAgreed as refused:
+            refusal = refused.told(repr(str(save.path)), group.rank_set.world)
+            if save.own:
+                self._stray = set(refused.paths) - {save.directory().name}
+            if refused.__cause__ is not None:
+                save.record_error(refused.__cause__)
         finally:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
             )
             group.tell_planning("")
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # a traceback retains this frame
         self._stray.clear()
         try:
             agreed.take(assignment.plan)
@@ -230,9 +243,9 @@ class RankContext:
 
     def _save(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
         try:
-            writing = self._plan(save, make)
-            read = functools.partial(self._read, save, writing)
-            del writing  # a traceback may retain this frame
+            finish = self._plan(save, make)
+            read = functools.partial(self._read, save, finish)
+            del finish  # a traceback may retain this frame
             save.doing = "reading"
             if not self._reader.post(read):
                 raise SaveAbandonedError(f"this save was not read: {self._reader.refusal}")
@@ -241,7 +254,9 @@ class RankContext:
         finally:
             del make
 
-    def _plan(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> Writing:
+    def _plan(
+        self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]
+    ) -> Callable[[], None]:
         name = save.directory().name
         if name in self._stray:
             self._stray.discard(name)
@@ -251,11 +266,13 @@ class RankContext:
             )
         planning: SavePlanning | None = None
         try:
-            planning = begin_planning(save, make)
+            if save.error is not None:
+                raise save.error
+            save.reads.begin()
+            planning = make(save)
         except Exception as error:
             failure = save.record_error(error)
-            if save.reads is not None:
-                save.reads.fail(failure)  # frees its memory at once
+            save.reads.fail(failure)  # frees its memory at once
         save.begin()
         return self.plan(save, planning)
 
@@ -323,52 +340,38 @@ class RankContext:
 
     # ---- the reading thread ------------------------------------------------------------------
 
-    def _read(self, save: SaveOperation, writing: Writing) -> None:
+    def _read(self, save: SaveOperation, finish: Callable[[], None]) -> None:
         try:
-            writing.finish()
+            finish()
         except BaseException as error:
             fail_write(save, error)
             self._give_up(save, error)
         else:
             save.end()
         finally:
-            del writing  # a traceback may retain this frame
+            del finish  # a traceback may retain this frame
 
     # ---- both ----------------------------------------------------------------------------------
 
     def _give_up(self, save: SaveOperation, error: BaseException) -> None:
-        cause = error
-        if isinstance(error, NotAgreed):
-            cause = error.__cause__ or SaveAbandonedError("another rank failed")
-            self._stray = set(error.paths) - {save.directory().name}
-        save.record_error(cause)
-        self._failed(save, error)
-        save.end()
-
-    def _failed(self, save: SaveOperation, error: BaseException) -> None:
-        """Set ``error`` as the outcome, unless the commit group decides it."""
+        """End ``save`` with ``error`` as its outcome, unless the commit group decides that."""
+        save.record_error(error)
         release_frames(error)
         when_done(save.committed, _release_outcome)
-        world = self.group.rank_set.world
-        if isinstance(error, NotAgreed):
-            if error.__cause__ is not None:
-                release_frames(error.__cause__)
-            save.fail(error.told(repr(str(save.path)), world))
-        elif save.phase is Phase.COMMITTING:
-            return
-        elif isinstance(error, CheckpointSkipped):
-            save.fail(error)
-        else:
+        if save.phase is not Phase.COMMITTING:
             save.fail(self._named(error, save))
+        save.end()
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
-        if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
+        world, rank = self.group.rank_set.world, self.group.rank_set.rank
+        is_told = str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped)
+        if world == 1 or is_told:
             return error
-        rank = -1 if isinstance(error, RankLostError) else self.group.rank_set.rank
-        told = Decision.failed(rank, error).error(repr(str(save.path)), self.group.rank_set.world)
-        assert told is not None
-        told.__cause__ = error
-        return told
+        told = Decision.failed(-1 if isinstance(error, RankLostError) else rank, error)
+        named = told.error(repr(str(save.path)), world)
+        assert named is not None
+        named.__cause__ = error
+        return named
 
 
 # No closure: the traceback of an error would keep what it has.

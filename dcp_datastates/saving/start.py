@@ -1,32 +1,97 @@
-"""How a save starts: the training thread stages it, and another thread begins to plan it."""
+"""How a save starts: its path is checked, and the training thread stages its state; another thread plans it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
+from dcp_datastates.commit.place import Place
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
-from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.eager_copies import EagerBuffers
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import (
+    AnyPath,
+    Location,
+    ObjectPath,
+    check_opens,
+    check_prefix,
+    is_url,
+    locate,
+)
+
+
+def writable(
+    path: str | os.PathLike[str] | ObjectPath,
+    config: WriterConfig,
+    alone: bool,
+    below: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Location:
+    """The place that ``path`` names; a relative path is below ``below`` (None: the present working directory).
+
+    ``options`` are the user's ``storage_options``. Opens a store, and does not ask it.
+
+    Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
+    reports these to all. A process ``alone`` finds them now.
+    """
+    location = locate(path, below, options)
+    if isinstance(location, ObjectPath):
+        check_prefix(location)
+    elif alone:
+        directory, timeout = location, config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
+    return location
+
+
+def archive_root(archive: AnyPath | None, options: Mapping[str, Any] | None) -> Location | None:
+    """The directory of archived checkpoints that a user names; ``options`` are the user's ``storage_options``.
+
+    Raises :class:`ConfigurationError`. Opens a store, and does not ask it.
+    """
+    if archive is None:
+        return None
+    root = locate(archive, options=options if is_url(archive) else None)
+    check_opens(root)
+    return root
+
+
+def check_at_call(location: Location | None, config: WriterConfig) -> None:
+    """In the training thread: raise :class:`CheckpointExistsError` if the save may not replace what is there. Does not
+    ask a store, over the network.
+    """
+    if isinstance(location, Path) and not config.overwrite:
+        directory, timeout = location, config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))
+
+
+def check_path(save: SaveOperation) -> None:
+    """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
+    and in a store, whether it can be: ranks that asked it, too, would only cost requests.
+    """
+    hit("plan.before")
+    location = save.resolved_path()
+    if isinstance(location, Path):
+        directory = location
+        save.on_storage("looking at the path", lambda: local.check_writable(directory))
+    hit("plan.after")
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
@@ -75,16 +140,10 @@ def stage_save(
         hit("stage.before")
         if failure is None:
             with collection_paused():
-                save.reads = _stage(save, state_dict, config.defer, config.read_window)
-                if in_columns:
-                    save.fingerprint = save.reads.staged.fingerprint()
+                _stage(save, state_dict, config.defer, config.read_window, in_columns)
         hit("stage.after")
     except BaseException as error:
         failure = error
-    if save.reads is None:
-        save.reads = DeferredReads(
-            None, None, Window(0.0), save.order, stats, config.commit_timeout
-        )
     if failure is not None:
         save.reads.fail(failure)
         alone = group.rank_set.world == 1 and not left_out
@@ -107,46 +166,31 @@ def stage_in_place(save: SaveOperation, state_dict: Mapping[str, Any]) -> None:
 
     Raises :class:`UnsupportedTensorError` and the like.
     """
-    save.reads = _stage(save, state_dict, "all", "immediate")
-    save.fingerprint = save.reads.staged.fingerprint()
+    _stage(save, state_dict, "all", "immediate", in_columns=True)
     save.reads.begin()
 
 
 def _stage(
-    save: SaveOperation, state_dict: Mapping[str, Any], defer: Defer, read_window: ReadWindow
-) -> DeferredReads:
+    save: SaveOperation,
+    state_dict: Mapping[str, Any],
+    defer: Defer,
+    read_window: ReadWindow,
+    in_columns: bool,
+) -> None:
     config, stats = save.config, save.stats
     check_at_call(save.path, config)
-    native = engine(config.host_cache_bytes)
-    buffers = EagerBuffers(native, save.order)
-    ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
     immediate = read_window == "immediate"
     window = Window(0.0 if immediate else config.read_deadline)
-    try:
-        staged = stage_state(
-            state_dict,
-            ownership,
-            defer,
-            native,
-            buffers.allocate,
-            save.order,
-            config.audit,
-        )
-        reads = DeferredReads(
-            staged, buffers.slab, window, save.order, stats, config.commit_timeout
-        )
-    except BaseException:
-        buffers.release()
-        raise
-    stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, buffers.waited_seconds
+    ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
+    native = engine(config.host_cache_bytes)
+    staged = stage_state(state_dict, ownership, defer, native, save.order, config.audit)
+    if in_columns:
+        staged.at_call = staged.fingerprint()
+    save.reads.capture(staged, window)
+    stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, staged.cache_seconds
     stats.deferred_bytes = sum(staged.deferred.sizes)
-    try:
-        if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
-            window.open()
-    except BaseException as error:
-        reads.fail(error)
-        raise
-    return reads
+    if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
+        window.open()
 
 
 def state_to_plan(
@@ -158,18 +202,5 @@ def state_to_plan(
         built: the state with all its tensors, if it is built already.
         paths: the path of each of its keys, if it is flattened already.
     """
-    reads = save.reads
-    assert reads is not None
-    build = reads.state if built is None else lambda: built
-    return StateToPlan(reads.staged, save.fingerprint, build, paths)
-
-
-def begin_planning(
-    save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]
-) -> SavePlanning:
-    """Begin to plan ``save`` in the calling thread. Raises what ``make`` raises."""
-    assert save.reads is not None
-    if save.error is not None:
-        raise save.error
-    save.reads.begin()
-    return make(save)
+    build = save.reads.state if built is None else lambda: built
+    return StateToPlan(save.reads.staged, build, paths)

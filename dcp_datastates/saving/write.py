@@ -6,21 +6,22 @@ each item.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-import logging
 import pickle
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import Engine, SaveFile, SaveJob, Transfer, Window
-from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import DataStatesError, UnsupportedStateError
+from dcp_datastates._native import Engine, SaveFile, Transfer
+from dcp_datastates.errors import ConfigurationError, DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
@@ -29,15 +30,17 @@ from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving import output
 from dcp_datastates.saving.not_a_number import look_for_nan
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import WriteJob
-from dcp_datastates.staging.deferred_reads import DeferredReads, await_reads
+from dcp_datastates.saving.output import WriteJob, WrittenPart
+from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
-from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
+
+_CANCEL_SECONDS: Final = 3.0
+"""How long a failed save waits for its reads and writes to end, before it reports the failure."""
 
 
 @dataclass(eq=False)
@@ -46,7 +49,7 @@ class Sources:
 
     engine: Engine
     planning: SavePlanning
-    reads: DeferredReads | None
+    reads: DeferredReads
     step: Callable[[], None]
     """Counts one more resolved item, as progress."""
     keep: list[Any] = field(default_factory=list)
@@ -80,8 +83,7 @@ class Sources:
         for entry in part.layouts[file].tensors:
             self.step()
             tensor, device = _resolve_tensor(self, items[entry.item], entry)
-            reads = self.reads
-            group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
+            group = self.reads.group_of(tensor.data_ptr(), entry.nbytes)
             if device != HOST and group == STABLE:
                 self.devices.add(device)
                 tensor = accelerator.dense(tensor)
@@ -90,16 +92,16 @@ class Sources:
                 add_region(content, entry.offset, tensor, entry.nbytes, group, device)
 
 
-def write_job(sources: Sources, folder: Location, rank: int) -> WriteJob:
-    """The files that ``rank`` writes below ``folder``.
+def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) -> WriteJob:
+    """The files that ``rank`` writes below ``folder``, with the directories to sync.
 
     Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
     """
     reads, planning = sources.reads, sources.planning
-    known = None if reads is None else planning.known_files()
+    known = planning.known_files()
     part: PartFiles
     item_of: Callable[[int], WriteItem]
-    if known is not None and reads is not None:
+    if known is not None:
         part, item_of = known, known.object_item
         add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
     else:
@@ -121,9 +123,19 @@ def write_job(sources: Sources, folder: Location, rank: int) -> WriteJob:
         sources.keep.append((file.header, objects[number]))
         files.append(SaveFile(str(folder / layout.name), file.table_offset, content))
     readers = fences(sources.engine, sources.devices)
-    after = [*(reads.fences if reads is not None else ()), *readers]
+    after = [*reads.fences, *readers]
     return WriteJob(
-        files, part.layouts, sealed, report, after, readers, sources.keep, known is not None
+        sources.engine,
+        folder,
+        synced,
+        files,
+        part.layouts,
+        sealed,
+        report,
+        after,
+        readers,
+        sources.keep,
+        known is not None,
     )
 
 
@@ -154,109 +166,97 @@ def _resolve_tensor(
     return tensor, device
 
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Writing:
-    """A rank's part of a save whose reads have begun."""
-
-    _save: SaveOperation
-    _planning: SavePlanning
-    _attempt: Attempt
-    _content: WriteJob
-    _part: output.WrittenPart
-    _samples: bytes
-
-    def finish(self) -> None:
-        """Wait until all data are read, and check that they are unchanged; then the files are for the commit thread.
-
-        Raises :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then no read or write is in
-        progress but one that a device or storage holds up.
-        """
-        save, content, planning, part = self._save, self._content, self._planning, self._part
-        job = part.job
-        try:
-            if save.reads is None:
-                stall = Stall(logger, f"save {save.order}", save.config.commit_timeout)
-                await_reads(job, -1, stall)
-            else:
-                try:
-                    save.reads.settle(save.config.read_deadline)
-                finally:
-                    save.reads.raise_failure()
-            if (error := part.error) is not None:
-                raise error
-        except BaseException:
-            output.cancel(job)
-            raise
-        save.stats.timeline.begin("reading", job.read_seconds)
-        save.stats.timeline.begin("flushing")
-        content.keep.clear()  # all is read: release the copies and the tensors
-        report = planning.report(self._attempt, content.report, self._samples)
-        save.submit(part, report, planning.compose(save.metrics))
-
-
-def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
+def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], None]:
     """Begin to read and write this rank's part of ``save``. The planning lets go of the state.
 
-    When an error is raised, no read or write is in progress.
+    Returns what waits until all data are read and unchanged, and hands the files to the commit thread. It raises
+    :class:`SnapshotTornError`, :class:`SaveStalledError` and errors of storage; then, as when this raises, no read or
+    write is in progress but one that a device or storage holds up.
     """
     try:
-        return _begin(save, planning, save.ticket().attempt)
+        attempt = save.ticket().attempt
+        content = _content(save, planning, save.resolved_path() / attempt.name)
+        reads, stats = save.reads, save.stats
+        window = reads.prepare(content.readers)
+        samples = planning.sample(attempt)  # while the gate still holds
+        part = output.begin(content, stats, save.order, window, reads.expected)
+        save.follow(part.job)
+        reads.hand_over(part.job)
+        stats.timeline.begin("window")
+        report = functools.partial(planning.report, attempt, content.report, samples)
+        return functools.partial(_finish, save, planning, part, content.keep, report)
     finally:
         planning.release()
 
 
-def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
-    reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
-    folder = save.resolved_path() / attempt.name
-    native = engine(save.config.host_cache_bytes)
-    look_for_nan(save, None if reads is None else reads.staged)
-    synced = save.on_storage("looking for the attempt", lambda: output.make_ready(folder, rank))
-    try:
-        content = write_job(Sources(native, planning, reads, save.step), folder, rank)
-    except RuntimeError:  # the planner met a tensor that is not as planned
-        if reads is not None:
-            reads.check_unchanged()
-        raise
-    if reads is not None and reads.fences:  # from devices
-        _fit_cache(save.config, content)
-    stats.steady = planning.is_cached and content.is_known
-    begun: list[Writing] = []
-
-    def start(window: Window) -> SaveJob:
-        samples = planning.sample(attempt)  # while the gate still holds
-        part = output.begin(
-            native,
-            folder,
-            synced,
-            content,
-            stats,
-            order=save.order,
-            window=window,
-            expected=None if reads is None else reads.staged.expected,
+def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> WriteJob:
+    """This rank's part, ready to be read."""
+    reads, config, rank = save.reads, save.config, save.group.rank_set.rank
+    native = engine(config.host_cache_bytes)
+    look_for_nan(save)
+    synced: list[str] = []
+    if isinstance(folder, Path):
+        directory = folder
+        synced = save.on_storage(
+            "looking for the attempt", lambda: directories_to_sync(directory, rank)
         )
-        save.follow(part.job)
-        begun.append(Writing(save, planning, attempt, content, part, samples))
-        return part.job
+    try:
+        content = write_job(Sources(native, planning, reads, save.step), folder, rank, synced)
+    except RuntimeError:  # the planner met a tensor that is not as planned
+        reads.check_unchanged()
+        raise
+    if reads.fences:  # from devices
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        grows = config.cache_grows
+        most = largest_host_cache_bytes(ranks) if grows else config.host_cache_bytes
+        fit_cache(content.nbytes, most)
+    save.stats.steady = planning.is_cached and content.is_known
+    return content
 
-    if reads is None:
-        start(Window(0.0))
-    else:
-        reads.hand_over(start, content.readers)
-    stats.timeline.begin("window")
-    return begun[0]
+
+def _finish(
+    save: SaveOperation,
+    planning: SavePlanning,
+    part: WrittenPart,
+    keep: list[Any],
+    report: Callable[[], bytes],
+) -> None:
+    try:
+        try:
+            save.reads.settle(save.config.read_deadline)
+        finally:
+            save.reads.raise_failure()
+        if (error := part.error) is not None:
+            raise error
+    except BaseException:
+        part.job.cancel()
+        part.job.wait(_CANCEL_SECONDS)
+        raise
+    save.stats.timeline.begin("reading", part.job.read_seconds)
+    save.stats.timeline.begin("flushing")
+    keep.clear()  # all is read: release the copies and the tensors
+    save.submit(part, report(), planning.compose(save.metrics))
+
+
+def directories_to_sync(folder: Path, rank: int) -> list[str]:
+    """The directories to sync for the entries of files in ``folder``. Raises :class:`ConfigurationError` unless this
+    rank sees ``folder``, which the coordinator made.
+    """
+    # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
+    # may use a cached "missing" for half a minute.
+    made = local.make_directories(folder, "share")
+    if not made:
+        return [str(parent) for parent in local.sync_directories(folder)]
+    for path in made:
+        with contextlib.suppress(OSError):
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
     """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
-    if save.reads is not None:
-        save.reads.fail(error)
+    save.reads.fail(error)
     save.submit_failure(error)
-
-
-def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
-    fit_cache(content.nbytes, most)

@@ -35,7 +35,8 @@ from dcp_datastates.io.running_calls import Places, RunningCalls
 from dcp_datastates.io.tensor_memory import inner_tensors, layers, local_tensor
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
-from dcp_datastates.staging.stage import DeferredTensors, StagedState
+from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.traverse import DeferredTensors
 
 _LOOK_SECONDS: Final = 0.001
 """How often a thread that waits for other threads' calls looks at them."""
@@ -219,9 +220,9 @@ class Regions:
         self._ends: list[int] = []
         self._groups: list[int] = []
         spans = sorted(
-            (address, address + _span(tensor), group)
-            for address, tensor, group in zip(
-                deferred.addresses, deferred.columns.locals, deferred.groups, strict=True
+            (address, address + nbytes, group)  # of deferred tensors, which are contiguous
+            for address, nbytes, group in zip(
+                deferred.addresses, deferred.sizes, deferred.groups, strict=True
             )
         )
         for start, end, group in spans:
@@ -238,11 +239,3 @@ class Regions:
         if position >= 0 and address < self._ends[position]:
             return self._groups[position]
         return STABLE
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    extent = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (extent + 1) * tensor.element_size()

@@ -22,13 +22,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import InvalidStateError
 from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
-from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
+from dcp_datastates._native import DeviceEvent, ExpectedBytes, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
@@ -59,34 +58,21 @@ def _stop(job: SaveJob) -> None:
 class DeferredReads:
     """A staged state and its read window. Guarantees that no tensor is read late, or after it has changed.
 
-    The training thread constructs it, in the call: from then on the step gate holds optimizers that own deferred
-    tensors.
+    Until :meth:`capture`, and if staging fails, it is of no state.
 
     Args:
-        staged: the staged state; None if staging has failed. Then the caller calls :meth:`fail` next.
-        slab: the host cache's memory that holds the eager copies.
-        window: opens when the deferred reads may start.
         order: the save's sequence number.
         stats: the statistics to which the gates' waits are added.
         timeout: seconds without progress after which a gate no longer waits, and the save fails.
     """
 
-    def __init__(
-        self,
-        staged: StagedState | None,
-        slab: Slab | None,
-        window: Window,
-        order: int,
-        stats: SaveStats,
-        timeout: float,
-    ) -> None:
+    def __init__(self, order: int, stats: SaveStats, timeout: float) -> None:
         self.order = order
         self.captured = AskedFuture(step_gate.open_windows)
         self._timeout = timeout
         self._stats = stats
-        self._window = window
-        self._staged = staged
-        self._slab = slab
+        self._window = Window(0.0)
+        self._staged: StagedState | None = None
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
@@ -98,16 +84,21 @@ class DeferredReads:
         self._wanted = False  # whether a thread waits for the reads
         self._gate_since: float | None = None  # when a gate began to wait until the save is planned
         self._handed_over = Latch()  # set once there is a job or a failure
-        if staged is None:
-            return
+
+    def capture(self, staged: StagedState, window: Window) -> None:
+        """The training thread, in the call: from now on the step gate holds optimizers that own deferred tensors of
+        ``staged``. Their reads may start when the ``window`` opens.
+        """
+        self._staged, self._window = staged, window
         try:
             self._portions = portions(staged)
             self._idle = places()
+            self.raise_failure()
             if self._portions:
                 step_gate.gate(self)
             else:
                 window.open()
-                self._resolve_captured(None)
+                self.captured.settle(None)
         except BaseException as error:  # an interrupt, say
             self.fail(error)
             raise
@@ -145,11 +136,7 @@ class DeferredReads:
             with contextlib.suppress(DeviceError):  # one failure is enough
                 staged.await_copies()
         self._let_go()
-        self._resolve_captured(failure)
-
-    def _resolve_captured(self, error: BaseException | None) -> None:
-        with contextlib.suppress(InvalidStateError):  # the first outcome stands
-            self.captured.set_exception(error) if error else self.captured.set_result(None)
+        self.captured.settle(failure)
 
     def _let_go(self) -> None:
         """Drop the references to source tensors, and free the eager copies' cache segments."""
@@ -157,11 +144,8 @@ class DeferredReads:
         self._portions = []
         self._readers = []
         staged, self._staged = self._staged, None
-        slab, self._slab = self._slab, None
-        if slab is not None and staged is not None and staged.abandoned:
-            slab.abandon()
-        elif slab is not None:
-            slab.release()
+        if staged is not None:
+            staged.free()
 
     # ---- the thread that steps an optimizer, or moves memory ------------------------------------
 
@@ -308,30 +292,28 @@ class DeferredReads:
         """The group whose gate covers these bytes; ``STABLE`` for copies, which do not change."""
         return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
 
-    def _prepare(self) -> None:
-        for portion in self._portions:
-            portion.pin()
-        if (staged := self._staged) is not None:
-            staged.copying.wait()
-        self.raise_failure()
-
-    def hand_over(
-        self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
-    ) -> SaveJob:
-        """Start the native job with this save's window. Gates wait for ``readers``, too: kernels that this thread has
-        launched on deferred tensors.
+    def prepare(self, readers: Sequence[DeviceEvent] = ()) -> Window:
+        """The save's window, for its native job, which is about to start. Gates wait for ``readers``, too: kernels that
+        this thread has launched on deferred tensors.
 
         Raises the error of :meth:`fail`, or :class:`SnapshotTornError` if a deferred tensor's memory is not that of the
         call.
         """
         self._readers = list(readers)
-        self._prepare()
-        self._job = job = start(self._window)
+        for portion in self._portions:
+            portion.pin()
+        if (staged := self._staged) is not None:
+            staged.copying.wait()
+        self.raise_failure()
+        return self._window
+
+    def hand_over(self, job: SaveJob) -> None:
+        """The native ``job`` has started: from now on gates wait for its reads. Raises the error of :meth:`fail`."""
+        self._job = job
         if self._end:
             _stop(job)
         self._handed_over.set()
         self.raise_failure()
-        return job
 
     def check_unchanged(self) -> None:
         """Raise :class:`SnapshotTornError` if torch has written to a deferred tensor."""
@@ -341,6 +323,16 @@ class DeferredReads:
     def raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             raise failure
+
+    @property
+    def kept(self) -> StagedState | None:
+        """The staged state; None if there is none, or no longer."""
+        return self._staged
+
+    @property
+    def expected(self) -> ExpectedBytes | None:
+        """What the engine compares with the bytes that it copies."""
+        return None if (staged := self._staged) is None else staged.expected
 
     @property
     def fences(self) -> list[DeviceEvent]:
@@ -372,7 +364,7 @@ class DeferredReads:
         if self._end.setdefault(None, None) is not None:
             return
         self._let_go()
-        self._resolve_captured(None)
+        self.captured.settle(None)
 
 
 def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False) -> None:

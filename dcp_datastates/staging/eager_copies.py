@@ -24,9 +24,26 @@ from dcp_datastates.io.devices import HOST, DeviceCopies, accelerator
 from dcp_datastates.io.tensor_memory import add_region
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import STABLE
+from dcp_datastates.staging.traverse import DeferredTensors
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
+
+_SMALL_BYTES: Final = 1 << 20
+"""Eager copies up to this size use ordinary memory: a cache segment for each would waste space."""
+
+_SLOT: Final = 64
+"""Copies are aligned to this many bytes in their buffer."""
 
 DENSE_BYTES: Final = 256 << 20
 """Tensors on a device that are not contiguous are made dense there up to this size at a time, if each is smaller."""
+
+
+def slots(sizes: Sequence[int], begin: int = 0) -> tuple[list[int], int]:
+    """Where copies of these sizes go in a buffer, from ``begin`` on; and where the last one ends."""
+    ends = list(accumulate((size + -size % _SLOT for size in sizes), initial=begin))
+    return ends[:-1], ends[-1]
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,7 @@ class EagerCopies:
     """Each tensor's device number."""
     buffer: torch.Tensor
     nbytes: int
-    """Of the buffer, all copies together."""
+    """How much of the buffer the engine may write to."""
 
     def make(self, engine: Engine, copying: DeviceCopies) -> None:
         """Copy the tensors on the host, and enqueue the copies of the others; what is under way is added to
@@ -113,27 +130,20 @@ def copy_on_stream(
         raise DeviceError(fault.message)
 
 
-_SLOT: Final = 64
-
-
 @dataclass(frozen=True)
 class Expectation:
-    """The deferred tensors to look at, in columns: local tensors, addresses, sizes in bytes, device numbers."""
+    """What to note of the deferred tensors: some words, or in an ``audit`` every byte."""
 
-    tensors: Sequence[torch.Tensor]
-    addresses: Sequence[int]
-    sizes: Sequence[int]
-    devices: Sequence[int]
+    deferred: DeferredTensors
     audit: bool
-    """Whether to expect every byte, and not only some words."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer that :meth:`look` needs."""
         if self.audit:
-            return sum(size + -size % _SLOT for size in self.sizes)
-        on_devices = len(self.devices) - self.devices.count(HOST)
-        return on_devices * ExpectedBytes.MOST_WORD_BYTES
+            return slots(self.deferred.sizes)[1]
+        devices = self.deferred.devices
+        return (len(devices) - devices.count(HOST)) * ExpectedBytes.MOST_WORD_BYTES
 
     def look(
         self, engine: Engine, seed: int, buffer: torch.Tensor, offset: int, copying: DeviceCopies
@@ -143,13 +153,18 @@ class Expectation:
 
         Raises :class:`DeviceError`.
         """
-        expected = ExpectedBytes()
+        expected, columns = ExpectedBytes(), self.deferred
         if self.audit:
-            self._look_at_all(expected, engine, buffer, offset, copying)
+            offsets, end = slots(columns.sizes, offset)
+            tensors = columns.columns.locals
+            copies = EagerCopies(tensors, offsets, columns.sizes, columns.devices, buffer, end)
+            copies.make(engine, copying)
+            places = [buffer.data_ptr() + at for at in offsets]
+            expected.add_whole(range(len(places)), columns.addresses, columns.sizes, places)
             return expected
         for device, numbers in self._by_device():
-            addresses = [self.addresses[number] for number in numbers]
-            sizes = [self.sizes[number] for number in numbers]
+            addresses = [columns.addresses[number] for number in numbers]
+            sizes = [columns.sizes[number] for number in numbers]
             if device == HOST:
                 expected.add_words(numbers, addresses, sizes, seed)
                 continue
@@ -160,77 +175,38 @@ class Expectation:
         return expected
 
     def _by_device(self) -> Iterator[tuple[int, Sequence[int]]]:
-        if self.devices.count(HOST) == len(self.devices):
-            yield HOST, list(range(len(self.devices)))
+        devices = self.deferred.devices
+        if devices.count(HOST) == len(devices):
+            yield HOST, list(range(len(devices)))
             return
-        for device in sorted(set(self.devices)):
-            yield device, [n for n, each in enumerate(self.devices) if each == device]
+        for device in sorted(set(devices)):
+            yield device, [n for n, each in enumerate(devices) if each == device]
 
-    def _look_at_all(
-        self,
-        expected: ExpectedBytes,
-        engine: Engine,
-        buffer: torch.Tensor,
-        offset: int,
-        copying: DeviceCopies,
-    ) -> None:
-        ends = accumulate((size + -size % _SLOT for size in self.sizes), initial=offset)
-        offsets = list(ends)[:-1]
-        copies = EagerCopies(self.tensors, offsets, self.sizes, self.devices, buffer, buffer.nbytes)
-        copies.make(engine, copying)
-        held = [number for number, size in enumerate(self.sizes) if size]
-        expected.add_whole(
-            held,
-            [self.addresses[number] for number in held],
-            [self.sizes[number] for number in held],
-            [buffer.data_ptr() + offsets[number] for number in held],
+
+def allocate(
+    native: Engine, order: int, nbytes: int, is_pinned: bool
+) -> tuple[torch.Tensor, Slab | None, float]:
+    """The buffer of a save, a ``uint8`` tensor of ``nbytes``; its memory of the cache; and for how many seconds it has
+    waited for older saves to leave the cache.
+
+    It is from the cache, which is pinned, unless it is small and not ``is_pinned``, or does not fit.
+    """
+    if nbytes <= _SMALL_BYTES and not is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None, 0.0
+    if nbytes > native.max_slab_bytes:
+        logger.warning(
+            "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
+            "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
+            "save, or raise host_cache_size",
+            nbytes >> 20,
+            native.host_cache_bytes >> 20,
         )
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_SECONDS: Final = 0.1
-
-_SMALL_BYTES: Final = 1 << 20
-"""Eager copies up to this size use ordinary memory: a cache segment for each would waste space."""
-
-
-class EagerBuffers:
-    """Allocates one save's buffer for eager copies; ``slab`` is its memory from the host cache."""
-
-    def __init__(self, native: Engine, order: int) -> None:
-        self._engine = native
-        self._order = order
-        self.slab: Slab | None = None
-        self.waited_seconds = 0.0
-        """How long it has waited for room in the cache."""
-
-    def allocate(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """A ``uint8`` tensor of ``nbytes``: from the cache, which is pinned, unless it is small and not ``pinned``, or
-        does not fit. May wait for older saves to leave the cache.
-        """
-        if nbytes <= _SMALL_BYTES and not pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if nbytes > self._engine.max_slab_bytes:
-            logger.warning(
-                "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
-                "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
-                "save, or raise host_cache_size",
-                nbytes >> 20,
-                self._engine.host_cache_bytes >> 20,
-            )
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.slab = self._engine.slab(nbytes, self._order, 0.0)
-        began = time.monotonic()
-        while self.slab is None:
-            # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before
-            # this call returns.
-            step_gate.open_windows()
-            self.slab = self._engine.slab(nbytes, self._order, _POLL_SECONDS)
-        self.waited_seconds += time.monotonic() - began
-        return torch.frombuffer(self.slab, dtype=torch.uint8)
-
-    def release(self) -> None:
-        """Return the slab after staging has failed."""
-        if self.slab is not None:
-            self.slab.release()
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None, 0.0
+    began = time.monotonic()
+    slab = native.slab(nbytes, order, 0.0)
+    while slab is None:
+        # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before this
+        # call returns.
+        step_gate.open_windows()
+        slab = native.slab(nbytes, order, _POLL_SECONDS)
+    return torch.frombuffer(slab, dtype=torch.uint8), slab, time.monotonic() - began

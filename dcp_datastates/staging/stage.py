@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, compress
+from itertools import chain, compress
 from typing import Any, Final, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
+from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes, Slab
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.fields import HAS_STRIDES
@@ -44,12 +44,16 @@ from dcp_datastates.io.tensor_memory import (
     take_shards_of,
     tensors_over,
 )
-from dcp_datastates.staging.eager_copies import EagerCopies, Expectation
+from dcp_datastates.staging.eager_copies import EagerCopies, Expectation, allocate, slots
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
-from dcp_datastates.staging.traverse import Columns, Fingerprint, Traversal, fingerprint, traverse
-
-_SLOT: Final = 64
-"""Eager copies are aligned to this many bytes in their buffer."""
+from dcp_datastates.staging.traverse import (
+    Columns,
+    DeferredTensors,
+    Fingerprint,
+    Traversal,
+    fingerprint,
+    traverse,
+)
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_INFERENCE: Final = torch.Tensor.is_inference
@@ -61,45 +65,35 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
-class DeferredTensors:
-    """The deferred tensors, and columns about them."""
-
-    columns: Columns = field(default_factory=Columns)
-    groups: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    devices: list[int] = field(default_factory=list)
-    """Each tensor's device; -1 for the host."""
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-
-    def where(self, mask: list[bool]) -> DeferredTensors:
-        """The entries for which ``mask`` is true."""
-        columns, *further = vars(self).values()
-        return DeferredTensors(
-            columns.where(mask), *(list(compress(each, mask)) for each in further)
-        )
-
-
-@dataclass
 class StagedState:
     """A staged state. ``buffer`` holds the eager copies, at ``offsets``."""
 
     root: dict[Any, Any]
-    deferred: DeferredTensors
-    eager: Columns
-    offsets: list[int]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-    """Shapes and dtypes of the eager tensors at the call: their own may have changed since."""
-    buffer: torch.Tensor
-    eager_bytes: int
+    traversal: Traversal
     is_cacheable: bool
     """Whether plans for this state may be cached: all tensors are plain, in memory that the engine can
     read.
     """
     is_deferred: list[bool]
     """For each tensor, in the order of the traversal: whether it is deferred."""
-    traversal: Traversal
+    ownership: Ownership
+    """The optimizers' tensors at the call."""
+    strides: list[tuple[int, ...]]
+    """Of the memory of all tensors at the call, if plans have them: copies may have others."""
+    at_call: Fingerprint | None = None
+    """The fingerprint at the call; None if plans for this state are not cached."""
+    deferred: DeferredTensors = field(default_factory=DeferredTensors)
+    eager: Columns = field(default_factory=Columns)
+    offsets: list[int] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    """Shapes and dtypes of the eager tensors at the call: their own may have changed since."""
+    buffer: torch.Tensor = _NOTHING
+    slab: Slab | None = None
+    """The host cache's memory that ``buffer`` is in."""
+    eager_bytes: int = 0
+    cache_seconds: float = 0.0
+    """How long staging has waited for room in the host cache."""
     fences: list[DeviceEvent] = field(default_factory=list)
     """One event per device, behind all work that its streams had received at the call, eager copies included."""
     call_events: list[Any] = field(default_factory=list)
@@ -112,10 +106,6 @@ class StagedState:
     """
     expected: ExpectedBytes | None = None
     """What the deferred tensors hold at the call; None if there are none."""
-    strides: list[tuple[int, ...]] = field(default_factory=list)
-    """Of the memory of all tensors at the call, if plans have them: copies may have others."""
-    ownership: Ownership = field(default_factory=lambda: Ownership(()))
-    """The optimizers' tensors at the call."""
 
     def await_copies(self) -> None:
         """Return when no device uses ``buffer`` any more.
@@ -127,10 +117,13 @@ class StagedState:
         finally:
             self.looking.wait()
 
-    @property
-    def abandoned(self) -> bool:
-        """A device may still write to ``buffer``: its memory must never be freed."""
-        return self.copying.abandoned or self.looking.abandoned
+    def free(self) -> None:
+        """Give the memory of ``buffer`` back; never, if a device may still write to it. Idempotent."""
+        slab, self.slab = self.slab, None
+        if slab is not None and (self.copying.abandoned or self.looking.abandoned):
+            slab.abandon()
+        elif slab is not None:
+            slab.release()
 
     def owned(self) -> tuple[bool, ...]:
         """For each tensor, in the order of the traversal: whether an optimizer owns it."""
@@ -212,19 +205,18 @@ def stage_state(
     ownership: Ownership,
     defer: Defer,
     engine: Engine,
-    allocate: Callable[[int, bool], torch.Tensor],
-    seed: int,
+    order: int,
     audit: bool,
 ) -> StagedState:
     """Classify every leaf of ``state_dict``, and copy those that cannot be read later.
 
     Args:
-        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called once.
-        seed: determines which words of the deferred tensors are noted, for comparison with what is read.
+        order: the save's. It determines which words of the deferred tensors are noted, for comparison with what is
+            read.
         audit: whether to note all of their bytes.
 
-    Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored, or
-    :class:`~dcp_datastates.errors.DeviceError`.
+    May wait for older saves to leave the host cache. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError`
+    naming a tensor that cannot be stored, or :class:`~dcp_datastates.errors.DeviceError`.
     """
     root, traversal = traverse(state_dict)
     everything = traversal.columns
@@ -236,48 +228,36 @@ def stage_state(
         unusual = list(map(is_unusual, columns.locals))
         columns, devices = _copied(columns, devices, unusual)
         deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
-    plain, eager_devices = _copied(eager, eager_devices, _not_plain(eager))
+    plain, eager_devices = _copied(eager, eager_devices, are_unusual(eager.locals))
     is_cacheable = (
         columns is everything and plain is eager and not any_hold_shards(everything.locals)
     )
-    eager = plain
-    sizes = list(map(_NBYTES, eager.locals))
-    ends = list(accumulate(size + -size % _SLOT for size in sizes))
-    nbytes = ends[-1] if ends else 0
-    offsets = [0, *ends[:-1]] if ends else []
-    shapes, dtypes = list(map(_SHAPE, eager.locals)), list(map(_DTYPE, eager.locals))
-    expectation = Expectation(
-        deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
-    )
-    devices_of_copies = {*compress(eager_devices, sizes), *deferred.devices}
-    buffer = allocate(nbytes + expectation.nbytes, bool(devices_of_copies - {HOST}))
+    sizes = list(map(_NBYTES, plain.locals))
+    offsets, nbytes = slots(sizes)
     made = StagedState(
-        root,
-        deferred,
-        eager,
-        offsets,
-        shapes,
-        dtypes,
-        buffer,
-        nbytes,
-        is_cacheable,
-        is_deferred,
-        traversal,
+        root, traversal, is_cacheable, is_deferred, ownership, _strides(everything.locals)
     )
-    made.ownership = ownership
-    made.strides = _strides(everything.locals)
+    made.deferred, made.eager, made.offsets = deferred, plain, offsets
+    made.shapes = list(map(_SHAPE, plain.locals))
+    made.dtypes = list(map(_DTYPE, plain.locals))
+    made.eager_bytes = nbytes
+    expectation = Expectation(deferred, audit)
+    is_pinned = bool({*compress(eager_devices, sizes), *deferred.devices} - {HOST})
     try:
-        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, buffer, nbytes)
+        memory = allocate(engine, order, nbytes + expectation.nbytes, is_pinned)
+        made.buffer, made.slab, made.cache_seconds = memory
+        copies = EagerCopies(plain.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
         copies.make(engine, made.copying)
         if ownership.distrusted:
             # Perhaps a stream of its own writes to them, which does not wait for the copies.
             made.copying.wait()
         if deferred.sizes:
-            made.expected = expectation.look(engine, seed, buffer, nbytes, made.looking)
+            made.expected = expectation.look(engine, order, made.buffer, nbytes, made.looking)
         made.fences = fences(engine, devices)
     except BaseException:
         with contextlib.suppress(DeviceError):
             made.await_copies()  # the buffer is about to be freed
+        made.free()
         raise
     if made.fences:
         report(engine)
@@ -290,14 +270,12 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
     on_host = [HOST] * len(locals_)
-    is_cacheable = _no_address(traversal.columns, on_host) is None and not any_hold_shards(locals_)
-    is_deferred = [True] * len(locals_)
-    deferred, eager = DeferredTensors(), Columns()
-    made = StagedState(
-        root, deferred, eager, [], [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
-    )
-    made.ownership = Ownership(known_optimizers())
-    made.strides = _strides(locals_)
+    unreadable = any(_no_address(traversal.columns, on_host))
+    is_cacheable = not unreadable and not any_hold_shards(locals_)
+    ownership, is_deferred = Ownership(known_optimizers()), [True] * len(locals_)
+    strides = _strides(locals_)
+    made = StagedState(root, traversal, is_cacheable, is_deferred, ownership, strides)
+    made.at_call = made.fingerprint()
     return made
 
 
@@ -343,28 +321,22 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _no_address(columns: Columns, devices: list[int]) -> list[bool] | None:
-    """Marks tensors whose memory cannot be read by address; None if there are none."""
+def _no_address(columns: Columns, devices: list[int]) -> Sequence[bool]:
+    """Marks tensors whose memory cannot be read by address. Empty if there are none."""
     locals_ = columns.locals
     if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in devices:
-        return None
+        return ()
     return [
         device == THROUGH_TORCH or is_unusual(local)
         for device, local in zip(devices, locals_, strict=True)
     ]
 
 
-def _not_plain(columns: Columns) -> list[bool] | None:
-    """Marks tensors whose memory does not hold their plain values; None if there are none."""
-    marked = are_unusual(columns.locals)
-    return marked if any(marked) else None
-
-
 def _copied(
-    columns: Columns, devices: list[int], marked: list[bool] | None
+    columns: Columns, devices: list[int], marked: Sequence[bool]
 ) -> tuple[Columns, list[int]]:
     """Copies the ``marked`` tensors one by one into their places; returns the others, with their devices."""
-    if marked is None:
+    if not any(marked):
         return columns, devices
     chosen = columns.where(marked)
     for position, (container, key) in enumerate(zip(chosen.containers, chosen.keys, strict=True)):

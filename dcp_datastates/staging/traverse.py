@@ -69,6 +69,26 @@ class Columns:
 
 
 @dataclass
+class DeferredTensors:
+    """The deferred tensors, and columns about them."""
+
+    columns: Columns = field(default_factory=Columns)
+    groups: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    """Each tensor's device; -1 for the host."""
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def where(self, mask: list[bool]) -> DeferredTensors:
+        """The entries for which ``mask`` is true."""
+        columns, *further = vars(self).values()
+        return DeferredTensors(
+            columns.where(mask), *(list(compress(each, mask)) for each in further)
+        )
+
+
+@dataclass
 class Traversal:
     """The result of a traversal."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.messages import LocalPlan
 from support.state.chunks import Box, item
 
 

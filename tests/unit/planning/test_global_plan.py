@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.global_plan import GlobalPlan
+from dcp_datastates.planning.messages import RankReport, Report
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 

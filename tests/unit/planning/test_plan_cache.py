@@ -14,10 +14,9 @@ from support.state.plans import plan, replica, thing
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
-from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.messages import Answer, Offer, RankPlan
 from dcp_datastates.planning.part_files import KEPT, Recent
-from dcp_datastates.planning.plan_cache import PlanCache, Share
-from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.plan_cache import PlanCache
 
 WORLD = 3
 SAME = (0,) * WORLD
@@ -43,9 +42,7 @@ class Job:
         agreed = [cache.begin(group) for cache in self.ranks]
         known = [each.get(local.digest) for each, local in zip(agreed, locals_, strict=True)]
         offers = [
-            Offer(local.digest, share.final.digest)
-            if share
-            else Offer(local.digest, b"", local.encoded)
+            Offer(local.digest, share.digest) if share else Offer(local.digest, b"", local.encoded)
             for local, share in zip(locals_, known, strict=True)
         ]
         self.in_full += sum(map(bool, (offer.data for offer in offers)))
@@ -63,9 +60,8 @@ class Job:
             self.in_full += bool(answer.data)
             share = known[rank]
             if answer.data:
-                share = Share(locals_[rank], RankPlan.decode(Answer.decode(answer.encode()).data))
-            assert share.final.digest == answer.digest == expected[rank].digest
-            assert share.items == expected[rank].write_items(locals_[rank])
+                share = RankPlan.decode(Answer.decode(answer.encode()).data)
+            assert share.digest == answer.digest == expected[rank].digest
             agreed[rank].put(locals_[rank].digest, share)
             self.ranks[rank].end(group, agreed[rank])
 

@@ -9,7 +9,7 @@ from support.state.chunks import Box, item
 
 from dcp_datastates import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.messages import LocalPlan
 from dcp_datastates.planning.samples import Held, Samples, sample
 
 SHAPE = (1024, 300)

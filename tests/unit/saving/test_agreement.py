@@ -9,22 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_datastates import CheckpointSkipped, ConfigurationError, SaveFailedError
-from dcp_datastates.commit.vote import Reason
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
 from dcp_datastates.saving.operation import LEFT_OUT
 from dcp_datastates.storage.attempt import Attempt, Ticket
 
 TEXT = st.text(st.characters(codec="utf-8"))
-REASONS = st.builds(Reason, TEXT, TEXT)
 NUMBERS = st.integers(0, (1 << 63) - 1)
 MESSAGES = st.one_of(
-    st.builds(Proposal, st.builds(SaveName, TEXT, TEXT), st.binary(), st.none() | REASONS),
+    st.builds(
+        Proposal,
+        st.builds(SaveName, TEXT, TEXT),
+        st.binary(),
+        st.none() | st.tuples(TEXT, TEXT),
+    ),
     st.builds(
         Assignment,
-        st.none() | st.builds(Ticket, st.builds(Attempt, NUMBERS, NUMBERS), NUMBERS, NUMBERS),
+        st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
         st.binary(),
-        st.dictionaries(st.integers(-1, 1000), REASONS, max_size=3),
+        st.lists(st.tuples(st.integers(-1, 1000), TEXT, TEXT), max_size=3).map(tuple),
         st.lists(TEXT, max_size=3).map(tuple),
     ),
 )
@@ -97,7 +100,7 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
 
 def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
     for found in _outcomes(_meaning(), _meaning(), _meaning()):
-        assert found == Assignment(Ticket(Attempt(1, 2), 3, 4), b"c+c+c")
+        assert found == Assignment((1, 2, 3, 4), b"c+c+c")
 
 
 @pytest.mark.parametrize(

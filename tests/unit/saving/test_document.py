@@ -17,7 +17,7 @@ from dcp_datastates import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.planning.part_files import report_of
-from dcp_datastates.saving.document import document, write_results
+from dcp_datastates.saving.document import document
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -36,40 +36,24 @@ def _laid_out(items, rank, sizes):
     return layouts, [layout.seal(sizes) for layout in layouts]
 
 
-def _results(plans):
+def _reports(plans):
     laid_out = [_laid_out(plan.items, rank, SIZES[rank]) for rank, plan in enumerate(plans)]
-    results = [
-        write_results(plan.items, report_of(*each, len(plan.items)), ATTEMPT)
+    reports = [
+        ([each.index for each in plan.items], report_of(*each, len(plan.items)))
         for plan, each in zip(plans, laid_out, strict=True)
     ]
-    return results, laid_out
+    return reports, laid_out
 
 
-def _document(metadata, results, metrics=None):
-    return document(StorageMeta(), CLAIM, metadata, results, metrics or {})
-
-
-def test_each_item_and_each_file_has_a_result_with_its_place():
-    plans, _ = create_default_global_save_plan([SavePlan(items) for items in RANKS])
-    results, ((layouts, (sealed,)), _) = _results(plans)
-    (layout,) = layouts
-    of_file, *of_items = results[0]
-    assert of_file.storage_data.relative_path == f"{ATTEMPT.name}/{layout.name}"
-    assert of_file.size_in_bytes == of_file.storage_data.nbytes == sealed.nbytes
-    places = {each.index.fqn: each.storage_data for each in of_items}
-    expected = {
-        RANKS[0][entry.item].index.fqn: (entry.offset, entry.nbytes) for entry in layout.tensors
-    }
-    expected["o"] = (sealed.object_offsets[0], 77)
-    assert {name: (info.offset, info.length) for name, info in places.items()} == expected
-    assert {info.relative_path for info in places.values()} == {of_file.storage_data.relative_path}
+def _document(metadata, reports, metrics=None):
+    return document(StorageMeta(), CLAIM, metadata, reports, metrics or {})
 
 
 def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():
     plans, metadata = create_default_global_save_plan([SavePlan(items) for items in RANKS])
-    results, laid_out = _results(plans)
+    reports, laid_out = _reports(plans)
     began = time.time()
-    table = decode(_document(metadata, results, {"loss": 0.5}), Path("m"))
+    table = decode(_document(metadata, reports, {"loss": 0.5}), Path("m"))
     assert (table.note.attempt, table.note.after) == (ATTEMPT, BEFORE)
     assert table.note.metrics == {"loss": 0.5}
     assert began - 1 <= table.note.published_at <= time.time() + 1
@@ -88,10 +72,13 @@ def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():
         )
     }
     assert found == {
-        (each.index.fqn, info.relative_path, info.offset, info.length)
-        for of_rank in results
-        for each in of_rank
-        if hasattr(info := each.storage_data, "offset")
+        (items[entry.item].index.fqn, f"{ATTEMPT.name}/{layout.name}", offset, length)
+        for items, (layouts, files) in zip(RANKS, laid_out, strict=True)
+        for layout, sealed in zip(layouts, files, strict=True)
+        for entry, offset, length in (
+            *((entry, entry.offset, entry.nbytes) for entry in layout.tensors),
+            *zip(layout.objects, sealed.object_offsets, sealed.object_sizes, strict=True),
+        )
     }
 
 
@@ -99,4 +86,4 @@ def test_what_could_not_be_read_back_is_refused():
     plans, metadata = create_default_global_save_plan([SavePlan(items) for items in RANKS])
     metadata.planner_data = {"w": object()}
     with pytest.raises(ConfigurationError, match="could not be opened again"):
-        _document(metadata, _results(plans)[0])
+        _document(metadata, _reports(plans)[0])

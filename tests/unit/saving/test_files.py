@@ -14,6 +14,8 @@ from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
 from dcp_datastates.io import engine
 from dcp_datastates.saving.write import Sources, write_job
+from dcp_datastates.staging.deferred_reads import DeferredReads
+from dcp_datastates.stats import SaveStats
 
 
 class _Planning:
@@ -22,6 +24,9 @@ class _Planning:
     def __init__(self, *items, **data):
         self.items = items
         self._data = data
+
+    def known_files(self):
+        return None
 
     def resolve_data(self, write_item):
         data = self._data[write_item.index.fqn]
@@ -33,7 +38,9 @@ class _Planning:
 def _job(tmp_path, *items, **data):
     """What goes to the engine."""
     native = engine.engine(parse_size(CACHE))
-    return write_job(Sources(native, _Planning(*items, **data), None, lambda: None), tmp_path, 0)
+    reads = DeferredReads(0, SaveStats(), 60.0)  # of no state
+    sources = Sources(native, _Planning(*items, **data), reads, lambda: None)
+    return write_job(sources, tmp_path, 0, [])
 
 
 def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):

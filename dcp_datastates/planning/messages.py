@@ -1,7 +1,12 @@
-"""One rank's local plan in columns: the contents of its ``WriteItem`` objects, in a few arrays.
+"""What the ranks send each other to plan a save, in columns. What the other side has is named by its digest.
 
-It has two parts. The head is usually the same on many ranks: names, paths, kinds, dtypes and global shapes. The rest is
-the places of this rank's chunks. The coordinator decodes each distinct head once, and the plans share it.
+A rank offers its *local plan*: the contents of its ``WriteItem`` objects, in a few arrays. The coordinator answers with
+the rank's *share*: the items that it writes, and their rows. With its vote, the rank reports where these items are. A
+report leaves out the attempt's directory, so it is the same from save to save. So a save whose structure is unchanged
+sends a few bytes each way. In each message, what is empty is not sent in full.
+
+A local plan has two parts. The head is usually the same on many ranks: names, paths, kinds, dtypes and global shapes.
+The rest is the places of this rank's chunks. The coordinator decodes each distinct head once, and the plans share it.
 """
 
 from __future__ import annotations
@@ -191,6 +196,106 @@ class LocalPlan(Named):
         ]
 
 
+@dataclass(frozen=True, eq=False)
+class RankPlan(Named):
+    """A rank's share: M items, in the order of its :class:`LocalPlan`, without repetition."""
+
+    items: Ints
+    """(M,): index into the local plan's items."""
+    begins: Ints
+    """(M,): the first row of dimension 0 within the chunk; 0 if it has no dimensions, or is an object."""
+    ends: Ints
+    """(M,): the row after the last; 1 if it has no dimensions, or is an object."""
+    hints: Ints
+    """(M,): position in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
+    shared: Ints
+    """(K,): the items that this rank compares with other ranks that hold them: several ranks write parts of them, so
+    their replicas must be equal, or one writes them, and nothing declares them equal. Sorted by the set of ranks that
+    hold them, in the same order on all of these ranks.
+    """
+    sets: Ints
+    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. Even: several write parts."""
+
+    def __post_init__(self) -> None:
+        counts = [len(each) for each in (self.items, self.begins, self.ends, self.hints)]
+        if len(set(counts)) > 1 or len(self.shared) != len(self.sets):
+            raise ValueError("the columns of a share have different lengths")
+
+    def write_items(self, local: LocalPlan) -> list[WriteItem]:
+        """The share as ``WriteItem`` objects, for DCP's planners and other writers.
+
+        A whole item is as in the stock plan, with its hint. A slice is an item of type SHARD: a separate chunk.
+        ValueError: this is not a share of that plan.
+        """
+        offsets, sizes = self._boxes(local)
+        kinds = local.head.kinds[self.items]
+        extents = extents_of(local.head.ndims, local.sizes)[self.items]
+        kinds[(self.begins != 0) | (self.ends != extents)] = SHARD
+        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())
+
+    def layout_items(self, local: LocalPlan) -> list[LayoutItem]:
+        """What the layout needs of :meth:`write_items`."""
+        return local.layout_items(self.items, *self._boxes(local))
+
+    def _boxes(self, local: LocalPlan) -> tuple[Ints, Ints]:
+        """Each item's offsets and sizes (ragged)."""
+        names = local.head.names
+        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(names):
+            raise ValueError(f"the final plan is of other items than the {len(names)} given")
+        boxes = (local.head.ndims, local.offsets, local.sizes)
+        return sliced(*boxes, self.items, self.begins, self.ends)
+
+
+@dataclass(frozen=True)
+class Offer(Message):
+    """A rank's message: its local plan."""
+
+    digest: bytes
+    share: bytes
+    """Digest of the share that this rank last received for the plan; empty if none."""
+    data: bytes = b""
+    """The encoded plan."""
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """The coordinator's message: the rank's share of the global plan."""
+
+    digest: bytes
+    report: bytes
+    """Digest of the rank's report that the coordinator has; empty if none."""
+    data: bytes = b""
+    """The encoded share."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report(Named):
+    """The places of a share's items, in their order: file, offset and length (bytes).
+
+    ``files``: name (below the attempt's directory), size in bytes, and offset of the checksum table.
+    """
+
+    files: tuple[tuple[str, int, int], ...]
+    numbers: Ints
+    offsets: Ints
+    lengths: Ints
+
+    def __post_init__(self) -> None:
+        if not len(self.numbers) == len(self.offsets) == len(self.lengths):
+            raise ValueError("the columns of a report have different lengths")
+
+
+@dataclass(frozen=True)
+class RankReport(Message):
+    """What a rank tells of its share that is written."""
+
+    digest: bytes
+    samples: bytes = b""
+    """Samples of the replicas that this rank shares with others; see ``samples.py``."""
+    data: bytes = b""
+    """The encoded report."""
+
+
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
     return tuple([getattr(properties, name) for name in _PROPERTIES])
@@ -206,3 +311,27 @@ def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
 
 def _within(values: npt.NDArray[Any], begin: int, end: int) -> bool:
     return len(values) == 0 or bool(begin <= values.min() and values.max() < end)
+
+
+def extents_of(ndims: Ints, sizes: Ints) -> Ints:
+    """(N,): of boxes with these (ragged) sizes, the rows of dimension 0; 1 if it has no dimensions, or is an object."""
+    result = np.ones(len(ndims), dtype=np.int64)
+    rows = ndims > 0
+    result[rows] = sizes[starts_of(ndims)[rows]]
+    return result
+
+
+def sliced(
+    ndims: Ints, offsets: Ints, sizes: Ints, which: Ints, begins: Ints, ends: Ints
+) -> tuple[Ints, Ints]:
+    """The offsets and sizes (ragged) of slices of boxes: of ``which``, from the row ``begins`` of dimension 0 on, up to
+    the row ``ends``.
+    """
+    lengths = ndims[which]
+    where = positions(starts_of(ndims)[which], lengths)
+    offsets, sizes = offsets[where], sizes[where]
+    cuttable = lengths > 0
+    first = starts_of(lengths)[cuttable]
+    offsets[first] += begins[cuttable]
+    sizes[first] = (ends - begins)[cuttable]
+    return offsets, sizes
