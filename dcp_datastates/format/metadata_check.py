@@ -249,7 +249,7 @@ def _out_of_bounds(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str
     chunk = np.repeat(np.arange(len(chunks.tensor)), chunks.ndims)[outside]
     tensors, first = np.unique(chunks.tensor[chunk], return_index=True)
     for tensor, at in zip(tensors.tolist(), chunk[first].tolist(), strict=True):
-        what = f"tensor-size:{_shape(catalog, tensor)} chunk: {_box(catalog, chunks, at)}"
+        what = f"tensor-size:{catalog.shape(tensor)} chunk: {_box(catalog, chunks, at)}"
         yield tensor, f"key:{catalog.names[tensor]} has out of bounds chunk: {what}"
 
 
@@ -360,11 +360,6 @@ def _overlapping_pair(begins: Ints, ends: Ints) -> tuple[int, int] | None:
         if hit.any():
             return int(order[at]), int(order[at + 1 + int(np.argmax(hit))])
     return None
-
-
-def _shape(catalog: Catalog, tensor: int) -> torch.Size:
-    begin = int(catalog.ndims[:tensor].sum())
-    return torch.Size(catalog.shapes[begin : begin + int(catalog.ndims[tensor])].tolist())
 
 
 def _box(catalog: Catalog, chunks: _Chunks, chunk: int) -> ChunkStorageMetadata:

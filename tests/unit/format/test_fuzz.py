@@ -105,22 +105,8 @@ def test_random_bytes_as_metadata(data):
 
 
 WILD = (
-    0,
-    1,
-    2,
-    5,
-    63,
-    64,
-    65,
-    255,
-    256,
-    4096,
-    1 << 16,
-    1 << 31,
-    1 << 32,
-    1 << 40,
-    1 << 61,
-    1 << 62,
+    *(0, 1, 2, 5, 63, 64, 65, 255, 256, 4096),
+    *(1 << power for power in (16, 31, 32, 40, 61, 62)),
 )
 
 
@@ -230,14 +216,7 @@ print("done")
 
 def test_a_batch_in_256_mib(checkpoint):
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            BATCH,
-            str(Path(__file__).parent),
-            str(checkpoint),
-            str(SEED + 3),
-        ],
+        [sys.executable, "-c", BATCH, Path(__file__).parent, checkpoint, str(SEED + 3)],
         capture_output=True,
         text=True,
         timeout=200,
