@@ -90,7 +90,7 @@ class CheckpointManager:
         missing: See ``rename``.
         exclude: See ``rename``.
         process_group: The ranks that save; None: all.
-        archive: A slower tier, a directory or URL, to which checkpoints are copied in the background, before they may be
+        archive: A slower tier, a directory or URL. Checkpoints are copied to it in the background, before they may be
             deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
         archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.

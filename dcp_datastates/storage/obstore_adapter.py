@@ -140,20 +140,22 @@ class ObstoreStore(LibraryStore):
 
         try:
             with self._explained("storing", key):
-                obstore.put(
-                    client.streams,
-                    key,
-                    noted(),
-                    use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=parts_in_flight,
-                )
-        except Exception as error:
-            # Where aborting the upload fails as well, the library raises only that error.
-            if failures:
-                raise failures.pop() from None
-            if isinstance(error, ExpiredError):
-                self._renew(client)  # for the next upload
+                try:
+                    obstore.put(
+                        client.streams,
+                        key,
+                        noted(),
+                        use_multipart=True,
+                        chunk_size=part_bytes,
+                        max_concurrency=parts_in_flight,
+                    )
+                except Exception:
+                    # Where aborting the upload fails as well, the library raises only that error.
+                    if failures:
+                        raise failures.pop() from None
+                    raise
+        except ExpiredError:
+            self._renew(client)  # for the next upload
             raise
 
     def get(self, key: str) -> tuple[bytes, float]:
