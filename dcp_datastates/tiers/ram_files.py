@@ -1,7 +1,7 @@
 """The objects that lie in the memory of one node: files below one directory, which all processes of the node share.
 
-An object is written to a file in :data:`_UNFINISHED`, and then published under its key by a link or a rename. Changes
-are made under a lock of the kernel, which ends with the process that holds it.
+An object is written to a file in :data:`_UNFINISHED`, which its process keeps locked, and then published under its key
+by a link or a rename.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import secrets
 import stat
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,12 +24,6 @@ from typing_extensions import Buffer
 from dcp_datastates.process.forks import closed_in_children
 
 _UNFINISHED: Final = ".unfinished"
-_LOCK: Final = ".lock"
-
-LOCK_SECONDS: Final = 60.0
-"""How long a change waits for the changes of other processes, which take milliseconds."""
-
-_LOCK_PAUSE: Final = 0.001
 
 _GRANT_BYTES: Final = 64 << 20
 """The most bytes that a process writes before it looks again how full the directory is."""
@@ -113,16 +106,16 @@ class RamFiles:
 
     def unpublished(self, key: str) -> Unpublished:
         """A new object, empty so far, that is to appear under ``key``."""
-        return Unpublished(self, self._path(key), self._directory / _UNFINISHED)
+        target = self._path(key)
+        self._make()
+        return Unpublished(self, target, self._directory / _UNFINISHED)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
-        paths = [self._path(key) for key in keys]
-        with self.locked():
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                    os.unlink(path)
-                self._remove_empty(os.path.dirname(path))
+        for path in [self._path(key) for key in keys]:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                os.unlink(path)
+            self._remove_empty(os.path.dirname(path))
 
     def left(self) -> int:
         """The bytes that still have room."""
@@ -149,14 +142,6 @@ class RamFiles:
             )
         with self._lock:
             self._granted = max(0, min(_GRANT_BYTES, left // 16) - nbytes)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory: no other thread or process changes what is published."""
-        self._make()
-        with _opened(self._directory / _LOCK, os.O_RDWR | os.O_CREAT) as file:
-            _await_lock(file)
-            yield
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -187,7 +172,7 @@ class RamFiles:
 
 
 class Unpublished:
-    """An object that is being written. One thread at a time. :meth:`close` removes what is not published."""
+    """An object that is being written. One thread at a time. It does not appear unless it is published."""
 
     def __init__(self, files: RamFiles, target: str, folder: Path) -> None:
         self._files, self._target = files, target
@@ -195,38 +180,47 @@ class Unpublished:
         self._file = self._create()
 
     def write(self, piece: Buffer) -> None:
+        """Returns when ``piece`` may be changed."""
         view = memoryview(piece).cast("B")
         self._files.take(view.nbytes)
         while view.nbytes:
             view = view[self._file.write(view) :]
+
+    def complete(self) -> None:
+        """Returns when all pieces are in the file, as they are after each write."""
 
     def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
         """Let the object appear under its key, with this time; ``if_absent``: unless one is there. Returns whether it
         has.
         """
         os.utime(self._file.fileno(), ns=(modified_ns, modified_ns))
-        with self._files.locked():
-            os.makedirs(os.path.dirname(self._target), mode=0o700, exist_ok=True)
-            if if_absent:
-                try:
-                    os.link(self._path, self._target)
-                except FileExistsError:
-                    return False
-                os.unlink(self._path)
-                return True
-            os.replace(self._path, self._target)
-            return True
+        while True:
+            try:
+                os.makedirs(os.path.dirname(self._target), mode=0o700, exist_ok=True)
+                return self._appear(if_absent)
+            except FileNotFoundError:  # another process has removed the folder, which was empty
+                if not os.fstat(self._file.fileno()).st_nlink:
+                    raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Remove what is not published. Idempotent."""
         if not self._file.closed:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
             self._file.close()
 
+    def _appear(self, if_absent: bool) -> bool:
+        if not if_absent:
+            os.replace(self._path, self._target)
+            return True
+        try:
+            os.link(self._path, self._target)
+        except FileExistsError:
+            return False
+        return True
+
     def _create(self) -> io.FileIO:
         """The file, locked: a file without a lock is one that a killed process has left."""
-        os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
         while True:
             file = _opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -260,23 +254,6 @@ def _opened(path: str | Path, flags: int) -> io.FileIO:
     opener = functools.partial(os.open, mode=0o600)
     file = io.FileIO(path, mode, opener=lambda name, _: opener(name, flags | os.O_CLOEXEC))
     return closed_in_children(file)
-
-
-def _await_lock(file: io.FileIO) -> None:
-    """Lock ``file``. Raises TimeoutError if another process, or thread, does not give the lock back in time."""
-    ends_at = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > ends_at:
-                raise TimeoutError(
-                    errno.ETIMEDOUT,
-                    f"another process of this node has held the lock {file.name} for {LOCK_SECONDS:g} s: is it "
-                    f"stopped? `fuser {file.name}` names it",
-                ) from None
-            time.sleep(_LOCK_PAUSE)
 
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:

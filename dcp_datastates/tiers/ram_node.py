@@ -1,8 +1,4 @@
-"""A node of a ``ram://`` store: this process's own, or another one, through the servers of its processes.
-
-A method begins a request, and returns a function that waits for the answer: so one thread asks many nodes at the same
-time. Only that function raises OSError, which names the node.
-"""
+"""Another node of a ``ram://`` store: a client and a server of :class:`~dcp_datastates.tiers.ram_files.RamFiles`."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ import errno
 import functools
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from typing_extensions import Buffer
 
@@ -37,98 +32,6 @@ _MOST_UNANSWERED: Final = 8
 
 _THREAD_NAME: Final = "dcp_datastates-ram"
 
-T = TypeVar("T")
-
-Answer = Callable[[], T]
-"""Waits for the answer, once."""
-
-
-class Writing(Protocol):
-    """An object on its way to a node. One thread at a time. It does not appear unless it is published."""
-
-    def write(self, piece: Buffer) -> None:
-        """Returns when ``piece`` may be changed."""
-
-    def complete(self) -> None:
-        """Return when all pieces have come as they were sent."""
-
-    def publish(self, modified_ns: int, *, if_absent: bool) -> Answer[bool]:
-        """As :meth:`~dcp_datastates.tiers.ram_files.Unpublished.publish`."""
-
-    def close(self) -> None:
-        """Idempotent."""
-
-
-class Node(ABC):
-    """The memory of a node, as :class:`~dcp_datastates.tiers.ram_files.RamFiles`. Any thread."""
-
-    def __init__(self, name: str) -> None:
-        self.name: Final = name
-
-    @abstractmethod
-    def asked(self, *words: object, most: int = 0) -> Answer[tuple[Any, Buffer]]:
-        """The result of a request that :func:`_result` knows, with data of at most ``most`` bytes."""
-
-    @abstractmethod
-    def writing(self, key: str) -> Answer[Writing]:
-        """As :meth:`~dcp_datastates.tiers.ram_files.RamFiles.unpublished`."""
-
-    def find(self, key: str) -> Answer[Entry | None]:
-        asked = self.asked("find", key)
-        return lambda: _entry(asked()[0])
-
-    def read(self, key: str, begin: int, end: int) -> Answer[tuple[Entry, Buffer] | None]:
-        asked = self.asked("read", key, begin, end, most=min(end - begin, _MOST_BYTES))
-
-        def answer() -> tuple[Entry, Buffer] | None:
-            found, data = asked()
-            entry = _entry(found)
-            return None if entry is None else (entry, data)
-
-        return answer
-
-    def list(self, prefix: str) -> Answer[list[Entry]]:
-        asked = self.asked("list", prefix)
-        return lambda: [Entry(*each) for each in asked()[0]]
-
-    def delete(self, keys: Iterable[str]) -> Answer[object]:
-        return self.asked("delete", list(keys))
-
-    def left(self) -> Answer[int]:
-        asked = self.asked("left")
-        return lambda: int(asked()[0])
-
-
-def _entry(found: Any) -> Entry | None:
-    return None if found is None else Entry(*found)
-
-
-class OwnNode(Node):
-    """This process's node: its files, without a server."""
-
-    def __init__(self, name: str, files: RamFiles) -> None:
-        super().__init__(name)
-        self._files = files
-
-    def asked(self, *words: object, most: int = 0) -> Answer[tuple[Any, Buffer]]:
-        return lambda: _result(self._files, list(words))
-
-    def writing(self, key: str) -> Answer[Writing]:
-        return lambda: _OwnWriting(self._files.unpublished(key))
-
-
-class _OwnWriting:
-    def __init__(self, new: Unpublished) -> None:
-        self._new = new
-        self.write = new.write
-        self.close = new.close
-
-    def complete(self) -> None:
-        """There is nothing to wait for."""
-
-    def publish(self, modified_ns: int, *, if_absent: bool) -> Answer[bool]:
-        return lambda: self._new.publish(modified_ns, if_absent=if_absent)
-
 
 class Pace:
     """Limits the bytes per second that a process sends; 0: no limit. Any thread."""
@@ -149,33 +52,41 @@ class Pace:
         time.sleep(begin - now)
 
 
-class OtherNode(Node):
-    """Another node, through the servers of its processes."""
+class OtherNode:
+    """Another node, through the servers of its processes. Its methods are those of ``RamFiles``; an OSError that they
+    raise names the node.
+    """
 
     def __init__(self, name: str, addresses: Sequence[Address], pace: Pace) -> None:
-        super().__init__(name)
+        self.name: Final = name
         self.client: Final = Client(addresses, most_idle=_MOST_IDLE)
         self._pace = pace
 
-    def asked(self, *words: object, most: int = 0) -> Answer[tuple[Any, Buffer]]:
-        begun = self.client.begin(words, most=most)
+    def find(self, key: str) -> Entry | None:
+        found, _ = self._asked("find", key)
+        return None if found is None else Entry(*found)
 
-        def answer() -> tuple[Any, Buffer]:
-            with self.named():
-                line, result, data = begun()
-            self.client.give_back(line)
-            return result, data
+    def read(self, key: str, begin: int, end: int) -> tuple[Entry, Buffer] | None:
+        found, data = self._asked("read", key, begin, end, most=min(end - begin, _MOST_BYTES))
+        return None if found is None else (Entry(*found), data)
 
-        return answer
+    def list(self, prefix: str) -> list[Entry]:
+        return [Entry(*each) for each in self._asked("list", prefix)[0]]
 
-    def writing(self, key: str) -> Answer[Writing]:
-        begun = self.client.begin(["put", key])
+    def delete(self, keys: Iterable[str]) -> None:
+        self._asked("delete", list(keys))
 
-        def answer() -> Writing:
-            with self.named():
-                return _OtherWriting(self, begun()[0], self._pace)
+    def left(self) -> int:
+        return int(self._asked("left")[0])
 
-        return answer
+    def unpublished(self, key: str) -> UnpublishedThere:
+        with self.named():
+            line, _, _ = self.client.begin(["put", key])
+        return UnpublishedThere(self, line, self._pace)
+
+    def _asked(self, *words: object, most: int = 0) -> tuple[Any, Buffer]:
+        with self.named():
+            return self.client.ask(words, most=most)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -188,8 +99,10 @@ class OtherNode(Node):
             raise OSError(error.errno or errno.EIO, f"node {self.name} ({where}): {text}") from None
 
 
-class _OtherWriting:
-    """Sends pieces ahead of their answers. After an error, the connection is closed, and nothing appears."""
+class UnpublishedThere:
+    """As :class:`~dcp_datastates.tiers.ram_files.Unpublished`, on another node. Sends pieces ahead of their answers.
+    After an error, the connection is closed, and nothing appears.
+    """
 
     def __init__(self, node: OtherNode, line: Line, pace: Pace) -> None:
         self._node, self._line, self._pace = node, line, pace
@@ -208,23 +121,13 @@ class _OtherWriting:
     def complete(self) -> None:
         self._await(0)
 
-    def publish(self, modified_ns: int, *, if_absent: bool) -> Answer[bool]:
-        failure = None
-        try:
+    def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
+        with self._node.named():
             self._line.send(["publish", modified_ns, if_absent])
-        except OSError as error:
-            failure = error
-
-        def answer() -> bool:
-            with self._node.named():
-                if failure is not None:
-                    raise failure
-                published, _ = self._line.result()
-            self._is_over = True
-            self._node.client.give_back(self._line)
-            return bool(published)
-
-        return answer
+            published, _ = self._line.result()
+        self._is_over = True
+        self._node.client.give_back(self._line)
+        return bool(published)
 
     def close(self) -> None:
         if not self._is_over:
@@ -237,6 +140,9 @@ class _OtherWriting:
                 self._line.result()
             self._unanswered -= 1
 
+
+Node = RamFiles | OtherNode
+Writing = Unpublished | UnpublishedThere
 
 # ---- the server ----------------------------------------------------------------------------------------
 
@@ -265,28 +171,21 @@ def _serve(files: RamFiles, line: Line) -> None:
                         result = new.publish(modified_ns, if_absent=if_absent)
                         unpublished.close()
                         new = None
+                    case ["find", str(key)]:
+                        result = files.find(key)
+                    case ["read", str(key), int(begin), int(end)] if begin >= 0:
+                        result, found = files.read(key, begin, end) or (None, b"")
+                    case ["list", str(prefix)]:
+                        result = files.list(prefix)
+                    case ["delete", list(keys)] if all(isinstance(key, str) for key in keys):
+                        files.delete(keys)
+                    case ["left"]:
+                        result = files.left()
                     case _:
-                        result, found = _result(files, words)
+                        raise DamagedError
             except OSError as error:
                 unpublished.close()
                 new = None
                 line.refuse(error)
             else:
                 line.answer(result, found)
-
-
-def _result(files: RamFiles, words: object) -> tuple[Any, Buffer]:
-    """The result of a request that needs one message, with data; None if there is no such object."""
-    match words:
-        case ["find", str(key)]:
-            return files.find(key), b""
-        case ["read", str(key), int(begin), int(end)] if begin >= 0:
-            return files.read(key, begin, end) or (None, b"")
-        case ["list", str(prefix)]:
-            return files.list(prefix), b""
-        case ["delete", list(keys)] if all(isinstance(key, str) for key in keys):
-            files.delete(keys)
-            return None, b""
-        case ["left"]:
-            return files.left(), b""
-    raise DamagedError

@@ -30,7 +30,7 @@ from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
 from dcp_datastates.tiers.ram_files import RamFiles, default_directory
-from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
+from dcp_datastates.tiers.ram_node import Node, OtherNode, Pace, serve
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server
 
@@ -103,10 +103,9 @@ class _Job:
         self._gives_up_at: float | None = None
         name = config.node or socket.gethostname()
         try:
-            files = RamFiles(directory, config.nbytes)
-            self._own = OwnNode(name, files)
+            self._own = files = RamFiles(directory, config.nbytes)
             if rank_set.world == 1:
-                self._nodes = RamNodes(self._own, [self._own], config.peers)
+                self._nodes = RamNodes(files, [files], config.peers)
                 return
             self._server = serve(files, own_address(rank_set.host))
         except OSError as error:
@@ -192,7 +191,7 @@ class _Job:
                 return
         pace = Pace(self.config.rate)
         ring: list[Node] = [
-            self._own if name == self._own.name else self._other(name, by_node[name], pace)
+            self._own if name == self._process.node else self._other(name, by_node[name], pace)
             for name in sorted(by_node)
         ]
         if self._rank_set.rank == 0 and len(ring) <= self.config.peers:

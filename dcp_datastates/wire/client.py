@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from dcp_datastates.wire.line import CONNECT_SECONDS, Line, RefusedError, connect
@@ -39,29 +40,21 @@ class Client:
         """The result of a request, with data of at most ``most`` bytes. Raises OSError; :class:`RefusedError` if the
         server has answered with an error.
         """
-        line, result, data = self.begin(words, most=most)()
+        line, result, data = self.begin(words, most=most)
         self.give_back(line)
         return result, data
 
-    def begin(self, words: object, *, most: int = 0) -> Callable[[], tuple[Line, Any, memoryview]]:
-        """Send a request. The function that is returned receives its result, once, and raises what :meth:`ask` raises;
-        the connection, which is for more requests, is to be given back or closed.
+    def begin(self, words: object, *, most: int = 0) -> tuple[Line, Any, memoryview]:
+        """As :meth:`ask`. Returns the connection, too, for more requests: it is to be given back or closed.
 
         If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
         """
         with self._lock:
             idle = self._idle.pop() if self._idle else None
-        sent = self._sent(idle, words)
-
-        def answer() -> tuple[Line, Any, memoryview]:
-            try:
-                return self._answered(sent, most)
-            except ConnectionError:
-                if idle is None:
-                    raise
-            return self._answered(self._sent(None, words), most)
-
-        return answer
+        if idle is not None:
+            with contextlib.suppress(ConnectionError):
+                return self._asked(idle, words, most)
+        return self._asked(self._connected(), words, most)
 
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose requests were answered, for others."""
@@ -79,27 +72,16 @@ class Client:
         for line in lines:
             line.close()
 
-    def _sent(self, line: Line | None, words: object) -> Line | OSError:
+    def _asked(self, line: Line, words: object, most: int) -> tuple[Line, Any, memoryview]:
         try:
-            line = line or self._connected()
             line.end_within(self._answer_seconds)
             line.send(words)
-        except OSError as error:
-            if line is not None:
-                line.close()
-            return error
-        return line
-
-    def _answered(self, sent: Line | OSError, most: int) -> tuple[Line, Any, memoryview]:
-        if isinstance(sent, OSError):
-            raise sent
-        try:
-            return sent, *sent.result(most)
+            return line, *line.result(most)
         except RefusedError:
-            self.give_back(sent)
+            self.give_back(line)
             raise
         except BaseException:
-            sent.close()
+            line.close()
             raise
 
     def _connected(self) -> Line:

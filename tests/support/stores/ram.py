@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dcp_datastates.tiers.ram_files import RamFiles
-from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
+from dcp_datastates.tiers.ram_node import Node, OtherNode, Pace, serve
 from dcp_datastates.tiers.ram_nodes import RamNodes
 from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.wire.secret import Address
@@ -40,7 +40,7 @@ class RamCluster:
     ) -> RamStore:
         """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
         ring: list[Node] = [
-            OwnNode(name, self.files[name])
+            self.files[name]
             if name == own
             else OtherNode(name, addresses.get(name, [self.address(name)]), Pace(0))
             for name in self.names
