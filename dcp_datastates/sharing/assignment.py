@@ -7,15 +7,18 @@ that it needs, and derives units and owners from them: so the coordinator sends 
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
+from dcp_datastates.format.ragged import Ints
+from dcp_datastates.planning.packing import Message
 from dcp_datastates.wire.secret import Address
 
 UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
@@ -29,18 +32,22 @@ which reads once.
 LEAST_REPEATED: Final = 0.04
 """Less than this part of all bytes is not worth sharing: blocks at the edges of FSDP's shards, which two ranks need."""
 
-Ints = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False)
-class Offer:
-    """What a rank that shares its reads tells the coordinator. ``address``: where it passes on what it reads.
-    ``runs``: (n, 2), the first and the last block, plus 1, of each run of blocks that it needs; in order, and not
-    adjacent.
+class Offer(Message):
+    """What a rank that shares its reads tells the coordinator. ``address``: where it passes on what it reads, the
+    fields of an :class:`~dcp_datastates.wire.secret.Address`. ``edges``: :attr:`runs`, one after the other.
     """
 
-    address: Address
-    runs: Ints
+    address: tuple[Any, ...]
+    edges: Ints
+
+    @property
+    def runs(self) -> Ints:
+        """(n, 2), the first and the last block, plus 1, of each run of blocks that the rank needs; in order, and not
+        adjacent.
+        """
+        return self.edges.reshape(-1, 2)
 
 
 class Unit(NamedTuple):
@@ -53,20 +60,31 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Share(Message):
     """What rank ``rank`` shares.
 
     Attributes:
-        spans: (n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
-            ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
+        columns: :attr:`spans`, one after the other.
         readers: the ranks that share a span, in order.
-        addresses: of the other ranks in ``readers``.
+        others: the other ranks in ``readers``, each with the fields of its address.
     """
 
     rank: int
-    spans: Ints
-    readers: Sequence[tuple[int, ...]]
-    addresses: Mapping[int, Address]
+    columns: Ints
+    readers: list[tuple[int, ...]]
+    others: list[tuple[Any, ...]]
+
+    @functools.cached_property
+    def spans(self) -> Ints:
+        """(n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
+        ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
+        """
+        return self.columns.reshape(-1, 4)
+
+    @property
+    def addresses(self) -> dict[int, Address]:
+        """Of the other ranks in ``readers``."""
+        return {rank: Address(*address) for rank, *address in self.others}
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Unit | None]]:
         """The blocks [begin, end), cut where another unit begins: first block, last plus 1, and the unit; None if no
@@ -175,5 +193,5 @@ def _share(
     spans[:, 3] = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
     readers = [readers for _, readers in parts]
     others = {each for group in readers for each in group if each != rank}
-    addresses = {each: offers[each].address for each in sorted(others)}
-    return Share(rank, spans[np.argsort(spans[:, 0])], readers, addresses)
+    addresses = [(each, *offers[each].address) for each in sorted(others)]
+    return Share(rank, spans[np.argsort(spans[:, 0])].ravel(), readers, addresses)

@@ -10,9 +10,9 @@ import numpy as np
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata_table import FileRecord
+from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import dense_strides
-from dcp_datastates.sharing.assignment import Ints
 
 
 class FileBlocks(NamedTuple):

@@ -1,6 +1,6 @@
 """One rank's part in a load that reads once what several ranks need.
 
-1. Each rank tells the coordinator which blocks it needs, and its address (:func:`offer`).
+1. Each rank tells the coordinator which blocks it needs, and its address (:mod:`joint_reads`).
 2. The coordinator says who reads which of them (:func:`~dcp_datastates.sharing.assignment.assign`).
 3. Each rank reads its own units, ahead of need while there is room, and keeps each until its readers have it
    (:class:`~dcp_datastates.sharing.own_units.OwnUnits`). It asks the other ranks for theirs, over TCP
@@ -19,7 +19,6 @@ import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 from typing_extensions import Buffer
@@ -30,15 +29,14 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.ranks.own_address import own_address
-from dcp_datastates.sharing.assignment import Offer, Share, Unit
+from dcp_datastates.sharing.assignment import Share, Unit
 from dcp_datastates.sharing.blocks import Blocks, FileBlocks, needed_blocks
 from dcp_datastates.sharing.own_units import OwnUnits
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.wire.client import Client
 from dcp_datastates.wire.line import DamagedError, Line, RefusedError
 from dcp_datastates.wire.secret import Address
-from dcp_datastates.wire.server import Server, listen
+from dcp_datastates.wire.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -62,32 +60,6 @@ _MOST_LINES: Final = 32
 """Connections to all other ranks together, if there are fewer ranks; else one to each."""
 
 _THREAD_NAME: Final = "dcp_datastates-sharing"
-
-
-@dataclass(frozen=True, eq=False)
-class OwnOffer:
-    """A rank's :class:`Offer`, and the socket at which it takes connections, in the kernel's queue until it reads."""
-
-    offer: Offer
-    listening: socket.socket
-
-    def close(self) -> None:
-        """Idempotent."""
-        self.listening.close()
-
-
-def offer(requests: Iterable[Request], note: Note, store_host: str) -> OwnOffer | None:
-    """What this rank tells the coordinator before it reads; None if it has no address for the others.
-
-    ``store_host``: the host of the ranks' store.
-    """
-    runs = needed_blocks(requests, Blocks(note.files))
-    try:
-        listening, address = listen(own_address(store_host))
-    except OSError as error:
-        logger.info("this rank reads all that it needs from storage: it has no address: %s", error)
-        return None
-    return OwnOffer(Offer(address, runs), listening)
 
 
 class _Peer:
@@ -115,23 +87,25 @@ class SharedReads:
 
     Args:
         share: what the coordinator has said.
-        own: what this rank has offered. This takes over the socket.
+        listening: the socket at this rank's ``address``, which this takes over.
         note: of the checkpoint.
         place: where it is read from.
     """
 
-    def __init__(self, share: Share, own: OwnOffer, note: Note, place: Location) -> None:
+    def __init__(
+        self, share: Share, listening: socket.socket, address: Address, note: Note, place: Location
+    ) -> None:
         self._share: Final = share
         self._blocks: Final = Blocks(note.files)
         self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
         self._place: Final = place
         self._storage: Final = range_reader(place / name for name in self._blocks.files)
-        most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(share.addresses) + 1) // 16)
+        self._peers: Final = _peers_at(share.addresses)
+        most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
         count = sum(1 for _ in share.own_units(share.spans[:, :2]))
         self._units: Final = OwnUnits(self._read_unit, count, most)
-        self._peers: Final = _peers_at(share.addresses)
         self._left: set[str] = set()
-        self._server: Final = Server(own.listening, own.offer.address, _THREAD_NAME, self._serve)
+        self._server: Final = Server(listening, address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
     def reading(self, requests: Iterable[Request]) -> Iterator[ReadRange]:
@@ -139,11 +113,23 @@ class SharedReads:
         rank's units are read ahead, in the order in which the engine asks for them.
         """
         runs = needed_blocks(requests, self._blocks)
-        units, stop = self._share.own_units(runs), threading.Event()
-        lock = threading.Lock()  # guards units
+        units, lock = self._share.own_units(runs), threading.Lock()  # guards units
+        stop = threading.Event()
+
+        def read_ahead() -> None:
+            while not stop.is_set():
+                with lock:
+                    unit = next(units, None)
+                if unit is None:
+                    return
+                while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
+                    pass
+
         with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:
             try:
-                self._begin_ahead(executor, units, lock, stop)
+                with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
+                    for _ in range(_AHEAD_THREADS):
+                        executor.submit(read_ahead)
                 yield self._read_range
             finally:
                 stop.set()
@@ -160,42 +146,20 @@ class SharedReads:
         """
         for peer in self._peers.values():
             peer.client.close()
+
+        def end(seconds: float) -> None:
+            self._units.are_gone.wait(seconds)
+            self._server.close()
+            self._units.close()
+
         try:
-            threading.Thread(target=self._end_late, name=_THREAD_NAME, daemon=True).start()
+            threading.Thread(
+                target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True
+            ).start()
         except RuntimeError:  # the system gives no thread
-            self._stop()
-
-    def _end_late(self) -> None:
-        self._units.are_gone.wait(_KEPT_SECONDS)
-        self._stop()
-
-    def _stop(self) -> None:
-        self._server.close()
-        self._units.close()
+            end(0)
 
     # ---- this rank's own load ------------------------------------------------------------------------
-
-    def _begin_ahead(
-        self,
-        executor: ThreadPoolExecutor,
-        units: Iterator[Unit],
-        lock: threading.Lock,
-        stop: threading.Event,
-    ) -> None:
-        with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
-            for _ in range(_AHEAD_THREADS):
-                executor.submit(self._read_ahead, units, lock, stop)
-
-    def _read_ahead(
-        self, units: Iterator[Unit], lock: threading.Lock, stop: threading.Event
-    ) -> None:
-        while not stop.is_set():
-            with lock:
-                unit = next(units, None)
-            if unit is None:
-                return
-            while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
-                pass
 
     def _read_range(self, path: str, begin: int, end: int) -> Buffer:
         file = self._paths[path]

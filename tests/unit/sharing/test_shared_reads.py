@@ -16,10 +16,12 @@ from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
-from dcp_datastates.sharing.assignment import assign
-from dcp_datastates.sharing.shared_reads import SharedReads, offer
+from dcp_datastates.sharing.assignment import Offer, assign
+from dcp_datastates.sharing.blocks import Blocks, needed_blocks
+from dcp_datastates.sharing.shared_reads import SharedReads
 from dcp_datastates.wire.line import RefusedError, connect
 from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.server import listen
 
 BLOCKS = 20
 NBYTES = BLOCKS * BLOCK_BYTES - 1000
@@ -47,11 +49,18 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.offers = [offer(self.requests, note, "localhost") for _ in range(2)]
-        self.shares = assign({rank: own.offer for rank, own in enumerate(self.offers)})
+        self.runs = needed_blocks(self.requests, Blocks(note.files))
+        self.listening = [listen("127.0.0.1") for _ in range(2)]
+        self.addresses = [address for _, address in self.listening]
+        self.shares = assign(
+            {
+                rank: Offer(tuple(each), self.runs.ravel())
+                for rank, each in enumerate(self.addresses)
+            }
+        )
         self.ranks: list[SharedReads] = []
         self.start = lambda rank: self.ranks.append(
-            SharedReads(self.shares[rank], self.offers[rank], note, directory)
+            SharedReads(self.shares[rank], *self.listening[rank], note, directory)
         )
 
     def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
@@ -71,8 +80,8 @@ def job(tmp_path, monkeypatch):
     yield job
     for rank in job.ranks:
         rank.end()
-    for own in job.offers:
-        own.close()
+    for listening, _ in job.listening:
+        listening.close()
 
 
 def test_two_ranks_read_all_once_between_them(job):
@@ -105,7 +114,7 @@ def test_what_a_rank_keeps_for_others_goes_if_they_do_not_ask(job, monkeypatch):
     job.start(0)
     assert job.read(job.ranks[0], ahead=True) == job.data
     job.ranks[0].end()
-    await_that(lambda: refuses(job.offers[0].offer.address))
+    await_that(lambda: refuses(job.addresses[0]))
     job.start(1)
     assert job.read(job.ranks[1]) == job.data
 
@@ -115,9 +124,9 @@ def test_what_all_have_taken_is_not_kept(job):
     job.start(1)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(job.read, job.ranks))
-    for rank, own in zip(job.ranks, job.offers, strict=True):
+    for rank, address in zip(job.ranks, job.addresses, strict=True):
         rank.end()
-        await_that(lambda own=own: refuses(own.offer.address), seconds=5)
+        await_that(lambda address=address: refuses(address), seconds=5)
 
 
 def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
@@ -157,7 +166,7 @@ def test_the_end_needs_no_thread(job, monkeypatch):
         no_threads.setattr(threading.Thread, "start", refuse)
         job.ranks[1].end()
     with pytest.raises(OSError, match=r"refused"):
-        connect(job.offers[1].offer.address)
+        connect(job.addresses[1])
 
 
 @pytest.mark.parametrize("count", [1, 3, 200])
@@ -191,9 +200,9 @@ def test_errors_of_storage_are_those_of_this_rank(job):
 
 def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job):
     job.start(0)
-    address = job.offers[0].offer.address
-    own = next(iter(job.shares[0].own_units(job.offers[0].offer.runs)))
-    other = next(iter(job.shares[1].own_units(job.offers[0].offer.runs)))
+    address = job.addresses[0]
+    own = next(iter(job.shares[0].own_units(job.runs)))
+    other = next(iter(job.shares[1].own_units(job.runs)))
     with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
         connect(address._replace(token=bytes(16)))
     line = connect(address)
