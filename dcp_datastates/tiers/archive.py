@@ -11,17 +11,19 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final
 
-from dcp_datastates.checkpoints.delete import delete_rest
+from dcp_datastates.checkpoints.copy import committed_at
+from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
 from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
+from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import (
@@ -29,20 +31,27 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     DataStatesError,
     SaveAbandonedError,
+    StorageError,
 )
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import SharedFuture, when_done
+from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
+from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 """How long the end of the process waits for the part that is being written, once it has given up."""
+
+_LOOK_SECONDS: Final = 0.5
+"""Between two looks whether a full fast tier has room."""
 
 
 @dataclass(eq=False)
@@ -89,10 +98,6 @@ class Archive:
             opened.set_exception(SaveAbandonedError(self._worker.refusal))
         return opened
 
-    def set_rate(self, bytes_per_second: float) -> None:
-        """Limit what this rank reads and writes for the archive; 0: no limit."""
-        self._carrier.rate = bytes_per_second
-
     def holds(self, path: Location) -> bool:
         """Whether this process is still to archive the checkpoint at ``path``."""
         with self._lock:
@@ -123,33 +128,28 @@ class Archive:
         self._carrier.closing.set()
         self._worker.close(_CLOSE_SECONDS)
 
-    def saved(
+    def add(
         self,
         save: SaveOperation,
         archived: SharedFuture,
-        then: Callable[[], object] | None = None,
+        rate: int,
+        then: Callable[[], object] | None,
     ) -> None:
-        """Archive ``save``, whose outcome is known. Never waits.
-
-        ``archived`` is done when the copy is committed on the slow tier; it has the error if the save has failed, or
-        cannot be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit.
-        """
+        """Archive ``save``, whose outcome is known; see :func:`archive_save`. Never waits."""
+        self.exit_timeout = save.config.exit_timeout
+        self._carrier.pace.rate = rate
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
             archived.set_exception(error or SaveAbandonedError("the save has no path"))
             return
         self.open(path.parent)
-        self._add(_Item(path, attempt, archived, then))
-
-    # ---- within ------------------------------------------------------------------------------------
-
-    def _add(self, item: _Item) -> None:
+        item = _Item(path, attempt, archived, then)
         with self._lock:
             self._items.append(item)
         if not self._worker.post(lambda: self._carry(item)):
             refusal = self._worker.refusal
-            self._end(item, SaveAbandonedError(f"{item.path} is not archived: {refusal}"))
+            self._end(item, SaveAbandonedError(f"{path} is not archived: {refusal}"))
 
     # ---- the archive's thread ----------------------------------------------------------------------
 
@@ -244,17 +244,13 @@ class Archive:
             item.archived.set_exception(error)
 
 
-class _logged(contextlib.AbstractContextManager[None]):
-    """Logs an error of storage, and goes on."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, (DataStatesError, OSError)):
-            return False
-        logger.warning("%s: %s", self._what, error)
-        return True
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Logs an error of storage in the block, and goes on."""
+    try:
+        yield
+    except (DataStatesError, OSError) as error:
+        logger.warning("%s: %s", what, error)
 
 
 _lock = threading.RLock()  # guards _archives
@@ -286,20 +282,73 @@ def archive_save(
 ) -> Future[None]:
     """Archive ``save`` below ``slow`` once it is committed. Call this before the save is planned.
 
-    ``rate``: how many bytes per second this rank may carry; 0: no limit. ``then`` as for :meth:`Archive.saved`.
+    The future is done when the copy is committed on the slow tier; it has the error if the save has failed, or cannot
+    be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit. ``rate``: how many
+    bytes per second this rank may carry; 0: no limit.
     """
     archived = SharedFuture()
-
-    def begin(_: Future[None]) -> None:
-        # DCP may have said meanwhile that this process saves alone.
-        archive = archive_of(slow, save.group)
-        archive.set_rate(rate)
-        archive.exit_timeout = save.config.exit_timeout
-        archive.saved(save, archived, then)
-
     save.archived = archived
-    when_done(save.committed, begin)
+    # Only then is the group known: DCP may have said meanwhile that this process saves alone.
+    when_done(
+        save.committed, lambda _: archive_of(slow, save.group).add(save, archived, rate, then)
+    )
     return archived
+
+
+# ---- a full fast tier ----------------------------------------------------------------------------
+
+
+def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> None:
+    """Return when ``fast`` has room for ``nbytes``: its file system, or the memory of the nodes.
+
+    Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
+    until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
+    """
+    if _free(fast) >= nbytes:
+        return
+    log = WaitLog(logger, f"the save to {fast}", 0.0)
+    deadline = time.monotonic() + seconds
+    while True:
+        is_over = archive.wait(0.0)  # before the look at what is archived
+        older = [*newest_first(checkpoints(fast))][1:]
+        while older and _free(fast) < nbytes:
+            _evict(older.pop(), archive)
+        if _free(fast) >= nbytes:
+            return
+        if is_over or time.monotonic() >= deadline:
+            logger.warning(
+                "%s has room for %s, and a save needs about %s; what is archived is deleted there already",
+                *(fast, size(_free(fast)), size(nbytes)),
+            )
+            return
+        log.look(f"it needs room, which comes when more is archived in {archive.slow}")
+        archive.wait(_LOOK_SECONDS)
+
+
+def _free(fast: Location) -> float:
+    if not isinstance(fast, ObjectPath):
+        return shutil.disk_usage(fast).free
+    if not isinstance(fast.store, RamStore):  # no store tells
+        return math.inf
+    try:
+        return fast.store.left()
+    except StorageError as error:  # the save will say so, too
+        logger.warning("whether there is room for a save is not known: %s", error)
+        return math.inf
+
+
+def _evict(found: Found, archive: Archive) -> None:
+    try:
+        if archive.holds(found.path):
+            return
+        if committed_at(archive.slow / found.path.name) == found.attempt:
+            delete_committed(found)
+            logger.info("deleted %s, which is archived, to make room", found.path)
+    except DataStatesError as error:  # it is pinned, or the archive does not answer
+        logger.warning("%s stays, though it is in the way: %s", found.path, error)
+
+
+# ---- the end of the process ----------------------------------------------------------------------
 
 
 def _finish_at_end() -> None:

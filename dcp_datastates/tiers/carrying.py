@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from dcp_datastates.checkpoints.copy import (
     CopyTarget,
-    checked_pieces,
     committed_at,
-    is_whole,
-    same_size,
+    copies,
 )
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
@@ -40,6 +37,7 @@ from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.tiers.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +67,7 @@ class Carrier:
         self._pause = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._world)
         self.closing: Final = threading.Event()
         """Whether to give up: the process ends."""
-        self.rate = 0.0
-        """Bytes per second of this rank; 0: no limit."""
-        self._next = 0.0  # when the next piece may be written
+        self.pace: Final = Pace()
 
     def carry(self, source: Location, attempt: Attempt, target: Location) -> None:
         """Carry the checkpoint that ``attempt`` has committed at ``source``. Returns when the copy is committed.
@@ -142,12 +138,9 @@ class Carrier:
             return committed
         mine = [record for record in committed.note.files.values() if self._is_mine(record)]
         place.claim()
-        left = same_size(target, mine)
-        for record in mine:
-            if record.relative_path in left and is_whole(target, record):
-                continue
+        for copy in copies(committed, place, mine):
             hit("archive.write.before")
-            place.write(record, self._slowed(checked_pieces(source, record, id)))
+            copy(self._count)
             hit("archive.write.after")
         return committed
 
@@ -155,13 +148,8 @@ class Carrier:
         rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
         return (rank or 0) % self._world == self._rank
 
-    def _slowed(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
-            if self.rate:
-                self._next = max(self._next, time.monotonic()) + piece.nbytes / self.rate
-                self._wait(self._next - time.monotonic())
-            self._wait(0)
-            yield piece
+    def _count(self, nbytes: int) -> None:
+        self._wait(self.pace.delay(nbytes))
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
         if not _is_carried(target, committed.note.attempt):

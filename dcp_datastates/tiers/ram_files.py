@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import io
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -38,11 +37,6 @@ class Entry(NamedTuple):
     """By the clock of the process that has stored it: the same on all nodes, so it tells one state of an object from
     another.
     """
-
-
-def default_directory() -> Path:
-    """Of this user, on this node."""
-    return Path("/dev/shm") / f"dcp_datastates-{os.getuid()}"
 
 
 class RamFiles:
@@ -96,7 +90,7 @@ class RamFiles:
         for each in _scan(self._path(prefix)):
             key = f"{prefix}/{each.name}"
             if each.is_dir(follow_symlinks=False):
-                if next(_files_below(each.path), None) is not None:
+                if any(names for _, _, names in os.walk(each.path)):
                     found.append(Entry(f"{key}/", 0, 0))
             elif (entry := _entry_of(key, each)) is not None:
                 found.append(entry)
@@ -119,8 +113,11 @@ class RamFiles:
 
     def left(self) -> int:
         """The bytes that still have room."""
-        found = (_entry_of("", each) for each in _files_below(self._directory))
-        used = sum(entry.nbytes for entry in found if entry is not None)
+        used = 0
+        for folder, _, names in os.walk(self._directory):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
+                    used += os.lstat(os.path.join(folder, name)).st_size
         system = os.statvfs(self._directory)
         return max(0, min(self._most - used, system.f_bavail * system.f_frsize))
 
@@ -250,10 +247,8 @@ def _check_own(directory: Path) -> None:
 
 def _opened(path: str | Path, flags: int) -> io.FileIO:
     """A file that children close: they would hold its lock, and its bytes when it is deleted."""
-    mode = "wb" if flags & os.O_WRONLY else "r+b"
-    opener = functools.partial(os.open, mode=0o600)
-    file = io.FileIO(path, mode, opener=lambda name, _: opener(name, flags | os.O_CLOEXEC))
-    return closed_in_children(file)
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode=0o600)
+    return closed_in_children(io.FileIO(descriptor, "wb" if flags & os.O_WRONLY else "r+b"))
 
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:
@@ -272,11 +267,3 @@ def _scan(directory: str | Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _files_below(directory: str | Path) -> Iterator[os.DirEntry[str]]:
-    for each in _scan(directory):
-        if each.is_dir(follow_symlinks=False):
-            yield from _files_below(each.path)
-        else:
-            yield each

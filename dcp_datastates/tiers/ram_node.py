@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from typing_extensions import Buffer
 
+from dcp_datastates.tiers.pace import Pace
 from dcp_datastates.tiers.ram_files import Entry, RamFiles, Unpublished
 from dcp_datastates.wire.client import Client
 from dcp_datastates.wire.line import DamagedError, Line
@@ -31,25 +31,6 @@ _MOST_UNANSWERED: Final = 8
 """Pieces that are on their way to a node."""
 
 _THREAD_NAME: Final = "dcp_datastates-ram"
-
-
-class Pace:
-    """Limits the bytes per second that a process sends; 0: no limit. Any thread."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._lock = threading.RLock()  # guards _next
-        self._next = 0.0
-
-    def take(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be sent."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            begin = max(self._next, now)
-            self._next = begin + nbytes / self._rate
-        time.sleep(begin - now)
 
 
 class OtherNode:
@@ -111,7 +92,7 @@ class UnpublishedThere:
 
     def write(self, piece: Buffer) -> None:
         view = memoryview(piece).cast("B")
-        self._pace.take(view.nbytes)
+        time.sleep(self._pace.delay(view.nbytes))
         for begin in range(0, view.nbytes, _PIECE_BYTES):
             with self._node.named():
                 self._line.send("piece", view[begin : begin + _PIECE_BYTES])

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -62,8 +61,7 @@ class RamStore:
         self.url: Final = url
         self._bucket = url.partition("://")[2]
         self._nodes = nodes
-        self._lock = threading.RLock()  # guards _found
-        self._found: OrderedDict[str, Node] = OrderedDict()
+        self._found: dict[str, Node] = {}
 
     # ---- changing ----------------------------------------------------------------------------------
 
@@ -137,13 +135,12 @@ class RamStore:
         modified_ns = time.time_ns()
         with contextlib.ExitStack() as stack:
             with self._explained("storing", key):
-                begun: list[Writing | OSError] = _gathered(
-                    places, lambda node: node.unpublished(self._name(key))
+                copies: list[Writing] = _all(
+                    places,
+                    lambda node: stack.enter_context(
+                        contextlib.closing(node.unpublished(self._name(key)))
+                    ),
                 )
-                for each in begun:
-                    if not isinstance(each, OSError):
-                        stack.callback(each.close)
-                copies: list[Writing] = _sound(begun)
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
                     hit("ram.piece.before")
@@ -185,8 +182,7 @@ class RamStore:
         """What the nearest node answers that has the object."""
         nodes, name = self._nodes(), self._name(key)
         others = nodes.others
-        with self._lock:
-            known = self._found.get(name)
+        known = self._found.get(name)
         failure: OSError | None = None
         for node in [nodes.own, *(node for node in others if node is known)]:
             try:
@@ -200,7 +196,9 @@ class RamStore:
                 if isinstance(there, OSError):
                     raise there
                 if there is not None and (answer := ask(node, name)) is not None:
-                    self._remember(name, node)
+                    if len(self._found) >= _REMEMBERED:
+                        self._found.clear()
+                    self._found[name] = node
                     return answer
             except OSError as error:
                 failure = error
@@ -208,12 +206,6 @@ class RamStore:
             raise ObjectMissingError(url_of(self.url, key))
         with self._explained(doing, key):
             raise failure
-
-    def _remember(self, name: str, node: Node) -> None:
-        with self._lock:
-            self._found[name] = node
-            if len(self._found) > _REMEMBERED:
-                self._found.popitem(last=False)
 
     def _name(self, key: str) -> str:
         """The object's name on the nodes."""
@@ -249,20 +241,12 @@ def _gathered(each: Sequence[S], ask: Callable[[S], T]) -> list[T | OSError]:
 
 def _all(each: Sequence[S], ask: Callable[[S], T]) -> list[T]:
     """What ``ask`` returns of each. Raises the first error, once all have answered."""
-    return _sound(_gathered(each, ask))
-
-
-def _sound(found: Iterable[T | OSError]) -> list[T]:
     answers: list[T] = []
-    for each in found:
-        if isinstance(each, OSError):
-            raise each
-        answers.append(each)
+    for answer in _gathered(each, ask):
+        if isinstance(answer, OSError):
+            raise answer
+        answers.append(answer)
     return answers
-
-
-_lock = threading.RLock()  # guards _opened
-_opened: dict[str, RamStore] = {}
 
 
 def open_ram(root: str) -> RamStore:
@@ -270,7 +254,9 @@ def open_ram(root: str) -> RamStore:
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
     ram_nodes.join()
-    with _lock:
-        if root not in _opened:
-            _opened[root] = RamStore(root, ram_nodes.nodes)
-        return _opened[root]
+    return _opened(root)
+
+
+@functools.cache
+def _opened(root: str) -> RamStore:
+    return RamStore(root, ram_nodes.nodes)

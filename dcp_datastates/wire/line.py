@@ -75,7 +75,6 @@ class Line:
 
     def __init__(self, connection: socket.socket, patience: float = 1.0) -> None:
         self._most_seconds = patience * PROGRESS_SECONDS
-        connection.settimeout(self._most_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -88,7 +87,6 @@ class Line:
         """Let all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
         self._seconds = min(seconds, self._most_seconds)
         self._ends_at = time.monotonic() + seconds
-        self._socket.settimeout(self._seconds)
 
     # ---- requests and answers ------------------------------------------------------------------------
 
@@ -104,11 +102,13 @@ class Line:
 
     def requests(self, most: int = 0) -> Iterator[tuple[Any, memoryview]]:
         """The requests that come, with data of at most ``most`` bytes each, until the connection ends. Each is to be
-        answered before the next.
+        answered before the next, which is waited for without a limit.
         """
         while True:
+            self._socket.settimeout(None)
+            self._socket.recv(1, socket.MSG_PEEK)
             try:
-                request = self.receive(most, is_idle=True)
+                request = self.receive(most)
             except DamagedError as error:
                 self.refuse(error)
             else:
@@ -136,11 +136,9 @@ class Line:
         header = _HEADER.pack(len(said), nbytes, checksum, _own(len(said), nbytes, checksum))
         self.send_plain(header, *views)
 
-    def receive(self, most: int = 0, *, is_idle: bool = False) -> tuple[Any, memoryview]:
-        """The next message, with data of at most ``most`` bytes. If the connection ``is_idle``, waits without a limit
-        until it begins.
-        """
-        header = self.receive_plain(_HEADER.size, is_idle=is_idle)
+    def receive(self, most: int = 0) -> tuple[Any, memoryview]:
+        """The next message, with data of at most ``most`` bytes."""
+        header = self.receive_plain(_HEADER.size)
         length, nbytes, checksum, own = _HEADER.unpack(header)
         if own != _own(length, nbytes, checksum) or length > _MOST_WORDS or nbytes > most:
             raise ConnectionAbortedError(
@@ -166,11 +164,9 @@ class Line:
                 if sent:
                     views[0] = views[0][sent:]
 
-    def receive_plain(self, nbytes: int, *, is_idle: bool = False) -> memoryview:
+    def receive_plain(self, nbytes: int) -> memoryview:
         """Receive ``nbytes`` bytes."""
         view = rest = memoryview(bytearray(nbytes))
-        if is_idle:
-            self._socket.settimeout(None)
         with self._explained():
             while rest.nbytes:
                 self._limit_time()
@@ -178,8 +174,6 @@ class Line:
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 rest = rest[count:]
-                if is_idle:
-                    self._socket.settimeout(self._most_seconds)
         return view
 
     def close(self) -> None:
@@ -192,8 +186,7 @@ class Line:
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        if left < self._most_seconds:
-            self._socket.settimeout(left)
+        self._socket.settimeout(min(left, self._most_seconds))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

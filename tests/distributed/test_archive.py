@@ -11,6 +11,7 @@ from support.state.archiving import archived_loop, begin, number_in
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
 from dcp_datastates import CheckpointCorruptError, StorageError, verify
+from dcp_datastates.checkpoints import copy
 from dcp_datastates.tiers import carrying
 
 
@@ -30,7 +31,7 @@ def test_ranks_share_the_files(tmp_path, s3_root):
 
 
 def _one_fails(fast: str, slow: str) -> None:
-    whole = carrying.checked_pieces
+    whole = copy.checked_pieces
     failing = [1]
 
     def damaged(directory, record, count):
@@ -39,7 +40,7 @@ def _one_fails(fast: str, slow: str) -> None:
             raise CheckpointCorruptError("a byte is damaged")
         return whole(directory, record, count)
 
-    carrying.checked_pieces = damaged  # type: ignore[assignment]
+    copy.checked_pieces = damaged  # type: ignore[assignment]
     try:
         began = time.monotonic()
         error = begin(fast, slow, 1).archived.exception(60)
@@ -49,7 +50,7 @@ def _one_fails(fast: str, slow: str) -> None:
             assert "rank 1 of 3: a byte is damaged" in str(error)
         begin(fast, slow, 2).archived.result(60)
     finally:
-        carrying.checked_pieces = whole
+        copy.checked_pieces = whole
 
 
 def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path):
@@ -58,7 +59,7 @@ def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path)
 
 
 def _one_is_late(fast: str, slow: str) -> None:
-    whole, tries = carrying.checked_pieces, itertools.count()
+    whole, tries = copy.checked_pieces, itertools.count()
     before = carrying._FIRST_PAUSE
     carrying._FIRST_PAUSE = 0.05  # type: ignore[misc]
 
@@ -67,13 +68,13 @@ def _one_is_late(fast: str, slow: str) -> None:
             raise StorageError("503 Slow Down")
         return whole(directory, record, count)
 
-    carrying.checked_pieces = refused  # type: ignore[assignment]
+    copy.checked_pieces = refused  # type: ignore[assignment]
     try:
         handles = [begin(fast, slow, number) for number in (1, 2)]
         for handle in handles:
             handle.archived.result(60)
     finally:
-        carrying.checked_pieces = whole
+        copy.checked_pieces = whole
         carrying._FIRST_PAUSE = before  # type: ignore[misc]
 
 
