@@ -16,8 +16,7 @@ from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io.requests import Request
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.sharing.assignment import Offer, Share, assign
-from dcp_datastates.sharing.blocks import Blocks, needed_blocks
+from dcp_datastates.sharing.assignment import Blocks, Offer, Share, assign, needed_blocks
 from dcp_datastates.sharing.shared_reads import SharedReads
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.wire.secret import Address

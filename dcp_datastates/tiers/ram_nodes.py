@@ -30,8 +30,7 @@ from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
 from dcp_datastates.tiers.pace import Pace
-from dcp_datastates.tiers.ram_files import RamFiles
-from dcp_datastates.tiers.ram_node import Node, OtherNode, serve
+from dcp_datastates.tiers.ram_node import Node, OtherNode, RamFiles, serve
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server
 

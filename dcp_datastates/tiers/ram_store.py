@@ -31,8 +31,7 @@ from dcp_datastates.storage.object_store import (
     url_of,
 )
 from dcp_datastates.tiers import ram_nodes
-from dcp_datastates.tiers.ram_files import Entry
-from dcp_datastates.tiers.ram_node import Node, Writing
+from dcp_datastates.tiers.ram_node import Entry, Node, Writing
 from dcp_datastates.tiers.ram_nodes import RamNodes
 
 _REMEMBERED: Final = 4096

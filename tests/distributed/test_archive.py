@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import pytest
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, begin, number_in
@@ -40,8 +41,8 @@ def _one_fails(fast: str, slow: str) -> None:
             raise CheckpointCorruptError("a byte is damaged")
         return whole(directory, record, count)
 
-    copy.checked_pieces = damaged  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy, "checked_pieces", damaged)
         began = time.monotonic()
         error = begin(fast, slow, 1).archived.exception(60)
         assert time.monotonic() - began < 20
@@ -49,8 +50,6 @@ def _one_fails(fast: str, slow: str) -> None:
         if dist.get_rank() != 1:
             assert "rank 1 of 3: a byte is damaged" in str(error)
         begin(fast, slow, 2).archived.result(60)
-    finally:
-        copy.checked_pieces = whole
 
 
 def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path):
@@ -60,22 +59,17 @@ def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path)
 
 def _one_is_late(fast: str, slow: str) -> None:
     whole, tries = copy.checked_pieces, itertools.count()
-    before = carrying._FIRST_PAUSE
-    carrying._FIRST_PAUSE = 0.05  # type: ignore[misc]
 
     def refused(directory, record, count):
         if dist.get_rank() == 1 and next(tries) < 4:
             raise StorageError("503 Slow Down")
         return whole(directory, record, count)
 
-    copy.checked_pieces = refused  # type: ignore[assignment]
-    try:
-        handles = [begin(fast, slow, number) for number in (1, 2)]
-        for handle in handles:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrying, "_FIRST_PAUSE", 0.05)
+        patch.setattr(copy, "checked_pieces", refused)
+        for handle in [begin(fast, slow, number) for number in (1, 2)]:
             handle.archived.result(60)
-    finally:
-        copy.checked_pieces = whole
-        carrying._FIRST_PAUSE = before  # type: ignore[misc]
 
 
 def test_one_rank_that_storage_refuses_is_waited_for(tmp_path):

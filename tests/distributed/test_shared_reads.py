@@ -39,7 +39,7 @@ from dcp_datastates import (
     IncompatibleStateError,
 )
 from dcp_datastates.sharing import joint_reads, shared_reads
-from dcp_datastates.sharing.own_units import OwnUnits
+from dcp_datastates.sharing.shared_reads import OwnUnits
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire import line
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dcp_datastates.tiers.pace import Pace
-from dcp_datastates.tiers.ram_files import RamFiles
-from dcp_datastates.tiers.ram_node import Node, OtherNode, serve
+from dcp_datastates.tiers.ram_node import Node, OtherNode, RamFiles, serve
 from dcp_datastates.tiers.ram_nodes import RamNodes
 from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.wire.secret import Address
