@@ -81,32 +81,28 @@ class Archive:
         self._key = f"archive{number}"
         self._carrier = Carrier(group, number)
         self._worker = Worker("dcp_datastates-archive")
+        self._carried: set[Attempt] = set()
+        """A checkpoint that is committed while :meth:`open` looks comes twice, on all ranks."""
         self._lock = threading.RLock()  # guards what follows
         self._items: list[_Item] = []
         self._opened: dict[Location, Future[None]] = {}
 
-    def open(self, fast: Location) -> Future[None]:
+    def open(self, fast: Location) -> None:
         """Go on with the checkpoints below ``fast`` that are still to be archived. Every rank calls this, in the same
-        order. The future is done when the two tiers are known to be of one run, or has the error.
+        order.
         """
         with self._lock:
-            opened = self._opened.get(fast)
-            if opened is not None:
-                return opened
+            if fast in self._opened:
+                return
             opened = self._opened[fast] = Future()
         if not self._worker.post(lambda: self._open(fast, opened)):
             opened.set_exception(SaveAbandonedError(self._worker.refusal))
-        return opened
 
-    def holds(self, path: Location) -> bool:
-        """Whether this process is still to archive the checkpoint at ``path``."""
+    @property
+    def items(self) -> list[_Item]:
+        """The checkpoints that this process is still to archive."""
         with self._lock:
-            return any(item.path == path for item in self._items)
-
-    def waiting_since(self) -> list[float]:
-        """Since when each checkpoint waits that this process is still to archive, by the monotonic clock."""
-        with self._lock:
-            return [item.since for item in self._items]
+            return list(self._items)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was committed is archived, or has failed to be; False after ``seconds``.
@@ -118,10 +114,8 @@ class Archive:
             opened = list(self._opened.values())
         if wait(opened, seconds).not_done:
             return False
-        with self._lock:
-            items = list(self._items)
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-        return not wait([item.archived for item in items], left).not_done
+        return not wait([item.archived for item in self.items], left).not_done
 
     def close(self) -> None:
         """Give up what is not archived: a pin keeps it for the next start."""
@@ -179,7 +173,7 @@ class Archive:
         """On the first rank: the checkpoints that an earlier process has pinned, the oldest first, by their names and
         the numbers of their attempts. Removes the rests of copies that no fast tier has any more.
         """
-        if not check_one_run(fast, self.slow, [item.path for item in list(self._items)]):
+        if not check_one_run(fast, self.slow, [item.path for item in self.items]):
             raise another_run(fast, self.slow)
         pinned = []
         for found in newest_first(checkpoints(fast)):
@@ -190,10 +184,11 @@ class Archive:
                 elif attempt is not None and attempt < found.attempt:
                     unpin(found.path, name)  # the checkpoint that it kept was replaced
         self._sweep({found.path.name for found in pinned})
+        held = {item.path for item in self.items}
         return [
             (found.path.name, *dataclasses.astuple(found.attempt))
             for found in reversed(pinned)
-            if not self.holds(found.path)
+            if found.path not in held
         ]
 
     def _sweep(self, unfinished: set[str]) -> None:
@@ -209,7 +204,9 @@ class Archive:
         try:
             if (failure := self._opened[item.path.parent].exception()) is not None:
                 raise failure
-            self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
+            if item.attempt not in self._carried:
+                self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
+                self._carried.add(item.attempt)
         except BaseException as error:
             level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
             logger.log(level, "%s is not archived: %s", item.path, error)
@@ -273,7 +270,7 @@ def archive_lag() -> tuple[int, float]:
     """
     with _lock:
         archives = list(_archives.values())
-    since = [each for archive in archives for each in archive.waiting_since()]
+    since = [item.since for archive in archives for item in archive.items]
     return len(since), time.monotonic() - min(since) if since else 0.0
 
 
@@ -339,7 +336,7 @@ def _free(fast: Location) -> float:
 
 def _evict(found: Found, archive: Archive) -> None:
     try:
-        if archive.holds(found.path):
+        if any(item.path == found.path for item in archive.items):
             return
         if committed_at(archive.slow / found.path.name) == found.attempt:
             delete_committed(found)

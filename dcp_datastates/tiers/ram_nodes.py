@@ -96,7 +96,7 @@ class _Process:
     token: str
 
 
-class _Job:
+class RamJob:
     """The part of this process in the nodes of a job. Construction does not wait.
 
     Raises :class:`StorageError` if the directory cannot be made, or no server be started.
@@ -215,7 +215,7 @@ class _Job:
 
 _lock = threading.RLock()  # guards what follows
 _config = RamConfig()
-_job: _Job | None = None
+_job: RamJob | None = None
 
 
 def configure_ram(
@@ -262,17 +262,10 @@ def configure_ram(
         _config = chosen
 
 
-def join() -> None:
-    """Take part in the nodes of the job, if this process does not yet. Does not wait; raises :class:`StorageError`."""
-    _current()
-
-
-def nodes() -> RamNodes:
-    """The nodes of the job. Any thread; waits until all ranks have joined. Raises :class:`StorageError`."""
-    return _current().nodes()
-
-
-def _current() -> _Job:
+def current() -> RamJob:
+    """This process's part in the nodes of its job; begins it if there is none yet. Any thread. Does not wait; raises
+    :class:`StorageError`.
+    """
     global _job
     rank_set = rank_set_of(None)
     with _lock:
@@ -280,7 +273,7 @@ def _current() -> _Job:
             former, _job = _job, None
             if former is not None:
                 former.close()
-            _job = _Job(_config, rank_set)
+            _job = RamJob(_config, rank_set)
         return _job
 
 

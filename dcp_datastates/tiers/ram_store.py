@@ -252,10 +252,10 @@ def open_ram(root: str) -> RamStore:
     """The store ``root``, of the memory of this job's nodes; at the first call, this process takes its part in it."""
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
-    ram_nodes.join()
+    ram_nodes.current()
     return _opened(root)
 
 
 @functools.cache
 def _opened(root: str) -> RamStore:
-    return RamStore(root, ram_nodes.nodes)
+    return RamStore(root, lambda: ram_nodes.current().nodes())

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, begin, number_in
+from support.state.checkpoints import CACHE
+from support.state.saving import SMALL, part
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
-from dcp_datastates import CheckpointCorruptError, StorageError, verify
+from dcp_datastates import (
+    CheckpointCorruptError,
+    DataStatesWriter,
+    StorageError,
+    async_save,
+    verify,
+)
 from dcp_datastates.checkpoints import copy
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying
+from dcp_datastates.tiers.archive import archive_save
 
 
 def _three(fast: str, slow: str, url: str) -> None:
@@ -55,6 +66,27 @@ def _one_fails(fast: str, slow: str) -> None:
 def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path):
     run_on_ranks(3, _one_fails, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
     assert number_in([tmp_path / "slow"], 3) == 2
+
+
+def _comes_twice(fast: str, slow: str) -> None:
+    writer = DataStatesWriter(f"{fast}/step-1", host_cache_size=CACHE)
+    archived: list[Future[None]] = []
+
+    def archive_twice(save) -> None:
+        # The first rank goes on when the others have heard of the first copy, and have nothing more to say.
+        archived.append(archive_save(save, locate(slow), 0, dist.barrier))
+        archived.append(archive_save(save, locate(slow), 0))
+
+    writer.on_begin = archive_twice
+    async_save(part(1, SMALL), writer=writer).result(60)
+    archived[1].result(60)
+    if dist.get_rank() != 0:
+        dist.barrier()
+
+
+def test_a_checkpoint_that_comes_twice_is_carried_once(tmp_path):
+    run_on_ranks(3, _comes_twice, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
+    assert number_in([tmp_path / "slow"], 3) == 1
 
 
 def _one_is_late(fast: str, slow: str) -> None:
