@@ -170,6 +170,7 @@ def parse_flag(name: str, value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, most: int, least: int = 1) -> int:
+    """The count; raises :class:`ConfigurationError` if the option ``name`` is none, or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigurationError(f"{name}={value!r} must be an int between {least} and {most}")
     return value
@@ -278,7 +279,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
         most=MAX_COMMIT_TIMEOUT,
         why="the end of the process waits for saves in flight for so long",
     ),
-    "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
+    "max_in_flight": partial(check_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
     "on_nan": partial(_one_of, kind=OnNan),
