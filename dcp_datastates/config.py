@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
@@ -39,9 +37,6 @@ MAX_IN_FLIGHT = 32
 
 MAX_THREADS = 256
 """Most threads of one kind."""
-
-MAX_PEERS = 16
-"""Most nodes on which a data file of a ``ram://`` store lies, besides its own."""
 
 MIN_COPY_RATE = 64 << 20
 """Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
@@ -174,7 +169,8 @@ def parse_flag(name: str, value: Any) -> bool:
     return value
 
 
-def _count(name: str, value: Any, most: int, least: int = 1) -> int:
+def check_count(name: str, value: Any, most: int, least: int = 1) -> int:
+    """The count; raises :class:`ConfigurationError` if the option ``name`` is none, or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigurationError(f"{name}={value!r} must be an int between {least} and {most}")
     return value
@@ -202,47 +198,13 @@ class EngineConfig:
         **threads: Any,
     ) -> EngineConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
-        counts = {name: _count(name, value, MAX_THREADS) for name, value in threads.items()}
+        counts = {name: check_count(name, value, MAX_THREADS) for name, value in threads.items()}
         return EngineConfig(
             **counts,
             copy_rate=parse_rate(copy_rate, name="copy_rate", least=MIN_COPY_RATE),
             write_rate=parse_rate(write_rate, name="write_rate", least=MIN_WRITE_RATE),
             io_priority=_one_of("io_priority", io_priority, IoPriority),
         )
-
-
-@dataclass(frozen=True)
-class RamConfig:
-    """Checked options of ``ram://`` stores; :func:`~dcp_datastates.configure_ram` documents them."""
-
-    peers: int = 1
-    nbytes: int | None = None
-    """None: half of the file system."""
-    rate: int = 0
-    """0: no limit."""
-    directory: Path | None = None
-    node: str | None = None
-
-    @staticmethod
-    def checked(
-        *,
-        peers: int,
-        size: int | str,
-        rate: int | str | None,
-        directory: str | os.PathLike[str] | None,
-        node: str | None,
-    ) -> RamConfig:
-        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
-        _count("peers", peers, MAX_PEERS, least=0)
-        nbytes = None if size == "auto" else parse_size(size, name="size")
-        if nbytes == 0:
-            raise ConfigurationError(f"size={size!r} has room for nothing")
-        if node is not None and not (isinstance(node, str) and node.strip()):
-            raise ConfigurationError(f"node={node!r} must be a name, or None for the host's name")
-        if directory is not None and not isinstance(directory, str | os.PathLike):
-            raise ConfigurationError(f"directory={directory!r} must be a path, or None")
-        place = None if directory is None else Path(os.path.realpath(directory))
-        return RamConfig(peers, nbytes, parse_rate(rate), place, node)
 
 
 class BackgroundOptions(TypedDict, total=False):
@@ -317,7 +279,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
         most=MAX_COMMIT_TIMEOUT,
         why="the end of the process waits for saves in flight for so long",
     ),
-    "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
+    "max_in_flight": partial(check_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
     "on_nan": partial(_one_of, kind=OnNan),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,11 +100,7 @@ def copy(
     place = CopyTarget(there, attempt)
     place.claim()
     records = list(committed.note.files.values())
-    left = same_size(there, records)
-    units = [
-        _unit(committed, place, record, there if record.relative_path in left else None)
-        for record in records
-    ]
+    units = copies(committed, place, records)
     try:
         work(units, sum(record.nbytes for record in records), threads, progress)
     except (CheckpointCorruptError, FileNotFoundError):
@@ -114,18 +111,19 @@ def copy(
     return there
 
 
-def _unit(
-    committed: Committed, place: CopyTarget, record: FileRecord, left_in: Location | None
-) -> Unit:
-    """``left_in``: where an earlier call has left the file, with its size."""
+def copies(committed: Committed, place: CopyTarget, records: Sequence[FileRecord]) -> list[Unit]:
+    """One unit of work for each of ``records``: it writes the file, unless an earlier call has left it whole."""
+    found = sizes(place.location, [record.relative_path for record in records])
 
-    def run(done: Done) -> None:
-        if left_in is not None and is_whole(left_in, record):
+    def unit(record: FileRecord, done: Done) -> None:
+        # A file appears when all of it is written.
+        is_there = found[record.relative_path] == record.nbytes
+        if is_there and _is_whole(place.location, record):
             done(record.nbytes)
         else:
             place.write(record, checked_pieces(committed.directory, record, done))
 
-    return run
+    return [partial(unit, record) for record in records]
 
 
 def checked_pieces(
@@ -179,14 +177,7 @@ def committed_at(target: Location) -> Attempt | None:
         return None
 
 
-def same_size(target: Location, records: Iterable[FileRecord]) -> set[str]:
-    """The paths of those of ``records`` that are at ``target``. A file appears there when all of it is written."""
-    expected = {record.relative_path: record.nbytes for record in records}
-    found = sizes(target, expected.keys())
-    return {file for file, nbytes in expected.items() if found[file] == nbytes}
-
-
-def is_whole(target: Location, record: FileRecord) -> bool:
+def _is_whole(target: Location, record: FileRecord) -> bool:
     """Whether the bytes at ``target`` are right: a crash, or the way there, may have changed them."""
     try:
         for _ in checked_pieces(target, record, id):
@@ -201,6 +192,7 @@ class CopyTarget:
 
     def __init__(self, location: Location, attempt: Attempt) -> None:
         """Asks no storage."""
+        self.location: Final = location
         self._directory, self._attempt = stored(location), attempt
 
     def claim(self) -> None:

@@ -188,14 +188,9 @@ class Decision:
 _KEPT: Final = 64
 """How many rounds' decisions stay in the store, for ranks that are behind."""
 
-_EXPLAINED: Final = 8
-"""How many ranks' reasons the store keeps for one decision."""
-
 
 class DecisionLog:
     """The coordinator's decisions, by round, for ranks that gloo does not reach. Only one thread uses it.
-
-    Ranks that archive together (``tiers/carrying.py``) have no other way to each other: they leave their reasons there.
 
     All methods raise RuntimeError if the store cannot be reached.
     """
@@ -220,42 +215,10 @@ class DecisionLog:
             self._store.set(_decision(number), decision.encode())
             del self._unsaid[number]
 
-    def explain(self, number: int, rank: int, reason: Reason) -> None:
-        """Write the reason why ``rank`` fails; the store keeps the first few ranks' reasons."""
-        # The client may send a request twice: then the count is one too high, and no reason is lost.
-        place = self._store.add(_reasons(number), 1)
-        if place <= _EXPLAINED:
-            text = json.dumps([rank, reason.kind, reason.message])
-            self._store.set(f"{_reasons(number)}/{place}", text)
-
-    def failures(self, number: int) -> Decision | None:
-        """Coordinator: the decision to fail, for the reasons that ranks have written; None if there are none."""
-        count = self._store.add(_reasons(number), 0)
-        keys = [f"{_reasons(number)}/{place + 1}" for place in range(min(count, _EXPLAINED))]
-        reasons = {}
-        for key in keys:
-            if self._store.check([key]):
-                rank, kind, message = json.loads(self._store.get(key))
-                reasons[rank] = Reason(kind, message)
-        more = max(0, count - len(keys))
-        return Decision(Outcome.FAILED, reasons, more=more) if reasons else None
-
     def forget_before(self, number: int) -> None:
         """Coordinator, once a round: delete the decision that no rank asks for any more."""
         self._store.delete_key(_decision(number - _KEPT))
 
-    def forget(self, number: int) -> None:
-        """Coordinator: delete the entries of the round."""
-        if self._store.check([_reasons(number)]):
-            for place in range(_EXPLAINED):
-                self._store.delete_key(f"{_reasons(number)}/{place + 1}")
-            self._store.delete_key(_reasons(number))
-        self._store.delete_key(_decision(number))
-
 
 def _decision(number: int) -> str:
     return f"decision/{number}"
-
-
-def _reasons(number: int) -> str:
-    return f"reasons/{number}"

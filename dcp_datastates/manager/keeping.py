@@ -19,8 +19,7 @@ from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.object_path import Location
-from dcp_datastates.tiers.archive import Archive, archive_of, archive_save
-from dcp_datastates.tiers.eviction import make_room
+from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 _SPARE: Final = 1.05

@@ -127,6 +127,7 @@ class Meetings:
             int, str
         ] = {}  # on the first rank: keys of the messages that it waits for, by rank
         self._unsaid: dict[int, str] = {}  # by meeting
+        self._words: dict[int, None] = {}  # the meetings whose words may be in the store
         # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.
         self._spent: dict[int, list[str]] = defaultdict(list)
 
@@ -170,10 +171,13 @@ class Meetings:
         return met
 
     def give_up(self, number: int, why: str, name: str = "") -> bool:
-        """Say that this rank does not come to a meeting, or leaves it. Returns whether the first rank has answered."""
+        """Say that this rank does not come to a meeting, or leaves it; the first reason counts. Returns whether rank 0
+        has answered.
+        """
+        self._words[number] = None
         while len(self._unsaid) >= _KEPT:
             del self._unsaid[next(iter(self._unsaid))]
-        self._unsaid[number] = json.dumps([name, why])
+        self._unsaid.setdefault(number, json.dumps([name, why]))
         return self._say_unsaid() == number
 
     def absent(self) -> list[int]:
@@ -272,8 +276,12 @@ class Meetings:
         """Delete what no rank asks for any more at the meeting ``number``, of meetings that were given up."""
         old = [each for each in self._spent if each <= number - _KEPT]
         spent = [key for each in old for key in self._spent.pop(each)]
-        if self._rank_set.rank == 0 and number > _KEPT:
-            spent.append(_word(number - _KEPT))
+        self._words[number] = None
+        while len(self._words) > _KEPT:
+            oldest = next(iter(self._words))
+            del self._words[oldest]
+            if self._rank_set.rank == 0:
+                spent.append(_word(oldest))
         self._delete(spent)
 
     def _delete(self, keys: Sequence[str]) -> None:

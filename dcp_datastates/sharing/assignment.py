@@ -1,21 +1,27 @@
-"""Which rank reads which blocks in a load, if several ranks need them: pure functions.
+"""Which blocks a load needs, and which rank reads them if several ranks need them: pure functions.
 
-The checkpoint's blocks have numbers (:mod:`blocks`). Blocks that follow each other, and that the same ranks need, are a
-span. A span is cut into units of up to :data:`UNIT_BLOCKS`, which its readers own in turn. A rank receives the spans
+The checkpoint's blocks have numbers (:class:`Blocks`). Blocks that follow each other, and that the same ranks need, are
+a span. A span is cut into units of up to :data:`UNIT_BLOCKS`, which its readers own in turn. A rank receives the spans
 that it needs, and derives units and owners from them: so the coordinator sends a few numbers for each run of blocks.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
+from dcp_datastates.format.metadata_table import FileRecord
+from dcp_datastates.format.ragged import Ints
+from dcp_datastates.io.requests import Request
+from dcp_datastates.io.tensor_memory import dense_strides
+from dcp_datastates.planning.packing import Message
 from dcp_datastates.wire.secret import Address
 
 UNIT_BLOCKS: Final = SEGMENT_BYTES // BLOCK_BYTES
@@ -29,18 +35,96 @@ which reads once.
 LEAST_REPEATED: Final = 0.04
 """Less than this part of all bytes is not worth sharing: blocks at the edges of FSDP's shards, which two ranks need."""
 
-Ints = npt.NDArray[np.int64]
+
+class FileBlocks(NamedTuple):
+    """Of one data file: its relative path, the number of its first block, and the end of its data, in bytes."""
+
+    name: str
+    first: int
+    nbytes: int
+
+
+class Blocks:
+    """The numbers of the blocks of all data files: the same on all ranks that load the same attempt.
+
+    Between the last block of a file and the first of the next one, a number stays free: so no span lies in two files.
+    """
+
+    def __init__(self, files: Mapping[str, FileRecord]) -> None:
+        self.files: Final[dict[str, FileBlocks]] = {}
+        first = 0
+        for name in sorted(files):
+            nbytes = files[name].table_offset
+            self.files[name] = FileBlocks(name, first, nbytes)
+            first += -(-nbytes // BLOCK_BYTES) + 1
+        self._in_order: Final = list(self.files.values())
+        self._firsts: Final = [each.first for each in self._in_order]
+
+    def file_of(self, block: int) -> FileBlocks:
+        """The file that has ``block``."""
+        return self._in_order[bisect_right(self._firsts, block) - 1]
+
+
+def needed_blocks(requests: Iterable[Request], blocks: Blocks) -> Ints:
+    """(n, 2): the runs of blocks with bytes of ``requests``, the first block and the last plus 1; in order, and not
+    adjacent. A file that the metadata do not describe has none: :mod:`restore` raises the error.
+    """
+    found = [np.empty((0, 2), np.int64)]
+    for request in requests:
+        file = blocks.files.get(request.file)
+        if file is not None and (ranges := _ranges(request)) is not None:
+            begin, end = (np.clip(each, 0, file.nbytes) for each in ranges)
+            found.append(
+                file.first + np.stack([begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)], axis=1)
+            )
+    runs = np.concatenate(found)
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    runs = runs[runs[:, 0] < runs[:, 1]]
+    reach = np.maximum.accumulate(runs[:, 1])
+    starts = np.flatnonzero(np.r_[True, runs[1:, 0] > reach[:-1]][: len(runs)])
+    stops = np.r_[starts[1:] - 1, len(runs) - 1][: len(starts)]
+    return np.stack([runs[starts, 0], reach[stops]], axis=1)
+
+
+def _ranges(request: Request) -> tuple[Ints, Ints] | None:
+    """The begins and ends of the request's bytes in its file, with gaps of less than a block included; None if it has
+    no bytes.
+    """
+    if request.dtype is None:
+        begin = np.array([request.begin], np.int64)
+        return (begin, begin + request.stored) if request.stored else None
+    if 0 in request.lengths:
+        return None
+    length = request.dtype.itemsize
+    strides = dense_strides(request.chunk_sizes, length)
+    first = request.begin + sum(o * s for o, s in zip(request.offsets, strides, strict=True))
+    begins = np.array([first], np.int64)
+    for size, stride in zip(reversed(request.lengths), reversed(strides), strict=True):
+        if len(begins) == 1 and stride - length < BLOCK_BYTES:
+            length += (size - 1) * stride
+        else:
+            begins = (np.arange(size, dtype=np.int64)[:, None] * stride + begins).ravel()
+    return begins, begins + length
+
+
+# ---- who reads which -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
-    """What a rank that shares its reads tells the coordinator. ``address``: where it passes on what it reads.
-    ``runs``: (n, 2), the first and the last block, plus 1, of each run of blocks that it needs; in order, and not
-    adjacent.
+class Offer(Message):
+    """What a rank that shares its reads tells the coordinator. ``address``: where it passes on what it reads, the
+    fields of an :class:`~dcp_datastates.wire.secret.Address`. ``edges``: :attr:`runs`, one after the other.
     """
 
-    address: Address
-    runs: Ints
+    address: tuple[Any, ...]
+    edges: Ints
+
+    @property
+    def runs(self) -> Ints:
+        """(n, 2), the first and the last block, plus 1, of each run of blocks that the rank needs; in order, and not
+        adjacent.
+        """
+        return self.edges.reshape(-1, 2)
 
 
 class Unit(NamedTuple):
@@ -53,20 +137,31 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Share(Message):
     """What rank ``rank`` shares.
 
     Attributes:
-        spans: (n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
-            ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
+        columns: :attr:`spans`, one after the other.
         readers: the ranks that share a span, in order.
-        addresses: of the other ranks in ``readers``.
+        others: the other ranks in ``readers``, each with the fields of its address.
     """
 
     rank: int
-    spans: Ints
-    readers: Sequence[tuple[int, ...]]
-    addresses: Mapping[int, Address]
+    columns: Ints
+    readers: list[tuple[int, ...]]
+    others: list[tuple[Any, ...]]
+
+    @functools.cached_property
+    def spans(self) -> Ints:
+        """(n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
+        ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
+        """
+        return self.columns.reshape(-1, 4)
+
+    @property
+    def addresses(self) -> dict[int, Address]:
+        """Of the other ranks in ``readers``."""
+        return {rank: Address(*address) for rank, *address in self.others}
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Unit | None]]:
         """The blocks [begin, end), cut where another unit begins: first block, last plus 1, and the unit; None if no
@@ -175,5 +270,5 @@ def _share(
     spans[:, 3] = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
     readers = [readers for _, readers in parts]
     others = {each for group in readers for each in group if each != rank}
-    addresses = {each: offers[each].address for each in sorted(others)}
-    return Share(rank, spans[np.argsort(spans[:, 0])], readers, addresses)
+    addresses = [(each, *offers[each].address) for each in sorted(others)]
+    return Share(rank, spans[np.argsort(spans[:, 0])].ravel(), readers, addresses)

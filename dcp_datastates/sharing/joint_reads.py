@@ -6,36 +6,47 @@ Both travel as bytes with what the ranks tell each other anyway.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Final
 
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.requests import Request
-from dcp_datastates.planning.packing import Message
+from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.sharing.assignment import Offer, Share, assign
-from dcp_datastates.sharing.shared_reads import OwnOffer, SharedReads, offer
-from dcp_datastates.sharing.where_it_pays import pays
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.sharing.assignment import Blocks, Offer, Share, assign, needed_blocks
+from dcp_datastates.sharing.shared_reads import SharedReads
+from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.server import listen
 
 logger = logging.getLogger(__name__)
 
+_IN_MEMORY: Final = ("ram://", "memory://")
 
-@dataclass(frozen=True)
-class _Offered(Message):
-    address: tuple[Any, ...]
-    runs: Ints
+_NETWORK: Final = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "cifs",
+        "smb",
+        "smb3",
+        "gpfs",
+        "ceph",
+        "beegfs",
+        "afs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "fuse",
+    ]
+)
+"""Types of file systems whose files lie on other machines; ``fuse``: so do most of those in user space."""
 
-
-@dataclass(frozen=True)
-class _Shared(Message):
-    rank: int
-    spans: Ints
-    readers: list[Any]
-    addresses: list[Any]
+_MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class JointReads:
@@ -51,54 +62,71 @@ class JointReads:
         self._wanted = rank_set.world > 1 and (pays(place) if wanted is None else wanted)
         self._rank_set = rank_set
         self._place = place
-        self._own: OwnOffer | None = None
+        self._own: tuple[socket.socket, Address] | None = None
+        """Where the other ranks reach this one. Until it reads, their connections wait in the kernel's queue."""
 
     def offer(self, requests: Iterable[Request], table: MetadataTable) -> bytes:
         """What this rank tells the first one, before it reads; empty if it shares nothing."""
         self.close()
         if not self._wanted:
             return b""
-        self._own = offer(requests, table.note, self._rank_set.host)
-        if self._own is None:
+        runs = needed_blocks(requests, Blocks(table.note.files))
+        try:
+            self._own = _, address = listen(own_address(self._rank_set.host))
+        except OSError as error:
+            logger.info("this rank shares no reads: it has no address for the others: %s", error)
             return b""
-        offered = self._own.offer
-        return _Offered(tuple(offered.address), offered.runs.ravel()).encode()
+        return Offer(tuple(address), runs.ravel()).encode()
 
     def take(self, share: bytes, table: MetadataTable) -> SharedReads | None:
         """This rank's shared reads, by the first rank's answer; None if it shares nothing."""
-        own, self._own = self._own, None
-        if own is None:
-            return None
-        if share:
-            told = _Shared.decode(share)
-            readers = [tuple(each) for each in told.readers]
-            addresses = {rank: Address(*address) for rank, *address in told.addresses}
-            mine = Share(told.rank, told.spans.reshape(-1, 4), readers, addresses)
+        if self._own is not None and share:
             try:
-                return SharedReads(mine, own, table.note, self._place)
+                found = SharedReads(Share.decode(share), *self._own, table.note, self._place)
             except RuntimeError as error:
                 logger.warning("this rank shares no reads: the system gives no thread: %s", error)
-        own.close()  # the others are refused immediately
+            else:
+                self._own = None
+                return found
+        self.close()  # the others are refused immediately
         return None
 
     def close(self) -> None:
         """Idempotent."""
         if self._own is not None:
-            self._own.close()
+            self._own[0].close()
             self._own = None
 
 
 def assigned(offers: Sequence[bytes]) -> list[bytes]:
     """The first rank's answers to the offers of all ranks."""
     if not any(offers):
-        return [b""] * len(offers)
-    found = {rank: _Offered.decode(each) for rank, each in enumerate(offers) if each}
-    shares = assign(
-        {rank: Offer(Address(*o.address), o.runs.reshape(-1, 2)) for rank, o in found.items()}
-    )
-    answers = [b""] * len(offers)
-    for rank, share in shares.items():
-        addresses = [[other, *address] for other, address in share.addresses.items()]
-        readers = list(map(list, share.readers))
-        answers[rank] = _Shared(share.rank, share.spans.ravel(), readers, addresses).encode()
-    return answers
+        return list(offers)
+    shares = assign({rank: Offer.decode(each) for rank, each in enumerate(offers) if each})
+    return [shares[rank].encode() if rank in shares else b"" for rank in range(len(offers))]
+
+
+def pays(place: Location, mounts: Path = _MOUNTS) -> bool:
+    """Whether the place is in an object store, or in a network file system, by the type of its mount in ``mounts``.
+
+    The memory of the job's nodes (``ram://``) is no slower than the other ranks. On a local disk, passing bytes on was
+    measured to be slower than reading them again from the page cache.
+    """
+    if isinstance(place, ObjectPath):
+        return not place.root.startswith(_IN_MEMORY)
+    kind = _file_system(place, mounts)
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def _file_system(path: Path, mounts: Path) -> str:
+    """The type of the file system with ``path``; empty if it is not known."""
+    try:
+        number = os.stat(path).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        for line in mounts.read_text(errors="replace").splitlines():
+            fields, _, kind = line.partition(" - ")
+            if fields.split()[2] == device:
+                return kind.split()[0]
+    except (OSError, IndexError):
+        pass
+    return ""

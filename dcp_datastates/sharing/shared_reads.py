@@ -1,9 +1,9 @@
 """One rank's part in a load that reads once what several ranks need.
 
-1. Each rank tells the coordinator which blocks it needs, and its address (:func:`offer`).
+1. Each rank tells the coordinator which blocks it needs, and its address (:mod:`joint_reads`).
 2. The coordinator says who reads which of them (:func:`~dcp_datastates.sharing.assignment.assign`).
 3. Each rank reads its own units, ahead of need while there is room, and keeps each until its readers have it
-   (:class:`~dcp_datastates.sharing.own_units.OwnUnits`). It asks the other ranks for theirs, over TCP
+   (:class:`OwnUnits`). It asks the other ranks for theirs, over TCP
    (:mod:`dcp_datastates.wire`). A unit that it does not receive in time it reads from storage.
 
 The engine verifies every block in each rank, wherever its bytes come from. No step waits for another rank without a
@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import socket
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from typing_extensions import Buffer
@@ -30,15 +30,11 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.ranks.own_address import own_address
-from dcp_datastates.sharing.assignment import Offer, Share, Unit
-from dcp_datastates.sharing.blocks import Blocks, FileBlocks, needed_blocks
-from dcp_datastates.sharing.own_units import OwnUnits
+from dcp_datastates.sharing.assignment import Blocks, FileBlocks, Share, Unit, needed_blocks
 from dcp_datastates.storage.object_path import Location
-from dcp_datastates.wire.client import Client
-from dcp_datastates.wire.line import DamagedError, Line, RefusedError
+from dcp_datastates.wire.line import Client, DamagedError, Line, RefusedError
 from dcp_datastates.wire.secret import Address
-from dcp_datastates.wire.server import Server, listen
+from dcp_datastates.wire.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -64,30 +60,114 @@ _MOST_LINES: Final = 32
 _THREAD_NAME: Final = "dcp_datastates-sharing"
 
 
-@dataclass(frozen=True, eq=False)
-class OwnOffer:
-    """A rank's :class:`Offer`, and the socket at which it takes connections, in the kernel's queue until it reads."""
+class _Kept:
+    """One unit: its bytes, when they are read (None: they could not be), and how many of them are still to be taken."""
 
-    offer: Offer
-    listening: socket.socket
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes: Final = nbytes
+        self.data: Final[Future[memoryview | None]] = Future()
+        self.taken = 0
+        self.in_use = 0  # by so many readers now
+
+
+class OwnUnits:
+    """``count`` units, which are read by ``read``; at most ``most_bytes`` of them are kept. Any thread.
+
+    A unit goes when all of its readers have taken it, when a reader needs the room, or if it could not be read. It does
+    not come back: a reader that still needs it reads storage.
+    """
+
+    def __init__(self, read: Callable[[Unit], Buffer], count: int, most_bytes: int) -> None:
+        self.are_gone: Final = threading.Event()
+        """Whether all have been read, and are kept no more."""
+        self._read = read
+        self._count = count
+        self._lock = threading.RLock()  # guards what follows
+        self._room: float = most_bytes
+        self._kept: dict[int, _Kept] = {}  # by their first blocks, the oldest first
+        self._gone: set[int] = set()
+        if not count:
+            self.are_gone.set()
+
+    def read_ahead(self, unit: Unit) -> bool:
+        """Read the unit, unless that was done before. False: there is no room now."""
+        with self._lock:
+            if unit.begin in self._kept or unit.begin in self._gone:
+                return True
+            new = self._new(unit)
+        if new is not None:
+            self._fill(unit, new)
+        return new is not None
+
+    @contextlib.contextmanager
+    def taken(self, unit: Unit, begin: int, end: int) -> Iterator[memoryview | None]:
+        """The bytes [begin, end) of the unit, which count as taken by one reader after the block: kept, or read now, if
+        need be in the place of the oldest that nobody uses. None: it has gone, all of the room is in use, or there are
+        no such bytes. Waits for a read that has begun.
+        """
+        with self._lock:
+            kept, new = self._kept.get(unit.begin), None
+            if kept is None and unit.begin not in self._gone:
+                self._make_room(unit)
+                kept = new = self._new(unit)
+            if kept is not None:
+                kept.in_use += 1
+        data = whole = None
+        try:
+            if new is not None:
+                self._fill(unit, new)
+            whole = None if kept is None else kept.data.result()
+            if whole is not None and 0 <= begin < end <= whole.nbytes:
+                data = whole[begin:end]
+            yield data
+        finally:
+            if kept is not None:
+                with self._lock:
+                    kept.in_use -= 1
+                    if data is not None and whole is not None:
+                        kept.taken += data.nbytes
+                        if kept.taken >= unit.readers * whole.nbytes:
+                            self._drop(unit.begin)
 
     def close(self) -> None:
-        """Idempotent."""
-        self.listening.close()
+        """Keep nothing any more."""
+        with self._lock:
+            self._room = -math.inf
+            for begin in list(self._kept):
+                self._drop(begin)
 
+    def _new(self, unit: Unit) -> _Kept | None:
+        nbytes = (unit.end - unit.begin) * BLOCK_BYTES
+        if nbytes > self._room:
+            return None
+        new = self._kept[unit.begin] = _Kept(nbytes)
+        self._room -= nbytes
+        return new
 
-def offer(requests: Iterable[Request], note: Note, store_host: str) -> OwnOffer | None:
-    """What this rank tells the coordinator before it reads; None if it has no address for the others.
+    def _make_room(self, unit: Unit) -> None:
+        for begin, each in list(self._kept.items()):
+            if (unit.end - unit.begin) * BLOCK_BYTES <= self._room:
+                return
+            if each.data.done() and not each.in_use:
+                self._drop(begin)
 
-    ``store_host``: the host of the ranks' store.
-    """
-    runs = needed_blocks(requests, Blocks(note.files))
-    try:
-        listening, address = listen(own_address(store_host))
-    except OSError as error:
-        logger.info("this rank reads all that it needs from storage: it has no address: %s", error)
-        return None
-    return OwnOffer(Offer(address, runs), listening)
+    def _fill(self, unit: Unit, new: _Kept) -> None:
+        try:
+            new.data.set_result(memoryview(self._read(unit)).cast("B"))
+        except BaseException as error:
+            with self._lock:
+                self._drop(unit.begin)
+            new.data.set_result(None)
+            if not isinstance(error, Exception):
+                raise
+
+    def _drop(self, begin: int) -> None:
+        kept = self._kept.pop(begin, None)
+        if kept is not None:
+            self._room += kept.nbytes
+        self._gone.add(begin)
+        if len(self._gone) >= self._count:
+            self.are_gone.set()
 
 
 class _Peer:
@@ -115,23 +195,25 @@ class SharedReads:
 
     Args:
         share: what the coordinator has said.
-        own: what this rank has offered. This takes over the socket.
+        listening: the socket at this rank's ``address``, which this takes over.
         note: of the checkpoint.
         place: where it is read from.
     """
 
-    def __init__(self, share: Share, own: OwnOffer, note: Note, place: Location) -> None:
+    def __init__(
+        self, share: Share, listening: socket.socket, address: Address, note: Note, place: Location
+    ) -> None:
         self._share: Final = share
         self._blocks: Final = Blocks(note.files)
         self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
         self._place: Final = place
         self._storage: Final = range_reader(place / name for name in self._blocks.files)
-        most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(share.addresses) + 1) // 16)
+        self._peers: Final = _peers_at(share.addresses)
+        most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
         count = sum(1 for _ in share.own_units(share.spans[:, :2]))
         self._units: Final = OwnUnits(self._read_unit, count, most)
-        self._peers: Final = _peers_at(share.addresses)
         self._left: set[str] = set()
-        self._server: Final = Server(own.listening, own.offer.address, _THREAD_NAME, self._serve)
+        self._server: Final = Server(listening, address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
     def reading(self, requests: Iterable[Request]) -> Iterator[ReadRange]:
@@ -139,11 +221,23 @@ class SharedReads:
         rank's units are read ahead, in the order in which the engine asks for them.
         """
         runs = needed_blocks(requests, self._blocks)
-        units, stop = self._share.own_units(runs), threading.Event()
-        lock = threading.Lock()  # guards units
+        units, lock = self._share.own_units(runs), threading.Lock()  # guards units
+        stop = threading.Event()
+
+        def read_ahead() -> None:
+            while not stop.is_set():
+                with lock:
+                    unit = next(units, None)
+                if unit is None:
+                    return
+                while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
+                    pass
+
         with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:
             try:
-                self._begin_ahead(executor, units, lock, stop)
+                with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
+                    for _ in range(_AHEAD_THREADS):
+                        executor.submit(read_ahead)
                 yield self._read_range
             finally:
                 stop.set()
@@ -160,42 +254,20 @@ class SharedReads:
         """
         for peer in self._peers.values():
             peer.client.close()
+
+        def end(seconds: float) -> None:
+            self._units.are_gone.wait(seconds)
+            self._server.close()
+            self._units.close()
+
         try:
-            threading.Thread(target=self._end_late, name=_THREAD_NAME, daemon=True).start()
+            threading.Thread(
+                target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True
+            ).start()
         except RuntimeError:  # the system gives no thread
-            self._stop()
-
-    def _end_late(self) -> None:
-        self._units.are_gone.wait(_KEPT_SECONDS)
-        self._stop()
-
-    def _stop(self) -> None:
-        self._server.close()
-        self._units.close()
+            end(0)
 
     # ---- this rank's own load ------------------------------------------------------------------------
-
-    def _begin_ahead(
-        self,
-        executor: ThreadPoolExecutor,
-        units: Iterator[Unit],
-        lock: threading.Lock,
-        stop: threading.Event,
-    ) -> None:
-        with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
-            for _ in range(_AHEAD_THREADS):
-                executor.submit(self._read_ahead, units, lock, stop)
-
-    def _read_ahead(
-        self, units: Iterator[Unit], lock: threading.Lock, stop: threading.Event
-    ) -> None:
-        while not stop.is_set():
-            with lock:
-                unit = next(units, None)
-            if unit is None:
-                return
-            while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
-                pass
 
     def _read_range(self, path: str, begin: int, end: int) -> Buffer:
         file = self._paths[path]

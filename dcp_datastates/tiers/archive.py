@@ -11,17 +11,19 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final
 
-from dcp_datastates.checkpoints.delete import delete_rest
+from dcp_datastates.checkpoints.copy import committed_at
+from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
 from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
+from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import (
@@ -29,20 +31,27 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     DataStatesError,
     SaveAbandonedError,
+    StorageError,
 )
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import SharedFuture, when_done
+from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
+from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 """How long the end of the process waits for the part that is being written, once it has given up."""
+
+_LOOK_SECONDS: Final = 0.5
+"""Between two looks whether a full fast tier has room."""
 
 
 @dataclass(eq=False)
@@ -72,36 +81,28 @@ class Archive:
         self._key = f"archive{number}"
         self._carrier = Carrier(group, number)
         self._worker = Worker("dcp_datastates-archive")
+        self._carried: set[Attempt] = set()
+        """A checkpoint that is committed while :meth:`open` looks comes twice, on all ranks."""
         self._lock = threading.RLock()  # guards what follows
         self._items: list[_Item] = []
         self._opened: dict[Location, Future[None]] = {}
 
-    def open(self, fast: Location) -> Future[None]:
+    def open(self, fast: Location) -> None:
         """Go on with the checkpoints below ``fast`` that are still to be archived. Every rank calls this, in the same
-        order. The future is done when the two tiers are known to be of one run, or has the error.
+        order.
         """
         with self._lock:
-            opened = self._opened.get(fast)
-            if opened is not None:
-                return opened
+            if fast in self._opened:
+                return
             opened = self._opened[fast] = Future()
         if not self._worker.post(lambda: self._open(fast, opened)):
             opened.set_exception(SaveAbandonedError(self._worker.refusal))
-        return opened
 
-    def set_rate(self, bytes_per_second: float) -> None:
-        """Limit what this rank reads and writes for the archive; 0: no limit."""
-        self._carrier.rate = bytes_per_second
-
-    def holds(self, path: Location) -> bool:
-        """Whether this process is still to archive the checkpoint at ``path``."""
+    @property
+    def items(self) -> list[_Item]:
+        """The checkpoints that this process is still to archive."""
         with self._lock:
-            return any(item.path == path for item in self._items)
-
-    def waiting_since(self) -> list[float]:
-        """Since when each checkpoint waits that this process is still to archive, by the monotonic clock."""
-        with self._lock:
-            return [item.since for item in self._items]
+            return list(self._items)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was committed is archived, or has failed to be; False after ``seconds``.
@@ -113,43 +114,36 @@ class Archive:
             opened = list(self._opened.values())
         if wait(opened, seconds).not_done:
             return False
-        with self._lock:
-            items = list(self._items)
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-        return not wait([item.archived for item in items], left).not_done
+        return not wait([item.archived for item in self.items], left).not_done
 
     def close(self) -> None:
         """Give up what is not archived: a pin keeps it for the next start."""
         self._carrier.closing.set()
         self._worker.close(_CLOSE_SECONDS)
 
-    def saved(
+    def add(
         self,
         save: SaveOperation,
         archived: SharedFuture,
-        then: Callable[[], object] | None = None,
+        rate: int,
+        then: Callable[[], object] | None,
     ) -> None:
-        """Archive ``save``, whose outcome is known. Never waits.
-
-        ``archived`` is done when the copy is committed on the slow tier; it has the error if the save has failed, or
-        cannot be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit.
-        """
+        """Archive ``save``, whose outcome is known; see :func:`archive_save`. Never waits."""
+        self.exit_timeout = save.config.exit_timeout
+        self._carrier.pace.rate = rate
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
             archived.set_exception(error or SaveAbandonedError("the save has no path"))
             return
         self.open(path.parent)
-        self._add(_Item(path, attempt, archived, then))
-
-    # ---- within ------------------------------------------------------------------------------------
-
-    def _add(self, item: _Item) -> None:
+        item = _Item(path, attempt, archived, then)
         with self._lock:
             self._items.append(item)
         if not self._worker.post(lambda: self._carry(item)):
             refusal = self._worker.refusal
-            self._end(item, SaveAbandonedError(f"{item.path} is not archived: {refusal}"))
+            self._end(item, SaveAbandonedError(f"{path} is not archived: {refusal}"))
 
     # ---- the archive's thread ----------------------------------------------------------------------
 
@@ -179,7 +173,7 @@ class Archive:
         """On the first rank: the checkpoints that an earlier process has pinned, the oldest first, by their names and
         the numbers of their attempts. Removes the rests of copies that no fast tier has any more.
         """
-        if not check_one_run(fast, self.slow, [item.path for item in list(self._items)]):
+        if not check_one_run(fast, self.slow, [item.path for item in self.items]):
             raise another_run(fast, self.slow)
         pinned = []
         for found in newest_first(checkpoints(fast)):
@@ -190,10 +184,11 @@ class Archive:
                 elif attempt is not None and attempt < found.attempt:
                     unpin(found.path, name)  # the checkpoint that it kept was replaced
         self._sweep({found.path.name for found in pinned})
+        held = {item.path for item in self.items}
         return [
             (found.path.name, *dataclasses.astuple(found.attempt))
             for found in reversed(pinned)
-            if not self.holds(found.path)
+            if found.path not in held
         ]
 
     def _sweep(self, unfinished: set[str]) -> None:
@@ -209,7 +204,9 @@ class Archive:
         try:
             if (failure := self._opened[item.path.parent].exception()) is not None:
                 raise failure
-            self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
+            if item.attempt not in self._carried:
+                self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
+                self._carried.add(item.attempt)
         except BaseException as error:
             level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
             logger.log(level, "%s is not archived: %s", item.path, error)
@@ -244,17 +241,13 @@ class Archive:
             item.archived.set_exception(error)
 
 
-class _logged(contextlib.AbstractContextManager[None]):
-    """Logs an error of storage, and goes on."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, (DataStatesError, OSError)):
-            return False
-        logger.warning("%s: %s", self._what, error)
-        return True
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Logs an error of storage in the block, and goes on."""
+    try:
+        yield
+    except (DataStatesError, OSError) as error:
+        logger.warning("%s: %s", what, error)
 
 
 _lock = threading.RLock()  # guards _archives
@@ -277,7 +270,7 @@ def archive_lag() -> tuple[int, float]:
     """
     with _lock:
         archives = list(_archives.values())
-    since = [each for archive in archives for each in archive.waiting_since()]
+    since = [item.since for archive in archives for item in archive.items]
     return len(since), time.monotonic() - min(since) if since else 0.0
 
 
@@ -286,20 +279,73 @@ def archive_save(
 ) -> Future[None]:
     """Archive ``save`` below ``slow`` once it is committed. Call this before the save is planned.
 
-    ``rate``: how many bytes per second this rank may carry; 0: no limit. ``then`` as for :meth:`Archive.saved`.
+    The future is done when the copy is committed on the slow tier; it has the error if the save has failed, or cannot
+    be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit. ``rate``: how many
+    bytes per second this rank may carry; 0: no limit.
     """
     archived = SharedFuture()
-
-    def begin(_: Future[None]) -> None:
-        # DCP may have said meanwhile that this process saves alone.
-        archive = archive_of(slow, save.group)
-        archive.set_rate(rate)
-        archive.exit_timeout = save.config.exit_timeout
-        archive.saved(save, archived, then)
-
     save.archived = archived
-    when_done(save.committed, begin)
+    # Only then is the group known: DCP may have said meanwhile that this process saves alone.
+    when_done(
+        save.committed, lambda _: archive_of(slow, save.group).add(save, archived, rate, then)
+    )
     return archived
+
+
+# ---- a full fast tier ----------------------------------------------------------------------------
+
+
+def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> None:
+    """Return when ``fast`` has room for ``nbytes``: its file system, or the memory of the nodes.
+
+    Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
+    until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
+    """
+    if _free(fast) >= nbytes:
+        return
+    log = WaitLog(logger, f"the save to {fast}", 0.0)
+    deadline = time.monotonic() + seconds
+    while True:
+        is_over = archive.wait(0.0)  # before the look at what is archived
+        older = [*newest_first(checkpoints(fast))][1:]
+        while older and _free(fast) < nbytes:
+            _evict(older.pop(), archive)
+        if _free(fast) >= nbytes:
+            return
+        if is_over or time.monotonic() >= deadline:
+            logger.warning(
+                "%s has room for %s, and a save needs about %s; what is archived is deleted there already",
+                *(fast, size(_free(fast)), size(nbytes)),
+            )
+            return
+        log.look(f"it needs room, which comes when more is archived in {archive.slow}")
+        archive.wait(_LOOK_SECONDS)
+
+
+def _free(fast: Location) -> float:
+    if not isinstance(fast, ObjectPath):
+        return shutil.disk_usage(fast).free
+    if not isinstance(fast.store, RamStore):  # no store tells
+        return math.inf
+    try:
+        return fast.store.left()
+    except StorageError as error:  # the save will say so, too
+        logger.warning("whether there is room for a save is not known: %s", error)
+        return math.inf
+
+
+def _evict(found: Found, archive: Archive) -> None:
+    try:
+        if any(item.path == found.path for item in archive.items):
+            return
+        if committed_at(archive.slow / found.path.name) == found.attempt:
+            delete_committed(found)
+            logger.info("deleted %s, which is archived, to make room", found.path)
+    except DataStatesError as error:  # it is pinned, or the archive does not answer
+        logger.warning("%s stays, though it is in the way: %s", found.path, error)
+
+
+# ---- the end of the process ----------------------------------------------------------------------
 
 
 def _finish_at_end() -> None:

@@ -1,8 +1,7 @@
 """Which nodes a job has, and where on them an object of a ``ram://`` store lies.
 
-Each process that names such a store starts a server, and publishes in the job's c10d store how to reach it: its node,
-and the server's address (:class:`~dcp_datastates.wire.secret.Address`). Rank 0 collects what all ranks have published,
-and publishes the list.
+Each process that names such a store starts a server. The ranks meet at the job's c10d store, and tell each other how to
+reach it: its node, and the server's address (:class:`~dcp_datastates.wire.secret.Address`).
 """
 
 from __future__ import annotations
@@ -16,36 +15,47 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
 
-from dcp_datastates.config import RamConfig
+from dcp_datastates.config import check_count, parse_rate, parse_size
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import refuse_in_child
-from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
-from dcp_datastates.tiers.ram_files import RamFiles, default_directory
-from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
+from dcp_datastates.tiers.pace import Pace
+from dcp_datastates.tiers.ram_node import Node, OtherNode, RamFiles, serve
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server
 
 logger = logging.getLogger(__name__)
 
+_MOST_PEERS: Final = 16
+
 _MEETING_SECONDS: Final = 60.0
 """How long the first operation waits until all ranks have named the store."""
 
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.2
-_LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two looks for the other ranks, in seconds: see ``ranks/gloo_tree.py``."""
-
 _LINGER_SECONDS: Final = 5.0
 """How long a process waits at its end for others that are connected to it: they may still be tidying up."""
+
+
+@dataclass(frozen=True)
+class RamConfig:
+    """Options of ``ram://`` stores: see :func:`configure_ram`."""
+
+    peers: int = 1
+    nbytes: int | None = None
+    """None: half of the file system."""
+    rate: int = 0
+    """0: no limit."""
+    directory: Path = field(default_factory=lambda: Path(f"/dev/shm/dcp_datastates-{os.getuid()}"))
+    node: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class RamNodes:
 
 @dataclass(frozen=True)
 class _Process:
-    """What a process publishes of itself."""
+    """What a process tells the others of itself."""
 
     node: str
     directory: str
@@ -86,14 +96,13 @@ class _Process:
     token: str
 
 
-class _Job:
+class RamJob:
     """The part of this process in the nodes of a job. Construction does not wait.
 
     Raises :class:`StorageError` if the directory cannot be made, or no server be started.
     """
 
     def __init__(self, config: RamConfig, rank_set: RankSet) -> None:
-        directory = config.directory or default_directory()
         self.config: Final = config
         self._rank_set = rank_set
         self._server: Server | None = None
@@ -101,22 +110,21 @@ class _Job:
         self._problem = ""
         self._known = threading.Event()  # _nodes or _problem is set for good
         self._gives_up_at: float | None = None
-        name = config.node or socket.gethostname()
         try:
-            files = RamFiles(directory, config.nbytes)
-            self._own = OwnNode(name, files)
+            self._own = files = RamFiles(config.directory, config.nbytes)
             if rank_set.world == 1:
-                self._nodes = RamNodes(self._own, [self._own], config.peers)
+                self._nodes = RamNodes(files, [files], config.peers)
                 return
             self._server = serve(files, own_address(rank_set.host))
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,
                 f"this process cannot take part in ram:// stores: {error.strerror or error}",
-                error.filename or str(directory),
+                error.filename or str(config.directory),
             ) from error
         host, port, token = self._server.address
-        self._process = _Process(name, files.identity, host, port, token.hex())
+        self._process = _Process(config.node, files.identity, host, port, token.hex())
+        self._meetings = Meetings(rank_set, "ram")
         threading.Thread(target=self._meet, name="dcp_datastates-ram", daemon=True).start()
 
     def is_of(self, rank_set: RankSet) -> bool:
@@ -135,48 +143,31 @@ class _Job:
             raise StorageError(errno.ETIMEDOUT, self._problem or self._missing())
         return self._nodes
 
-    def leave(self, seconds: float) -> None:
-        """Use the other nodes no more, and wait up to ``seconds`` until they use this process no more."""
-        if self._nodes is not None and self._server is not None:
-            self._let_go(self._nodes)
-            self._server.await_unused(seconds)
-
-    def close(self) -> None:
-        if self._nodes is not None:
-            self._let_go(self._nodes)
+    def close(self, seconds: float = 0.0) -> None:
+        """Use the other nodes no more; and serve them no more, once they are gone, or after ``seconds``."""
+        for node in [] if self._nodes is None else self._nodes.others:
+            if isinstance(node, OtherNode):
+                node.client.close()
         if self._server is not None:
+            self._server.await_unused(seconds)
             self._server.close()
 
     # ---- the thread --------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        world, pause = self._rank_set.world, _FIRST_PAUSE
-        published = False
-        while is_current(self._rank_set):
-            try:
-                store = self._rank_set.connect("ram")
-                if not published:
-                    store.set(str(self._rank_set.rank), json.dumps(vars(self._process)))
-                    published = True
-                if (found := self._look(store)) is not None:
-                    self._set_nodes(found)
-                    return
-                self._problem = ""
-            except RuntimeError as error:
-                self._problem = f"the ranks' store fails: {error}"
-            time.sleep(pause)
-            pause = min(max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world), 2 * pause)
+        def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
+            return [b"[%s]" % b",".join(messages)] * len(messages)
 
-    def _look(self, store: Connection) -> list[_Process] | None:
-        """What all ranks have published; None if one has not yet."""
-        if self._rank_set.rank == 0:
-            keys = [str(rank) for rank in range(self._rank_set.world)]
-            if not store.check(keys):
-                return None
-            store.set("all", json.dumps([json.loads(each) for each in store.multi_get(keys)]))
-        elif not store.check(["all"]):
-            return None
-        return [_Process(**each) for each in json.loads(store.get("all"))]
+        def check() -> None:
+            if not is_current(self._rank_set):
+                raise RuntimeError("the process group was destroyed")
+
+        try:
+            met = self._meetings.meet(0, json.dumps(vars(self._process)).encode(), answer, check)
+            self._set_nodes([_Process(**each) for each in json.loads(met.answer)])
+        except (GivenUp, RuntimeError) as error:
+            self._problem = f"the ranks have not met: {error}"
+        self._known.set()
 
     def _set_nodes(self, found: Sequence[_Process]) -> None:
         by_node: dict[str, list[_Process]] = {}
@@ -188,11 +179,10 @@ class _Job:
                     f"several hosts, or directories, are called node {name!r}: give each host a name of its own, by "
                     f"configure_ram(node=...)"
                 )
-                self._known.set()
                 return
         pace = Pace(self.config.rate)
         ring: list[Node] = [
-            self._own if name == self._own.name else self._other(name, by_node[name], pace)
+            self._own if name == self._process.node else self._other(name, by_node[name], pace)
             for name in sorted(by_node)
         ]
         if self._rank_set.rank == 0 and len(ring) <= self.config.peers:
@@ -201,7 +191,6 @@ class _Job:
                 *(self.config.peers, len(ring)),
             )
         self._nodes = RamNodes(self._own, ring, self.config.peers)
-        self._known.set()
 
     def _other(self, name: str, processes: Sequence[_Process], pace: Pace) -> OtherNode:
         first = self._rank_set.rank % len(processes)  # so that their servers share the work
@@ -215,25 +204,18 @@ class _Job:
 
     def _missing(self) -> str:
         with contextlib.suppress(RuntimeError):
-            store = self._rank_set.connect("ram")
-            ranks = range(self._rank_set.world)
-            missing = [str(rank) for rank in ranks if not store.check([str(rank)])]
-            if missing:
+            if missing := list(map(str, self._meetings.absent())):
                 return (
-                    f"rank {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''} of {len(ranks)} has named no "
-                    f"ram:// path within {_MEETING_SECONDS:g} s: every rank of the job takes part in such a store"
+                    f"rank {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''} of {self._rank_set.world} has "
+                    f"named no ram:// path within {_MEETING_SECONDS:g} s: every rank of the job takes part in such a "
+                    f"store"
                 )
-        return "the ranks have not met: does rank 0 run?"
-
-    def _let_go(self, nodes: RamNodes) -> None:
-        for node in nodes.others:
-            if isinstance(node, OtherNode):
-                node.client.close()
+        return "rank 0 has not told which nodes there are: has every rank named a ram:// path? Rank 0 says which not"
 
 
 _lock = threading.RLock()  # guards what follows
 _config = RamConfig()
-_job: _Job | None = None
+_job: RamJob | None = None
 
 
 def configure_ram(
@@ -261,7 +243,16 @@ def configure_ram(
     """
     refuse_in_child("configure_ram()")
     global _config
-    chosen = RamConfig.checked(peers=peers, size=size, rate=rate, directory=directory, node=node)
+    check_count("peers", peers, _MOST_PEERS, least=0)
+    nbytes = None if size == "auto" else parse_size(size, name="size")
+    if nbytes == 0:
+        raise ConfigurationError(f"size={size!r} has room for nothing")
+    if node is not None and not (isinstance(node, str) and node.strip()):
+        raise ConfigurationError(f"node={node!r} must be a name, or None for the host's name")
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise ConfigurationError(f"directory={directory!r} must be a path, or None")
+    place = RamConfig().directory if directory is None else Path(os.path.realpath(directory))
+    chosen = RamConfig(peers, nbytes, parse_rate(rate), place, node or socket.gethostname())
     with _lock:
         if _job is not None and _job.is_of(rank_set_of(None)) and chosen != _job.config:
             raise ConfigurationError(
@@ -271,17 +262,10 @@ def configure_ram(
         _config = chosen
 
 
-def join() -> None:
-    """Take part in the nodes of the job, if this process does not yet. Does not wait; raises :class:`StorageError`."""
-    _current()
-
-
-def nodes() -> RamNodes:
-    """The nodes of the job. Any thread; waits until all ranks have joined. Raises :class:`StorageError`."""
-    return _current().nodes()
-
-
-def _current() -> _Job:
+def current() -> RamJob:
+    """This process's part in the nodes of its job; begins it if there is none yet. Any thread. Does not wait; raises
+    :class:`StorageError`.
+    """
     global _job
     rank_set = rank_set_of(None)
     with _lock:
@@ -289,13 +273,13 @@ def _current() -> _Job:
             former, _job = _job, None
             if former is not None:
                 former.close()
-            _job = _Job(_config, rank_set)
+            _job = RamJob(_config, rank_set)
         return _job
 
 
 def _leave() -> None:
     if _job is not None:
-        _job.leave(_LINGER_SECONDS)
+        _job.close(_LINGER_SECONDS)
 
 
 at_end(_leave, Phase.LEAVE)

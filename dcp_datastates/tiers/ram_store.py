@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import threading
+import functools
+import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from typing_extensions import Buffer
@@ -30,8 +31,7 @@ from dcp_datastates.storage.object_store import (
     url_of,
 )
 from dcp_datastates.tiers import ram_nodes
-from dcp_datastates.tiers.ram_files import Entry
-from dcp_datastates.tiers.ram_node import Answer, Node
+from dcp_datastates.tiers.ram_node import Entry, Node, Writing
 from dcp_datastates.tiers.ram_nodes import RamNodes
 
 _REMEMBERED: Final = 4096
@@ -39,6 +39,10 @@ _REMEMBERED: Final = 4096
 
 _WHOLE: Final = 1 << 62
 
+_THREADS: Final = 32
+"""Of a call that asks all nodes. In most jobs each node has one."""
+
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -56,8 +60,7 @@ class RamStore:
         self.url: Final = url
         self._bucket = url.partition("://")[2]
         self._nodes = nodes
-        self._lock = threading.RLock()  # guards _found
-        self._found: OrderedDict[str, str] = OrderedDict()
+        self._found: dict[str, Node] = {}
 
     # ---- changing ----------------------------------------------------------------------------------
 
@@ -80,7 +83,7 @@ class RamStore:
         names = list(keys)
         if names:
             with self._explained("deleting", names[0]):
-                _all(node.delete(map(self._name, names)) for node in self._nodes().ring)
+                _all(self._nodes().ring, lambda node: node.delete(map(self._name, names)))
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -96,18 +99,25 @@ class RamStore:
         return self._first("looking at", key, lambda node, name: node.find(name)).nbytes
 
     def list(self, prefix: str) -> Listing:
-        found = self._union("listing", prefix, lambda node, name: node.list(name))
-        folders = (key[:-1].rpartition("/")[2] for key in found if key.endswith("/"))
-        return Listing(
-            tuple(folders),
-            tuple(map(_object, (e for k, e in found.items() if not k.endswith("/")))),
-        )
+        """What any node has; of an object that differs, what was stored last."""
+        name = self._name(prefix)
+        with self._explained("listing", prefix):
+            answers = _all(self._nodes().ring, lambda node: node.list(name))
+        every = sorted(itertools.chain(*answers), key=lambda entry: entry.modified_ns)
+        found = {entry.key.removeprefix(f"{self._bucket}/"): entry for entry in every}
+        folders = [key[:-1].rpartition("/")[2] for key in sorted(found) if key.endswith("/")]
+        objects = [
+            StoredObject(key, found[key].nbytes, found[key].modified_ns / 1e9)
+            for key in sorted(found)
+            if not key.endswith("/")
+        ]
+        return Listing(tuple(folders), tuple(objects))
 
     def left(self) -> int:
         """The bytes of data files that still have room, if each node stores equally many."""
         nodes = self._nodes()
         with self._explained("looking for room", ""):
-            least = min(_all(node.left() for node in nodes.ring))
+            least = min(_all(nodes.ring, lambda node: node.left()))
         return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
 
     # ---- within ------------------------------------------------------------------------------------
@@ -124,11 +134,12 @@ class RamStore:
         modified_ns = time.time_ns()
         with contextlib.ExitStack() as stack:
             with self._explained("storing", key):
-                begun = _gathered(node.writing(self._name(key)) for node in places)
-                for each in begun:
-                    if not isinstance(each, OSError):
-                        stack.callback(each.close)
-                copies = _sound(begun)
+                copies: list[Writing] = _all(
+                    places,
+                    lambda node: stack.enter_context(
+                        contextlib.closing(node.unpublished(self._name(key)))
+                    ),
+                )
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
                     hit("ram.piece.before")
@@ -136,14 +147,13 @@ class RamStore:
                         copy.write(piece)
                 del piece  # while waiting for the next
             with self._explained("storing", key):
-                for copy in copies:
-                    copy.complete()
+                _all(copies, lambda copy: copy.complete())
                 hit("ram.publish.before")
                 if if_absent:
-                    if not copies.pop(0).publish(modified_ns, if_absent=True)():
+                    if not copies.pop(0).publish(modified_ns, if_absent=True):
                         return False
                     hit("ram.publish.between")
-                _all(copy.publish(modified_ns, if_absent=if_absent) for copy in copies)
+                _all(copies, lambda copy: copy.publish(modified_ns, if_absent=if_absent))
                 hit("ram.publish.after")
         return True
 
@@ -152,7 +162,7 @@ class RamStore:
         is no such object. Raises OSError.
         """
         ring = self._nodes().ring
-        found = _all(node.find(self._name(key)) for node in ring)
+        found = _all(ring, lambda node: node.find(self._name(key)))
         if not any(found) or all(found):
             return next(filter(None, found), None)
         try:
@@ -161,32 +171,33 @@ class RamStore:
             return None
         for node, there in zip(ring, found, strict=True):
             if there is None:
-                with contextlib.closing(node.writing(self._name(key))()) as copy:
+                with contextlib.closing(node.unpublished(self._name(key))) as copy:
                     copy.write(data)
                     copy.complete()
-                    copy.publish(entry.modified_ns, if_absent=True)()
+                    copy.publish(entry.modified_ns, if_absent=True)
         return entry
 
-    def _first(self, doing: str, key: str, ask: Callable[[Node, str], Answer[T | None]]) -> T:
+    def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
         """What the nearest node answers that has the object."""
         nodes, name = self._nodes(), self._name(key)
         others = nodes.others
-        with self._lock:
-            known = self._found.get(name)
+        known = self._found.get(name)
         failure: OSError | None = None
-        for node in [nodes.own, *(node for node in others if node.name == known)]:
+        for node in [nodes.own, *(node for node in others if node is known)]:
             try:
-                if (answer := ask(node, name)()) is not None:
+                if (answer := ask(node, name)) is not None:
                     return answer
             except OSError as error:
                 failure = error
-        found = _gathered(node.find(name) for node in others)
+        found = _gathered(others, lambda node: node.find(name))
         for node, there in zip(others, found, strict=True):
             try:
                 if isinstance(there, OSError):
                     raise there
-                if there is not None and (answer := ask(node, name)()) is not None:
-                    self._remember(name, node)
+                if there is not None and (answer := ask(node, name)) is not None:
+                    if len(self._found) >= _REMEMBERED:
+                        self._found.clear()
+                    self._found[name] = node
                     return answer
             except OSError as error:
                 failure = error
@@ -194,26 +205,6 @@ class RamStore:
             raise ObjectMissingError(url_of(self.url, key))
         with self._explained(doing, key):
             raise failure
-
-    def _union(
-        self, doing: str, prefix: str, ask: Callable[[Node, str], Answer[Sequence[Entry]]]
-    ) -> dict[str, Entry]:
-        """What all nodes have, by key, in order; of an object that differs, what was stored last."""
-        name = self._name(prefix)
-        with self._explained(doing, prefix):
-            answers = _all(ask(node, name) for node in self._nodes().ring)
-        found: dict[str, Entry] = {}
-        for entry in sorted(
-            (each for answer in answers for each in answer), key=lambda each: each.modified_ns
-        ):
-            found[entry.key.removeprefix(f"{self._bucket}/")] = entry
-        return {key: Entry(key, found[key].nbytes, found[key].modified_ns) for key in sorted(found)}
-
-    def _remember(self, name: str, node: Node) -> None:
-        with self._lock:
-            self._found[name] = node.name
-            if len(self._found) > _REMEMBERED:
-                self._found.popitem(last=False)
 
     def _name(self, key: str) -> str:
         """The object's name on the nodes."""
@@ -232,45 +223,39 @@ class RamStore:
             ) from error
 
 
-def _gathered(answers: Iterable[Answer[T]]) -> list[T | OSError]:
-    """All answers, or the errors in their place. The requests are on their way at once."""
-    found: list[T | OSError] = []
-    for answer in list(answers):
+def _gathered(each: Sequence[S], ask: Callable[[S], T]) -> list[T | OSError]:
+    """What ``ask`` returns of each, or the error in its place. All are asked at the same time."""
+
+    def asked(one: S) -> T | OSError:
         try:
-            found.append(answer())
+            return ask(one)
         except OSError as error:
-            found.append(error)
-    return found
+            return error
+
+    if len(each) < 2:
+        return list(map(asked, each))
+    with ThreadPoolExecutor(min(len(each), _THREADS), "dcp_datastates-ram") as executor:
+        return list(executor.map(asked, each))
 
 
-def _all(answers: Iterable[Answer[T]]) -> list[T]:
-    """All answers. Raises the first error, once all have come."""
-    return _sound(_gathered(answers))
-
-
-def _sound(found: Iterable[T | OSError]) -> list[T]:
+def _all(each: Sequence[S], ask: Callable[[S], T]) -> list[T]:
+    """What ``ask`` returns of each. Raises the first error, once all have answered."""
     answers: list[T] = []
-    for each in found:
-        if isinstance(each, OSError):
-            raise each
-        answers.append(each)
+    for answer in _gathered(each, ask):
+        if isinstance(answer, OSError):
+            raise answer
+        answers.append(answer)
     return answers
-
-
-def _object(entry: Entry) -> StoredObject:
-    return StoredObject(entry.key, entry.nbytes, entry.modified_ns / 1e9)
-
-
-_lock = threading.RLock()  # guards _opened
-_opened: dict[str, RamStore] = {}
 
 
 def open_ram(root: str) -> RamStore:
     """The store ``root``, of the memory of this job's nodes; at the first call, this process takes its part in it."""
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
-    ram_nodes.join()
-    with _lock:
-        if root not in _opened:
-            _opened[root] = RamStore(root, ram_nodes.nodes)
-        return _opened[root]
+    ram_nodes.current()
+    return _opened(root)
+
+
+@functools.cache
+def _opened(root: str) -> RamStore:
+    return RamStore(root, lambda: ram_nodes.current().nodes())

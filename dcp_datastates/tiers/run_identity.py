@@ -104,12 +104,9 @@ def _read(root: Location) -> _Identity | None:
             raise ConfigurationError(
                 f"{str(path)!r} has {nbytes} bytes, so it does not say which run this is; remove it if it is not yours"
             )
-        return _decoded(path.store.get(path.key)[0])
+        data, _ = path.store.get(path.key)
     except ObjectMissingError:
         return None
-
-
-def _decoded(data: bytes) -> _Identity:
     run, _, origin = data.decode(errors="replace").strip().partition(" ")
     return _Identity(run, origin)
 

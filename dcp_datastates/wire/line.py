@@ -1,4 +1,4 @@
-"""A connection between two processes of a job, and the messages on it.
+"""A connection between two processes of a job, the messages on it, and a client that keeps connections.
 
 A message is a header, words (JSON) and data (plain bytes). The header has the lengths of both, their CRC32C, and a
 CRC32C of its own. Nothing is unpickled, and each length is compared with a limit before memory is taken.
@@ -23,8 +23,9 @@ import math
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from typing_extensions import Buffer
@@ -75,7 +76,6 @@ class Line:
 
     def __init__(self, connection: socket.socket, patience: float = 1.0) -> None:
         self._most_seconds = patience * PROGRESS_SECONDS
-        connection.settimeout(self._most_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -88,7 +88,6 @@ class Line:
         """Let all that is sent and received from now on fail after ``seconds``, even while bytes pass."""
         self._seconds = min(seconds, self._most_seconds)
         self._ends_at = time.monotonic() + seconds
-        self._socket.settimeout(self._seconds)
 
     # ---- requests and answers ------------------------------------------------------------------------
 
@@ -104,11 +103,13 @@ class Line:
 
     def requests(self, most: int = 0) -> Iterator[tuple[Any, memoryview]]:
         """The requests that come, with data of at most ``most`` bytes each, until the connection ends. Each is to be
-        answered before the next.
+        answered before the next, which is waited for without a limit.
         """
         while True:
+            self._socket.settimeout(None)
+            self._socket.recv(1, socket.MSG_PEEK)
             try:
-                request = self.receive(most, is_idle=True)
+                request = self.receive(most)
             except DamagedError as error:
                 self.refuse(error)
             else:
@@ -136,11 +137,9 @@ class Line:
         header = _HEADER.pack(len(said), nbytes, checksum, _own(len(said), nbytes, checksum))
         self.send_plain(header, *views)
 
-    def receive(self, most: int = 0, *, is_idle: bool = False) -> tuple[Any, memoryview]:
-        """The next message, with data of at most ``most`` bytes. If the connection ``is_idle``, waits without a limit
-        until it begins.
-        """
-        header = self.receive_plain(_HEADER.size, is_idle=is_idle)
+    def receive(self, most: int = 0) -> tuple[Any, memoryview]:
+        """The next message, with data of at most ``most`` bytes."""
+        header = self.receive_plain(_HEADER.size)
         length, nbytes, checksum, own = _HEADER.unpack(header)
         if own != _own(length, nbytes, checksum) or length > _MOST_WORDS or nbytes > most:
             raise ConnectionAbortedError(
@@ -166,11 +165,9 @@ class Line:
                 if sent:
                     views[0] = views[0][sent:]
 
-    def receive_plain(self, nbytes: int, *, is_idle: bool = False) -> memoryview:
+    def receive_plain(self, nbytes: int) -> memoryview:
         """Receive ``nbytes`` bytes."""
         view = rest = memoryview(bytearray(nbytes))
-        if is_idle:
-            self._socket.settimeout(None)
         with self._explained():
             while rest.nbytes:
                 self._limit_time()
@@ -178,8 +175,6 @@ class Line:
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 rest = rest[count:]
-                if is_idle:
-                    self._socket.settimeout(self._most_seconds)
         return view
 
     def close(self) -> None:
@@ -192,8 +187,7 @@ class Line:
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        if left < self._most_seconds:
-            self._socket.settimeout(left)
+        self._socket.settimeout(min(left, self._most_seconds))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -254,3 +248,88 @@ def _connected(address: Address, seconds: float) -> Line:
         line.close()
         raise
     return line
+
+
+class Client:
+    """The servers at ``addresses``, which have the same to say: the first that takes a connection is asked. Any thread;
+    each request that is under way has a connection of its own.
+
+    Args:
+        most_idle: so many connections are kept for later requests.
+        connect_seconds: within which a server takes a connection.
+        answer_seconds: within which a request is answered, even while bytes pass.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        most_idle: int,
+        connect_seconds: float = CONNECT_SECONDS,
+        answer_seconds: float = math.inf,
+    ) -> None:
+        self.addresses: Final = addresses
+        self._most_idle = most_idle
+        self._connect_seconds, self._answer_seconds = connect_seconds, answer_seconds
+        self._lock = threading.RLock()  # guards what follows
+        self._idle: list[Line] = []
+
+    def ask(self, words: object, *, most: int = 0) -> tuple[Any, memoryview]:
+        """The result of a request, with data of at most ``most`` bytes. Raises OSError; :class:`RefusedError` if the
+        server has answered with an error.
+        """
+        line, result, data = self.begin(words, most=most)
+        self.give_back(line)
+        return result, data
+
+    def begin(self, words: object, *, most: int = 0) -> tuple[Line, Any, memoryview]:
+        """As :meth:`ask`. Returns the connection, too, for more requests: it is to be given back or closed.
+
+        If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
+        """
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            with contextlib.suppress(ConnectionError):
+                return self._asked(idle, words, most)
+        return self._asked(self._connected(), words, most)
+
+    def give_back(self, line: Line) -> None:
+        """Keep a connection, whose requests were answered, for others."""
+        with self._lock:
+            if len(self._idle) < self._most_idle:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def close(self) -> None:
+        """End the connections that carry no request, and keep none from now on. Idempotent."""
+        with self._lock:
+            self._most_idle = 0
+            lines, self._idle = self._idle, []
+        for line in lines:
+            line.close()
+
+    def _asked(self, line: Line, words: object, most: int) -> tuple[Line, Any, memoryview]:
+        try:
+            line.end_within(self._answer_seconds)
+            line.send(words)
+            return line, *line.result(most)
+        except RefusedError:
+            self.give_back(line)
+            raise
+        except BaseException:
+            line.close()
+            raise
+
+    def _connected(self) -> Line:
+        failure: OSError | None = None
+        for address in self.addresses:
+            try:
+                return connect(address, self._connect_seconds)
+            except OSError as error:
+                failure = failure or error
+                if isinstance(error, TimeoutError):  # the host is gone: so are its other processes
+                    break
+        assert failure is not None, "there is an address"
+        raise failure

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, begin, number_in
+from support.state.checkpoints import CACHE
+from support.state.saving import SMALL, part
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
-from dcp_datastates import CheckpointCorruptError, StorageError, verify
+from dcp_datastates import (
+    CheckpointCorruptError,
+    DataStatesWriter,
+    StorageError,
+    async_save,
+    verify,
+)
+from dcp_datastates.checkpoints import copy
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying
-from dcp_datastates.tiers.carrying import ArchiveVote
+from dcp_datastates.tiers.archive import archive_save
 
 
 def _three(fast: str, slow: str, url: str) -> None:
@@ -32,7 +43,7 @@ def test_ranks_share_the_files(tmp_path, s3_root):
 
 
 def _one_fails(fast: str, slow: str) -> None:
-    whole = carrying.checked_pieces
+    whole = copy.checked_pieces
     failing = [1]
 
     def damaged(directory, record, count):
@@ -41,8 +52,8 @@ def _one_fails(fast: str, slow: str) -> None:
             raise CheckpointCorruptError("a byte is damaged")
         return whole(directory, record, count)
 
-    carrying.checked_pieces = damaged  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy, "checked_pieces", damaged)
         began = time.monotonic()
         error = begin(fast, slow, 1).archived.exception(60)
         assert time.monotonic() - began < 20
@@ -50,8 +61,6 @@ def _one_fails(fast: str, slow: str) -> None:
         if dist.get_rank() != 1:
             assert "rank 1 of 3: a byte is damaged" in str(error)
         begin(fast, slow, 2).archived.result(60)
-    finally:
-        carrying.checked_pieces = whole
 
 
 def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path):
@@ -59,37 +68,40 @@ def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path)
     assert number_in([tmp_path / "slow"], 3) == 2
 
 
-def _one_fails_and_the_count_is_wrong(fast: str, slow: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # As if requests had been sent twice: the coordinator asks the archive too early.
-        patch.setattr(ArchiveVote, "may_be_complete", lambda vote: True)
-        _one_fails(fast, slow)
+def _comes_twice(fast: str, slow: str) -> None:
+    writer = DataStatesWriter(f"{fast}/step-1", host_cache_size=CACHE)
+    archived: list[Future[None]] = []
+
+    def archive_twice(save) -> None:
+        # The first rank goes on when the others have heard of the first copy, and have nothing more to say.
+        archived.append(archive_save(save, locate(slow), 0, dist.barrier))
+        archived.append(archive_save(save, locate(slow), 0))
+
+    writer.on_begin = archive_twice
+    async_save(part(1, SMALL), writer=writer).result(60)
+    archived[1].result(60)
+    if dist.get_rank() != 0:
+        dist.barrier()
 
 
-def test_a_count_that_is_too_high_hides_no_failure(tmp_path):
-    places = {"fast": str(tmp_path / "fast"), "slow": str(tmp_path / "slow")}
-    run_on_ranks(3, _one_fails_and_the_count_is_wrong, **places)
-    assert number_in([tmp_path / "slow"], 3) == 2
+def test_a_checkpoint_that_comes_twice_is_carried_once(tmp_path):
+    run_on_ranks(3, _comes_twice, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
+    assert number_in([tmp_path / "slow"], 3) == 1
 
 
 def _one_is_late(fast: str, slow: str) -> None:
-    whole, tries = carrying.checked_pieces, itertools.count()
-    before = carrying._FIRST_PAUSE
-    carrying._FIRST_PAUSE = 0.05  # type: ignore[misc]
+    whole, tries = copy.checked_pieces, itertools.count()
 
     def refused(directory, record, count):
         if dist.get_rank() == 1 and next(tries) < 4:
             raise StorageError("503 Slow Down")
         return whole(directory, record, count)
 
-    carrying.checked_pieces = refused  # type: ignore[assignment]
-    try:
-        handles = [begin(fast, slow, number) for number in (1, 2)]
-        for handle in handles:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrying, "_FIRST_PAUSE", 0.05)
+        patch.setattr(copy, "checked_pieces", refused)
+        for handle in [begin(fast, slow, number) for number in (1, 2)]:
             handle.archived.result(60)
-    finally:
-        carrying.checked_pieces = whole
-        carrying._FIRST_PAUSE = before  # type: ignore[misc]
 
 
 def test_one_rank_that_storage_refuses_is_waited_for(tmp_path):

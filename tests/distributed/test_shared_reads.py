@@ -10,7 +10,6 @@ import random
 import signal
 import socket
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ from dcp_datastates import (
     IncompatibleStateError,
 )
 from dcp_datastates.sharing import joint_reads, shared_reads
-from dcp_datastates.sharing.own_units import OwnUnits
+from dcp_datastates.sharing.shared_reads import OwnUnits
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire import line
 
@@ -144,19 +143,17 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
 ):
     expected = state("ddp")
     save(expected, shared_dir / "c")
-    target, links, offer = zeros(expected), [], joint_reads.offer
+    target, links, listen = zeros(expected), [], joint_reads.listen
 
-    def offer_of_link(*arguments):
+    def listen_at_link(host):
         """Other ranks reach this one through a link that does harm."""
-        own = offer(*arguments)
-        address = own.offer.address
+        listening, address = listen(host)
         links.append(HarmProxy(address.port, address.host))
         links[-1].down = flipped_in_each if harm == "flipped" else held_after(100)
-        address = address._replace(port=links[0].port)
-        return replace(own, offer=replace(own.offer, address=address))
+        return listening, address._replace(port=links[0].port)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_reads, "offer", offer_of_link)
+        patch.setattr(joint_reads, "listen", listen_at_link)
         patch.setattr(shared_reads, "_ANSWER_SECONDS", 1.0)
         load(target, shared_dir / "c", share_reads=True)
     for link in links:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from dcp_datastates.tiers.ram_files import RamFiles
-from dcp_datastates.tiers.ram_node import Node, OtherNode, OwnNode, Pace, serve
+from dcp_datastates.tiers.pace import Pace
+from dcp_datastates.tiers.ram_node import Node, OtherNode, RamFiles, serve
 from dcp_datastates.tiers.ram_nodes import RamNodes
 from dcp_datastates.tiers.ram_store import RamStore
 from dcp_datastates.wire.secret import Address
@@ -30,7 +30,7 @@ class RamCluster:
         return self.servers[name].address
 
     def other(self, name: str) -> OtherNode:
-        return OtherNode(name, [self.address(name)], Pace(0))
+        return OtherNode(name, [self.address(name)], Pace())
 
     def store(
         self,
@@ -40,9 +40,9 @@ class RamCluster:
     ) -> RamStore:
         """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
         ring: list[Node] = [
-            OwnNode(name, self.files[name])
+            self.files[name]
             if name == own
-            else OtherNode(name, addresses.get(name, [self.address(name)]), Pace(0))
+            else OtherNode(name, addresses.get(name, [self.address(name)]), Pace())
             for name in self.names
         ]
         nodes = RamNodes(ring[self.names.index(own)], ring, self.peers)

@@ -1,9 +1,9 @@
-"""Decisions and reasons in the store: what is written is found, what no rank asks for any more goes."""
+"""Decisions in the store: what is written is found, what no rank asks for any more goes."""
 
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
 
 FAILED = Decision(Outcome.FAILED, given_up=True)
 COMMITTED = Decision(Outcome.COMMITTED)
@@ -43,16 +43,6 @@ def test_what_could_not_be_noted_is_noted_later():
     assert log.find(7) == COMMITTED
 
 
-def test_reasons_are_collected_by_rank_and_the_rest_is_counted():
-    store = dist.HashStore()
-    for rank in range(11):
-        DecisionLog(store).explain(7, rank, Reason("OSError", f"disk {rank}"))
-    found = DecisionLog(store).failures(7)
-    assert found.reasons == {rank: Reason("OSError", f"disk {rank}") for rank in range(8)}
-    assert found.more == 3
-    assert DecisionLog(store).failures(8) is None
-
-
 def test_old_keys_are_dropped_and_only_those():
     store = dist.HashStore()
     kept = DecisionLog(store)
@@ -62,7 +52,3 @@ def test_old_keys_are_dropped_and_only_those():
     found = [number for number in range(200) if kept.find(number) is not None]
     assert found == list(range(200 - len(found), 200))
     assert 10 <= len(found) <= 100
-    kept.explain(199, 1, Reason("OSError", ""))
-    keys = store.num_keys()
-    kept.forget(199)
-    assert store.num_keys() == keys - 3, "a decision, a reason and their count"

@@ -13,7 +13,7 @@ from support.state.archiving import restart
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, ConfigurationError, Keep, verify
-from dcp_datastates.tiers import archive, carrying, eviction
+from dcp_datastates.tiers import archive, carrying
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_full_fast_tier_gives_up_what_is_archived_and_loses_nothing(
 ):
     fast = tmp_path / "fast"
     disk = _Disk(fast, 4_000_000)  # three of 1.2 MB
-    monkeypatch.setattr(eviction.shutil, "disk_usage", disk.usage)
+    monkeypatch.setattr(archive.shutil, "disk_usage", disk.usage)
     most = 0
     state = {"w": torch.randn(300_000), "step": 0}
     with CheckpointManager(fast, every=1, archive=slow) as manager:
@@ -197,8 +197,8 @@ def _loaded_step(fast, slow):
 def test_saves_wait_where_nothing_is_archived_yet(tmp_path, slow, store, monkeypatch, caplog):
     fast = tmp_path / "fast"
     disk = _Disk(fast, 4_000_000)
-    monkeypatch.setattr(eviction.shutil, "disk_usage", disk.usage)
-    monkeypatch.setattr(eviction, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(archive.shutil, "disk_usage", disk.usage)
+    monkeypatch.setattr(archive, "_LOOK_SECONDS", 0.01)
     away = True
     store.on_request = lambda request: (
         Fate.REFUSED if away and "step-" in request.key else Fate.DONE
@@ -226,7 +226,7 @@ def test_saves_wait_where_nothing_is_archived_yet(tmp_path, slow, store, monkeyp
 
 def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
     fast = tmp_path / "fast"
-    monkeypatch.setattr(eviction.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    monkeypatch.setattr(archive.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
     state = {"w": torch.randn(300_000)}
     with CheckpointManager(fast, every=1, archive=slow) as manager:
         manager.save(0, state)
@@ -240,7 +240,7 @@ def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog)
 
 def test_what_was_never_archived_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
     fast = tmp_path / "fast"
-    monkeypatch.setattr(eviction.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    monkeypatch.setattr(archive.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
     with CheckpointManager(fast, every=1, archive=slow, archive_every=2) as manager:
         for step in range(4):
             manager.save(step, {"w": torch.randn(300_000)})

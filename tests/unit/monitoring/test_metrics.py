@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,11 +147,8 @@ def test_every_outcome_has_its_count(error, outcome, registry):
 
 
 def test_what_is_to_be_archived_shows_with_its_age(registry, monkeypatch):
-    class _Archive:
-        def waiting_since(self):
-            return [archive.time.monotonic() - 5, archive.time.monotonic() - 90]
-
-    monkeypatch.setitem(archive._archives, ("group", None), _Archive())
+    items = [SimpleNamespace(since=archive.time.monotonic() - ago) for ago in (5, 90)]
+    monkeypatch.setitem(archive._archives, ("group", None), SimpleNamespace(items=items))
     found = _scraped(registry)
     assert found["archive_pending",] == 2
     assert found["archive_lag_seconds",] == pytest.approx(90, abs=30)

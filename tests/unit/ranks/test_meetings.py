@@ -176,13 +176,14 @@ def test_an_answer_that_fails_fails_the_meeting_on_all():
     assert together(ranks, lambda each, _: _meet(each, 2)) == [Met(b"0,1,2")] * 3
 
 
-def test_keys_of_meetings_that_were_given_up_do_not_grow(monkeypatch):
+@pytest.mark.parametrize("step", [1, 20])
+def test_keys_of_meetings_that_were_given_up_do_not_grow(monkeypatch, step):
     monkeypatch.setattr(meetings, "_KEPT", 3)
     store = MemoryStore()
     ranks = _meetings(2, store)
     together(ranks, lambda each, _: _meet(each, 1))
     keys = []
-    for number in range(2, 12):
+    for number in range(2, 2 + 10 * step, step):
         together(ranks[1:], lambda each, _, number=number: _meet(each, number, check=_impatient(1)))
         together(ranks[:1], lambda each, _, number=number: _meet(each, number))
         keys.append(store.real.num_keys())

@@ -16,10 +16,11 @@ from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.requests import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
-from dcp_datastates.sharing.assignment import assign
-from dcp_datastates.sharing.shared_reads import SharedReads, offer
+from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks
+from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads
 from dcp_datastates.wire.line import RefusedError, connect
 from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.server import listen
 
 BLOCKS = 20
 NBYTES = BLOCKS * BLOCK_BYTES - 1000
@@ -47,11 +48,18 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.offers = [offer(self.requests, note, "localhost") for _ in range(2)]
-        self.shares = assign({rank: own.offer for rank, own in enumerate(self.offers)})
+        self.runs = needed_blocks(self.requests, Blocks(note.files))
+        self.listening = [listen("127.0.0.1") for _ in range(2)]
+        self.addresses = [address for _, address in self.listening]
+        self.shares = assign(
+            {
+                rank: Offer(tuple(each), self.runs.ravel())
+                for rank, each in enumerate(self.addresses)
+            }
+        )
         self.ranks: list[SharedReads] = []
         self.start = lambda rank: self.ranks.append(
-            SharedReads(self.shares[rank], self.offers[rank], note, directory)
+            SharedReads(self.shares[rank], *self.listening[rank], note, directory)
         )
 
     def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
@@ -71,8 +79,8 @@ def job(tmp_path, monkeypatch):
     yield job
     for rank in job.ranks:
         rank.end()
-    for own in job.offers:
-        own.close()
+    for listening, _ in job.listening:
+        listening.close()
 
 
 def test_two_ranks_read_all_once_between_them(job):
@@ -105,7 +113,7 @@ def test_what_a_rank_keeps_for_others_goes_if_they_do_not_ask(job, monkeypatch):
     job.start(0)
     assert job.read(job.ranks[0], ahead=True) == job.data
     job.ranks[0].end()
-    await_that(lambda: refuses(job.offers[0].offer.address))
+    await_that(lambda: refuses(job.addresses[0]))
     job.start(1)
     assert job.read(job.ranks[1]) == job.data
 
@@ -115,9 +123,9 @@ def test_what_all_have_taken_is_not_kept(job):
     job.start(1)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(job.read, job.ranks))
-    for rank, own in zip(job.ranks, job.offers, strict=True):
+    for rank, address in zip(job.ranks, job.addresses, strict=True):
         rank.end()
-        await_that(lambda own=own: refuses(own.offer.address), seconds=5)
+        await_that(lambda address=address: refuses(address), seconds=5)
 
 
 def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
@@ -157,7 +165,7 @@ def test_the_end_needs_no_thread(job, monkeypatch):
         no_threads.setattr(threading.Thread, "start", refuse)
         job.ranks[1].end()
     with pytest.raises(OSError, match=r"refused"):
-        connect(job.offers[1].offer.address)
+        connect(job.addresses[1])
 
 
 @pytest.mark.parametrize("count", [1, 3, 200])
@@ -191,9 +199,9 @@ def test_errors_of_storage_are_those_of_this_rank(job):
 
 def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job):
     job.start(0)
-    address = job.offers[0].offer.address
-    own = next(iter(job.shares[0].own_units(job.offers[0].offer.runs)))
-    other = next(iter(job.shares[1].own_units(job.offers[0].offer.runs)))
+    address = job.addresses[0]
+    own = next(iter(job.shares[0].own_units(job.runs)))
+    other = next(iter(job.shares[1].own_units(job.runs)))
     with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
         connect(address._replace(token=bytes(16)))
     line = connect(address)
@@ -216,3 +224,133 @@ def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job)
         with pytest.raises(RefusedError, match="not kept"):
             line.result(most=9 << 20)
     line.close()
+
+
+# ---- a unit is read once, and kept until its readers have it, within bounds ----------------------------
+
+
+class _Storage:
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def read(self, unit: Unit) -> bytes:
+        self.reads.append(unit.begin)
+        assert self.go_on.wait(30)
+        if unit.begin >= 1000:
+            raise OSError("damaged")
+        return bytes([unit.begin]) * ((unit.end - unit.begin) * BLOCK_BYTES)
+
+
+def _unit(begin: int, readers: int = 2) -> Unit:
+    return Unit(begin, begin + 1, 0, readers)
+
+
+def _units(storage: _Storage, blocks: int, count: int = 9) -> OwnUnits:
+    """Units, of which so many ``blocks`` are kept."""
+    return OwnUnits(storage.read, count, blocks * BLOCK_BYTES)
+
+
+def _taken(units: OwnUnits, unit: Unit, nbytes: int = BLOCK_BYTES) -> memoryview | None:
+    with units.taken(unit, 0, nbytes) as data:
+        return data
+
+
+def test_many_that_ask_at_once_wait_for_one_read():
+    storage = _Storage()
+    storage.go_on.clear()
+    units = _units(storage, 8)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(_taken, units, _unit(1, 5)) for _ in range(4)]
+        await_that(lambda: storage.reads == [1])
+        storage.go_on.set()
+        assert {each.result() for each in asked} == {bytes([1]) * BLOCK_BYTES}
+    assert storage.reads == [1]
+
+
+def test_a_unit_goes_when_all_readers_have_all_of_it():
+    storage = _Storage()
+    units = _units(storage, 8, count=1)
+    unit = _unit(1)
+    assert units.read_ahead(unit)
+    assert _taken(units, unit) is not None
+    assert _taken(units, unit, BLOCK_BYTES - 1) is not None
+    assert not units.are_gone.is_set()
+    with units.taken(unit, BLOCK_BYTES - 1, BLOCK_BYTES) as data:
+        assert data == bytes([1])
+        assert not units.are_gone.is_set()
+    assert units.are_gone.is_set()
+    assert _taken(units, unit) is None
+    assert units.read_ahead(unit)
+    assert storage.reads == [1]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, BLOCK_BYTES + 1), (5, 5), (9, 5), (-5, 5), (0, 1 << 70)]
+)
+def test_bytes_that_a_unit_does_not_have_are_not_taken(begin, end):
+    units = _units(_Storage(), 8, count=1)
+    for _ in range(3):
+        with units.taken(_unit(1), begin, end) as data:
+            assert data is None
+    assert _taken(units, _unit(1)) is not None
+
+
+def test_reading_ahead_waits_for_room_and_a_request_takes_that_of_the_oldest():
+    storage = _Storage()
+    units = _units(storage, 2)
+    assert units.read_ahead(_unit(1))
+    assert units.read_ahead(_unit(2))
+    assert not units.read_ahead(_unit(3))
+    assert storage.reads == [1, 2]
+    assert _taken(units, _unit(4)) == bytes([4]) * BLOCK_BYTES
+    assert _taken(units, _unit(1)) is None
+    assert _taken(units, _unit(2)) is not None
+
+
+def test_what_is_in_use_makes_no_room():
+    units = _units(_Storage(), 2)
+    with units.taken(_unit(1), 0, 1), units.taken(_unit(2), 0, 1):
+        assert _taken(units, _unit(3)) is None
+    assert _taken(units, _unit(3)) is not None
+    assert _taken(units, _unit(2)) is not None
+
+
+def test_what_is_being_read_makes_no_room():
+    storage = _Storage()
+    storage.go_on.clear()
+    units = _units(storage, 1)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(_taken, units, _unit(1))
+        await_that(lambda: storage.reads == [1])
+        assert _taken(units, _unit(2)) is None
+        storage.go_on.set()
+        assert first.result() is not None
+    assert _taken(units, _unit(2)) is not None  # it had not gone
+
+
+def test_a_unit_that_cannot_be_read_is_not_kept():
+    storage = _Storage()
+    units = _units(storage, 1, count=2)
+    assert _taken(units, _unit(1000)) is None
+    assert not units.are_gone.is_set()
+    assert units.read_ahead(_unit(1001))
+    assert units.are_gone.is_set()
+    assert _taken(units, _unit(1)) is not None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_the_end_nothing_is_kept(begun):
+    storage = _Storage()
+    units = _units(storage, 8)
+    if begun:
+        assert _taken(units, _unit(1)) is not None
+    units.close()
+    assert _taken(units, _unit(1)) is None
+    assert _taken(units, _unit(2)) is None
+    assert not units.read_ahead(_unit(3))
+
+
+def test_a_rank_without_units_keeps_nothing():
+    assert _units(_Storage(), 8, count=0).are_gone.is_set()

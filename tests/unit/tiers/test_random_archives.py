@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from support.simulated.object_stores import Fate, MemoryStore, Request, installed
-from support.state.archiving import archived_save
+from support.state.archiving import archived_save, restart
 from support.tiers import tries
 
 import dcp_datastates
@@ -64,9 +64,7 @@ class _Life:
                 del self.handles[step]
 
     def restart(self) -> None:
-        for each in archive._archives.values():
-            each.close()
-        archive._archives.clear()
+        restart()
         self.note()
         self.handles.clear()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_datastates.sharing.where_it_pays import pays
+from dcp_datastates.sharing.joint_reads import pays
 from dcp_datastates.storage.object_path import locate
 
 
