@@ -73,6 +73,8 @@ class _Clients:
 class ObstoreStore(LibraryStore):
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
 
+    _errors = (exceptions.BaseError, ValueError, OSError)
+
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._most_deleted: Final = 1000 if url.startswith("s3") else 256

@@ -59,6 +59,9 @@ def says_conflict(message: str) -> bool:
 class LibraryStore:
     """A store behind a library. Its subclass makes the requests."""
 
+    _errors: tuple[type[Exception], ...] = (Exception,)
+    """What the library raises: other errors are not storage's."""
+
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url: Final = url
         self._options: Final = options or {}
@@ -100,7 +103,7 @@ class LibraryStore:
             yield
         except StorageError:
             raise
-        except Exception as error:  # libraries have errors of their own
+        except self._errors as error:
             # Without the cause: its text may have credentials.
             raise self._storage_error(error, doing, url_of(self.url, key)) from None
 
