@@ -189,8 +189,16 @@ class CommitGroup:
         doing = self._planning if self._planning and voter.round is None else voter.doing
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
-        calls, dcp_calls = self._calls[True], self._calls[False]
-        return Beat(voter.voted, progress, doing, calls, dcp_calls, voter.ended, voter.gave_up)
+        return Beat(
+            voter.voted,
+            progress,
+            doing,
+            calls=self._calls[True],
+            dcp_calls=self._calls[False],
+            ended=voter.ended,
+            gave_up=voter.gave_up,
+            generation=voter.generation,
+        )
 
     # ---- the commit thread -------------------------------------------------------------------
 

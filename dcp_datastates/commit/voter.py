@@ -78,7 +78,8 @@ class Voter:
         self._detector = detector
         self._decisions = decisions
         self._is_behind = False  # the coordinator had ended the latest round before this rank
-        self._tree = GlooTree(rank_set, "vote")
+        newest = (lambda: 0) if detector is None else detector.newest_generation
+        self._tree = GlooTree(rank_set, "vote", newest)
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
         self._why = ""  # see gave_up
@@ -102,6 +103,11 @@ class Voter:
         """A number that changes while this rank makes progress, or waits for another."""
         round_ = self.round
         return self._ticks if round_ is None else self._ticks + round_.part.progress
+
+    @property
+    def generation(self) -> int:
+        """That of this rank's connections, for its beat."""
+        return self._tree.generation
 
     def agree(self, round_: Round) -> Decision:
         """Run the round to its decision."""
