@@ -1,4 +1,4 @@
-"""Heartbeats in a c10d store: which ranks are alive, which make progress, and what the coordinator has decided.
+"""Heartbeats in a c10d store: which ranks are alive, which make progress, and how far each has come.
 
 gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once a second. The
 coordinator reads all beats, and lists the lost ranks in its own; the other ranks read the coordinator's beat. This
