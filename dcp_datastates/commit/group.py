@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
@@ -184,13 +185,14 @@ class CommitGroup:
         self._voter.close()
 
     def _status(self) -> Beat:
-        voter, reading = self._voter, self._reading
-        progress = voter.progress
-        doing = self._planning if self._planning and voter.round is None else voter.doing
+        beat, reading = self._voter.beat, self._reading
+        progress, doing = beat.progress, beat.doing
+        if self._planning and self._voter.round is None:
+            doing = self._planning
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
         calls, dcp_calls = self._calls[True], self._calls[False]
-        return Beat(voter.voted, progress, doing, calls, dcp_calls, voter.ended, voter.gave_up)
+        return replace(beat, progress=progress, doing=doing, calls=calls, dcp_calls=dcp_calls)
 
     # ---- the commit thread -------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import logging
 import struct
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.place import Place, Round
@@ -32,7 +33,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
-from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, Beat, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet
@@ -78,30 +79,25 @@ class Voter:
         self._detector = detector
         self._decisions = decisions
         self._is_behind = False  # the coordinator had ended the latest round before this rank
-        self._tree = GlooTree(rank_set, "vote")
+        newest = (lambda: 0) if detector is None else detector.newest_generation
+        self._tree = GlooTree(rank_set, "vote", newest)
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
-        self._why = ""  # see gave_up
+        self._why = ""  # this rank ends it without the coordinator
         self._found: protocol.DecisionFound | None = None  # see _find
         self._votes: Votes | None = None  # coordinator: all ranks'
         self._counted_at = 0.0  # in seconds since the epoch
         # The failure detector's thread reads these:
         self.round: Round | None = None
         """The current round."""
-        self.voted = -1
-        """The newest round that this rank has voted in."""
-        self.ended = -1
-        """The newest round whose outcome is known here."""
-        self.gave_up = ""
-        """Why this rank ended that round without the coordinator; empty if it did not."""
-        self.doing = "idle"
-        self._ticks = 0
+        self._beat = Beat()  # replaced, never changed
 
     @property
-    def progress(self) -> int:
-        """A number that changes while this rank makes progress, or waits for another."""
-        round_ = self.round
-        return self._ticks if round_ is None else self._ticks + round_.part.progress
+    def beat(self) -> Beat:
+        """What the vote tells of this rank. Its progress changes, too, while the rank waits for another."""
+        round_, beat = self.round, self._beat
+        progress = beat.progress + (0 if round_ is None else round_.part.progress)
+        return replace(beat, progress=progress, generation=self._tree.generation)
 
     def agree(self, round_: Round) -> Decision:
         """Run the round to its decision."""
@@ -113,10 +109,9 @@ class Voter:
         try:
             return self._follow_protocol(round_)
         finally:
-            self._say("idle", round_)
+            number = round_.number
             self._votes = None
-            self.gave_up = self._why
-            self.voted = self.ended = max(self.voted, round_.number)
+            self._show(doing="idle", voted=number, ended=number, gave_up=self._why)
             self.round = None
             if self._detector is not None:
                 self._detector.expect_votes(False)
@@ -217,7 +212,7 @@ class Voter:
         if self._apart is None:
             self._apart = now
         time.sleep(_POLL_SECONDS)
-        self._tick()
+        self._show()
         event = self._notice(round_, joining=True)
         if event is None and now - self._apart > max(
             round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
@@ -237,7 +232,7 @@ class Voter:
             round_.trace(),
         ).encode()
         hit("vote.before")
-        self.voted = round_.number
+        self._show(voted=round_.number)
         found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
         if not isinstance(found, Count):
             return found
@@ -356,7 +351,7 @@ class Voter:
             return self._after_break(round_, broken)
 
     def _interrupt(self, round_: Round, *, joining: bool = False, telling: bool = False) -> None:
-        self._tick()  # this rank has done its part: it waits for others
+        self._show()  # this rank has done its part: it waits for others
         if (event := self._notice(round_, joining=joining, telling=telling)) is not None:
             raise _Interrupted(event)
 
@@ -393,12 +388,11 @@ class Voter:
         return self._found
 
     def _say(self, doing: str, round_: Round) -> None:
-        self.doing = doing if doing == "idle" else f"{doing} ({round_})"
-        self._tick()
+        self._show(doing=f"{doing} ({round_})")
 
-    def _tick(self) -> None:
-        """Show progress: the round does not wait for this rank."""
-        self._ticks += 1
+    def _show(self, **news: Any) -> None:
+        """Put the ``news`` into the beat, which shows progress: the round does not wait for this rank."""
+        self._beat = replace(self._beat, progress=self._beat.progress + 1, **news)
 
 
 class _Interrupted(Exception):

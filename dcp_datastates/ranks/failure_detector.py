@@ -1,4 +1,4 @@
-"""Heartbeats in a c10d store: which ranks are alive, which make progress, and what the coordinator has decided.
+"""Heartbeats in a c10d store: which ranks are alive, which make progress, and how far each has come.
 
 gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once a second. The
 coordinator reads all beats, and lists the lost ranks in its own; the other ranks read the coordinator's beat. This
@@ -69,9 +69,9 @@ class Beat:
 
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
     counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
-    the last round whose outcome the rank knows, and ``gave_up`` says why it ended that without the coordinator. Only
-    the coordinator fills in ``lost``: the first few of the lost ranks (16,384 ranks read it), and one loss that stands
-    for the others.
+    the last round whose outcome the rank knows, and ``gave_up`` says why it ended that without the coordinator;
+    ``generation`` is that of its connections (``gloo_tree.py``). Only the coordinator fills in ``lost``: the first few
+    of the lost ranks (16,384 ranks read it), and one loss that stands for the others.
     """
 
     voted: int = -1
@@ -81,6 +81,7 @@ class Beat:
     dcp_calls: int = 0
     ended: int = -1
     gave_up: str = ""
+    generation: int = 0
     lost: Sequence[Loss] = ()
 
     def encode(self, count: int) -> str:
@@ -239,6 +240,11 @@ class FailureDetector:
         with self._lock:
             beats = {rank: each.beat for rank, each in self._watched.items()}
         return {rank: beat.gave_up for rank, beat in beats.items() if beat.ended >= round_number}
+
+    def newest_generation(self) -> int:
+        """The newest generation of connections that a watched rank is in, or comes to."""
+        with self._lock:
+            return max(each.beat.generation for each in self._watched.values())
 
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""

@@ -7,7 +7,8 @@ form one group.
 
 When a connection breaks, all ranks leave the whole tree and connect anew. Each time is a *generation*: the ranks meet
 (``meetings.py``) under its number, then connect. A rank that leaves closes its sockets: its neighbours' operations
-fail, so the neighbours leave too, then their neighbours.
+fail, so the neighbours leave too, then their neighbours. Where the network is cut, the ranks' beats tell: they contain
+the generation that a rank is in, or comes to next (:attr:`GlooTree.generation`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,12 @@ import contextlib
 import functools
 import logging
 import struct
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.gloo_group import (
-    GlooGroup,
-    GroupBroken,
-    Rendezvous,
-    said_as_broken,
-)
+from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
 from dcp_datastates.ranks.meetings import KNOWN_PAUSE, Check, GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
@@ -36,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 _WIDTH: Final = 8
 """Ranks in a group: consecutive ranks share a host, and most hosts have 8."""
-
-_LOOK_SECONDS: Final = 5.0
-_LOOK_SECONDS_PER_RANK: Final = 1e-3
-"""Time between two requests for whether a rank has left, while an operation waits, in seconds. A closed socket usually
-shows it earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
-"""
 
 
 @dataclass(frozen=True)
@@ -80,20 +69,22 @@ class GlooTree:
 
     Args:
         name: prefix of the tree's keys in the store.
+        newest: the newest generation of which the other ranks' beats tell.
     """
 
-    def __init__(self, rank_set: RankSet, name: str) -> None:
+    def __init__(self, rank_set: RankSet, name: str, newest: Callable[[], int] = lambda: 0) -> None:
         self._rank_set = rank_set
         self._name = name
+        self._newest = newest
         self._meetings: Meetings | None = None
         self._store: Connection | None = None
-        self.generation = 0  # the newest that this rank has come to
+        self.generation = 0
+        """The generation that this rank is in, or comes to next."""
         self._met = False  # whether this rank takes part in the generation: it is connected, or is connecting
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
         self._keys: list[str] = []
         """Set by this rank; deleted once all ranks are connected."""
-        self._looked = 0.0
 
     def join(self, check: Check) -> bool:
         """Connect with the other ranks if necessary. Returns whether this call connected them; then all ranks are
@@ -106,15 +97,10 @@ class GlooTree:
         self._check_open()
         if self._met:
             return False
-
-        def look() -> None:
-            self._check_open()
-            check()
-
-        late = self._meet(look)
+        late = self._meet(self._watched(check))
         self._met = True
         try:
-            self._build(self._while_waiting(look))
+            self._build(self._watched(check))
             self.gather(b"", check)
             self.broadcast(b"", check)  # now all ranks are connected
             if late is not None:
@@ -129,27 +115,37 @@ class GlooTree:
         """Come to the next generation, with all ranks. Returns an error if it was too late to stay away: the others
         connect.
         """
+        # The others may have come to many while this rank was stopped.
+        self.generation = max(self.generation, self._newest(), 1)
         while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
             check()
         if self._meetings is None or self._store is None:
             self._meetings = Meetings(self._rank_set, self._name)
             self._store = self._rank_set.connect(self._meetings.name)
-        store = self._store
         while True:
-            with said_as_broken("the store fails"):
-                if self._rank_set.rank == 0:
-                    store.set(_NEWEST, str(self.generation + 1))
-                else:  # the others may have come to many while this rank was stopped
-                    newest = store.find([_NEWEST]).get(_NEWEST, b"0")
-                    self.generation = max(self.generation, int(newest) - 1)
-            self.generation += 1
+            met = False
             try:
-                return self._meetings.meet(self.generation, b"", list, check).error
+                error = self._meetings.meet(self.generation, b"", list, check).error
+                met = True
+                return error
             except GivenUp as stop:
                 if not stop.early:
                     why = f"another rank has given these connections up: {stop.why}"
                     raise GroupBroken(why) from None
+            finally:
+                self.generation += not met
             check()
+
+    def _watched(self, check: Check) -> Check:
+        """A check that calls ``check``, and raises if another rank has left."""
+
+        def look() -> None:
+            self._check_open()
+            check()
+            if self._newest() > self.generation:
+                raise GroupBroken("another rank has given these connections up")
+
+        return look
 
     def _check_open(self) -> None:
         if self._closed:
@@ -159,18 +155,14 @@ class GlooTree:
         """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
         # First: without its groups, a rank would be told what it says itself.
         was_met, self._met = self._met, False
+        self.generation += was_met
         groups, self._groups = self._groups, []
         for _, group in reversed(groups):
             try:
                 group.leave()
             except Exception:
                 logger.exception("a group could not be left")
-        if was_met and (store := self._store) is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # then the other ranks learn of it by their sockets
-                store.set(_left(self.generation), "")
-            self._clean_up()
+        self._clean_up()
 
     def close(self) -> None:
         """Close the groups when this process no longer takes part; the store may be gone already.
@@ -185,7 +177,7 @@ class GlooTree:
         """All ranks' bytes, of any length, on rank 0; None elsewhere."""
         gathered = _SIZE.pack(len(data)) + data
         for place, group in self._joined():
-            gathered = group.gather(gathered, self._while_waiting(check))
+            gathered = group.gather(gathered, self._watched(check))
             if place.rank:
                 return None
         parts, at = [], 0
@@ -199,7 +191,7 @@ class GlooTree:
         """The bytes that rank 0 passes, on all ranks."""
         told = (data or b"") if self._rank_set.rank == 0 else b""
         for _, group in reversed(self._joined()):
-            told = group.broadcast(told, self._while_waiting(check))
+            told = group.broadcast(told, self._watched(check))
         return told
 
     def _joined(self) -> list[tuple[Place, GlooGroup]]:
@@ -233,27 +225,9 @@ class GlooTree:
             logger.info("gloo chooses its address: %s", error)
             return ""
 
-    def _while_waiting(self, check: Check) -> Check:
-        """A check that calls ``check``, and now and then asks the store whether another rank has left."""
-        seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._rank_set.world)
-
-        def look() -> None:
-            check()
-            now = time.monotonic()
-            if now - self._looked > seconds and self._store is not None:
-                self._looked = now
-                with said_as_broken("the store fails"):
-                    has_left = self._store.check([_left(self.generation)])
-                if has_left:
-                    raise GroupBroken("another rank has given these connections up")
-
-        return look
-
     def _clean_up(self) -> None:
-        """Delete this rank's keys, and on rank 0 those of the generation before."""
+        """Delete this rank's keys."""
         keys, self._keys = self._keys, []
-        if self._rank_set.rank == 0:
-            keys.append(_left(self.generation - 1))
         with contextlib.suppress(Exception):
             for key in keys:
                 if self._store is not None:
@@ -262,9 +236,3 @@ class GlooTree:
 
 _SIZE: Final = struct.Struct("<Q")
 """Precedes each rank's bytes on their way up."""
-
-_NEWEST: Final = "generation"
-
-
-def _left(generation: int) -> str:
-    return f"left/{generation}"

@@ -12,7 +12,7 @@ from support.crashes.residue import Residue, assert_nothing_left
 from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.ranks import gloo_group, gloo_tree, meetings
+from dcp_datastates.ranks import gloo_group, meetings
 from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 
@@ -81,10 +81,7 @@ def test_values_and_bytes_of_any_length_go_up_and_down(world):
 
 @pytest.mark.parametrize("world", [2, 20])
 @pytest.mark.parametrize("left_by", [0, 1, -1])
-def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(
-    world, left_by, monkeypatch
-):
-    monkeypatch.setattr(gloo_tree, "_LOOK_SECONDS", 1e9)  # sockets tell, and no look at the store
+def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(world, left_by):
     before = Residue.now()
     store = MemoryStore()
     trees = _joined(world, store)
@@ -183,14 +180,12 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
     _close(trees)
 
 
-def test_a_rank_looks_by_itself_whether_others_have_left(monkeypatch):
-    monkeypatch.setattr(gloo_tree, "_LOOK_SECONDS", 0.3)
-    trees = _joined(2)
-    # Rank 0 says that it leaves, and its connections stay: as where they are cut.
-    trees[0]._store.set(gloo_tree._left(trees[0].generation), "")
+def test_a_rank_hears_by_beats_that_others_have_left():
+    newest = [0]
+    trees = _joined(2, newest=lambda: newest[0])
+    newest[0] = 2  # rank 0 says that it has left, and its connections stay: as where they are cut
     with pytest.raises(GroupBroken, match="given these connections up"):
-        trees[1].gather(b"", _nothing)
-    trees[1].leave()
+        _greatest(trees[1], 1)
     _close(trees)
 
 
@@ -204,7 +199,8 @@ def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_nex
 
 def test_a_rank_that_was_stopped_while_the_others_met_often_finds_them(monkeypatch):
     monkeypatch.setattr(meetings, "_KEPT", 2)
-    trees = _joined(3)
+    trees = []
+    trees += _joined(3, newest=lambda: trees[0].generation if trees else 0)
     for tree in trees:
         tree.leave()
     for _ in range(8):  # in vain

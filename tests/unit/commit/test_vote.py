@@ -1,4 +1,4 @@
-"""What ranks tell each other in a round: votes, reasons, decisions."""
+"""What ranks tell each other in a round: votes, reasons, decisions; and what the store keeps of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dcp_datastates import (
     CommitOutcomeUnknown,
@@ -18,6 +19,7 @@ from dcp_datastates import (
 from dcp_datastates.commit.vote import (
     Count,
     Decision,
+    DecisionLog,
     Outcome,
     RankVote,
     Reason,
@@ -126,3 +128,54 @@ def test_committed_is_no_error_and_unknown_says_so():
     assert Decision(Outcome.COMMITTED).error("'/c'", 2) is None
     error = Decision(Outcome.UNKNOWN, {-1: Reason("x", "who knows")}).error("'/c'", 2)
     assert type(error) is CommitOutcomeUnknown
+
+
+# ---- in the store --------------------------------------------------------------------------------
+
+FAILED = Decision(Outcome.FAILED, given_up=True)
+COMMITTED = Decision(Outcome.COMMITTED)
+
+
+class _Failing:
+    """A store that fails while ``down``."""
+
+    def __init__(self):
+        self.store = dist.HashStore()
+        self.down = False
+
+    def __getattr__(self, name):
+        if self.down:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def test_what_the_coordinator_notes_all_ranks_find():
+    store = dist.HashStore()
+    coordinator, other = DecisionLog(store), DecisionLog(store)
+    assert other.find(7) is None
+    coordinator.note(7, FAILED)
+    assert other.find(7) == FAILED
+    assert other.find(8) is None
+
+
+def test_what_could_not_be_noted_is_noted_later():
+    store = _Failing()
+    log = DecisionLog(store)
+    store.down = True
+    with pytest.raises(RuntimeError):
+        log.note(7, COMMITTED)
+    store.down = False
+    assert log.find(7) is None
+    log.flush()
+    assert log.find(7) == COMMITTED
+
+
+def test_old_keys_are_dropped_and_only_those():
+    store = dist.HashStore()
+    kept = DecisionLog(store)
+    for number in range(200):
+        kept.note(number, FAILED)
+        kept.forget_before(number)
+    found = [number for number in range(200) if kept.find(number) is not None]
+    assert found == list(range(200 - len(found), 200))
+    assert 10 <= len(found) <= 100

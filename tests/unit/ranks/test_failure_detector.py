@@ -260,7 +260,7 @@ def test_close_ends_the_thread(detectors):
 
 def test_beats_travel():
     losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
-    beat = Beat(3, 7, "reading | x", 4, 6, 2, "", losses)
+    beat = Beat(3, 7, "reading | x", 4, 6, 2, "", 1, losses)
     assert Beat.decode(beat.encode(9).encode()) == beat
 
 
