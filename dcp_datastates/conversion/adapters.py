@@ -11,9 +11,7 @@ import json
 from typing import Final
 
 from dcp_datastates.conversion.files import read_whole
-from dcp_datastates.conversion.pickles import value_of
-from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.storage.object_path import Location
@@ -70,7 +68,7 @@ def adapter_config(source: Source, given: Location | None) -> bytes:
             ) from None
     for name in source.objects:
         if name.endswith(f".{ADAPTER_CONFIG}"):
-            value = value_of(source, name, allow_objects=False)
+            value = source.value(name, allow_objects=False)
             if isinstance(value, bytes):
                 return _checked(value, f"{source.path}: {name}")
     raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""``convert``: from any format to any other, streamed through bounded memory."""
+"""``convert``: from any format to any other, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.source import PIECE_BYTES, Source
 from dcp_datastates.conversion.stock import stock_output
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
@@ -59,11 +59,8 @@ _FILES: Final = ("safetensors", "torch")
 _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
 
 _DEFAULT_MEMORY: Final = "256MiB"
-_MOST_PIECE_BYTES: Final = 16 << 20
-"""A piece of this size reaches full speed on any storage."""
-_COPIES: Final = 4
-"""Of a piece: as it is read, as it is cast (to twice its size, perhaps), and what is made of it."""
-_LEAST_BYTES_OF_A_THREAD: Final = 4 << 20
+_BYTES_OF_A_THREAD: Final = 4 * PIECE_BYTES
+"""A piece as it is read, as it is cast (to twice its size, perhaps), and what is made of it."""
 
 _CHOICES: Final = ("only", "exclude", "part", "rename", "dtype")
 _FLAGS: Final = ("overwrite", "strict", "allow_objects")
@@ -124,8 +121,6 @@ class _Options:
     allow_objects: bool
     threads: int
     """How many files are written at a time."""
-    piece_bytes: int
-    """What is read at a time for each of them."""
 
 
 _FLAT: Final = ("hf", "peft", "safetensors")
@@ -162,10 +157,10 @@ def convert(
     """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
 
     The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
-    safetensors file, or a file of ``torch.save``. Tensors are streamed; for "torch", all are in memory, or mapped. The
-    call is not collective and needs no process group. Of a checkpoint of this package, every byte is verified before it
-    is used; the other formats have no checksums. ``target`` appears at once: if the call fails or the process is
-    killed, there is nothing at it, or what was there before.
+    safetensors file, or a file of ``torch.save``. A thread holds one tensor at a time; for "torch", all are in memory,
+    or mapped. The call is not collective and needs no process group. Of a checkpoint of this package, every byte is
+    verified before it is used; the other formats have no checksums. ``target`` appears at once: if the call fails or
+    the process is killed, there is nothing at it, or what was there before.
 
     Args:
         source: A file or directory, or its URL.
@@ -197,7 +192,8 @@ def convert(
             - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
             - ``threads``: how many read and write, each a file; default: one per core, at most 8.
             - ``host_cache_size``: memory for tensors that are being converted, bytes or a string; default: "256MiB".
-              Reading this package's format takes 64 MiB more.
+              Each 16 MiB of it are a thread's, which exceeds them for a tensor that is larger than 4 MiB. Reading this
+              package's format takes 64 MiB more.
 
     Raises:
         ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
@@ -248,7 +244,7 @@ def convert(
         selected = LightningFile(selected, checked.allow_objects)
     nbytes = selected.nbytes
     if isinstance(there, ObjectPath):
-        limits = checked.shard_bytes, checked.piece_bytes, checked.threads
+        limits = checked.shard_bytes, checked.threads
         files = write_to_store(selected, there, *limits, checked.overwrite, progress)
     else:
         with atomic_output(there, checked.overwrite) as path:
@@ -284,25 +280,26 @@ def _output(
     """``path`` is where ``target`` is written before it appears; a directory is there. ``small``: the files of the
     checkpoint that go with a model or an adapter.
     """
-    sizes = options.shard_bytes, options.piece_bytes
     if to == "peft":
         weights = path / "adapter_model.safetensors"
         finish = partial(write_small_file, path / ADAPTER_CONFIG, small[ADAPTER_CONFIG])
-        return Output([safetensors_unit(source, source.tensors, weights, sizes[1])], finish)
+        return Output([safetensors_unit(source, source.tensors, weights)], finish)
     if to == _TRAINER:
-        return trainer_output(source, path, *sizes, small, options.allow_objects)
+        return trainer_output(source, path, options.shard_bytes, small, options.allow_objects)
     if to == "hf":
         folder = options.config_from or (source.path if source.format == "Hugging Face" else None)
         if folder is None:
-            return hf_output(source, path, *sizes, small)
-        return hf_output(source, path, *sizes, companions_in(folder), repr(str(folder)))
+            return hf_output(source, path, options.shard_bytes, small)
+        return hf_output(
+            source, path, options.shard_bytes, companions_in(folder), repr(str(folder))
+        )
     if to == "safetensors":
-        return Output([safetensors_unit(source, source.tensors, path, sizes[1])])
+        return Output([safetensors_unit(source, source.tensors, path)])
     if to == "torch":
         return Output([partial(write_torch, source, path, options.allow_objects)])
     if to == "dcp":
-        return stock_output(source, path, *sizes)
-    return datastates_output(source, path, target.parent, *sizes)
+        return stock_output(source, path, options.shard_bytes)
+    return datastates_output(source, path, target.parent, options.shard_bytes)
 
 
 def _checked(options: ConvertOptions) -> _Options:
@@ -319,14 +316,13 @@ def _checked(options: ConvertOptions) -> _Options:
         if not is_directory(config_from):
             raise ConfigurationError(f"config_from={str(config_from)!r} is no directory")
     memory = parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY))
-    threads = min(thread_count(given.get("threads")), memory // _LEAST_BYTES_OF_A_THREAD)
+    threads = min(thread_count(given.get("threads")), memory // _BYTES_OF_A_THREAD)
     return _Options(
         selection,
         shard_bytes,
         config_from,
         **flags,
         threads=threads,
-        piece_bytes=min(_MOST_PIECE_BYTES, memory // (_COPIES * threads)),
     )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Box, Source, known_paths, shape_of, shards
+from dcp_datastates.conversion.source import Source, known_paths, shape_of
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -26,7 +26,7 @@ from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.reading import read
-from dcp_datastates.loading.regions import Shards
+from dcp_datastates.loading.regions import shards_of
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.planning.part_files import report_of
 from dcp_datastates.process.work import Progress, work
@@ -50,15 +50,11 @@ class DataStatesSource(Source):
         self.objects = dict.fromkeys(name for name in stored if name not in shapes)
         self.paths = known_paths(stored.table.catalog.mappings, stored)
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        found = Shards()
-        for number, (name, begins, sizes) in enumerate(wanted):
-            memory = torch.empty(sizes, dtype=self.tensors[name].dtype, device="cpu")
-            found.add(number, begins, sizes, memory)
-        names = [box.name for box in wanted]
-        self._restore(self._stored.into(names, found))
-        return found.memories
+        found = [torch.empty_like(self.tensors[name], device="cpu") for name in names]
+        self._restore(self._stored.into(names, shards_of(names, found)))
+        return found
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -70,9 +66,7 @@ class DataStatesSource(Source):
         return bytes(data)
 
 
-def datastates_output(
-    source: Source, folder: Path, beside: Path, shard_bytes: int, piece_bytes: int
-) -> Output:
+def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
     """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
@@ -90,14 +84,13 @@ def datastates_output(
         write_small_file(folder / local.METADATA_NAME, metadata)
         readme.write(folder)
 
-    return Output([partial(file.write, source, piece_bytes) for file in files], finish)
+    return Output([partial(file.write, source) for file in files], finish)
 
 
 def write_to_store(
     source: Source,
     target: ObjectPath,
     shard_bytes: int,
-    piece_bytes: int,
     threads: int,
     overwrite: bool,
     progress: Progress | None,
@@ -119,7 +112,7 @@ def write_to_store(
         overwrite=overwrite,
     )
     try:
-        units = [partial(file.write, source, piece_bytes) for file in files]
+        units = [partial(file.write, source) for file in files]
         work(units, source.nbytes, threads, progress)
     except BaseException:
         place.tidy_after_failure(save, 0, 1)
@@ -144,7 +137,7 @@ def _files(
     outputs: list[OutputFile] = []
     records: dict[str, FileRecord] = {}
     tensors, others = [], []  # the places of both: see Placement
-    for rank, names in enumerate(shards(source, shard_bytes)):
+    for rank, names in enumerate(source.groups(source.tensors, shard_bytes)):
         objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
         shapes = [(source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in names]
         items = [

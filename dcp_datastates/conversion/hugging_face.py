@@ -13,7 +13,6 @@ from typing import Any, Final
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.pickles import value_of
 from dcp_datastates.conversion.safetensors_files import shards_output
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
@@ -42,7 +41,7 @@ def small_files(source: Source) -> dict[str, bytes]:
     matches = filter(None, map(_FILE.fullmatch, source.objects))
     for match in sorted(matches, key=lambda match: int(match[1])):
         if match[2] not in found:
-            value = value_of(source, match[0], allow_objects=False)
+            value = source.value(match[0], allow_objects=False)
             if isinstance(value, bytes):
                 found[match[2]] = value
     return found
@@ -64,7 +63,6 @@ def hf_output(
     source: Source,
     folder: Path,
     shard_bytes: int,
-    piece_bytes: int,
     companions: Mapping[str, bytes],
     given: str = "the checkpoint",
 ) -> Output:
@@ -73,7 +71,7 @@ def hf_output(
     ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``given`` says where they
     come from. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
     """
-    weights = shards_output(source, folder, shard_bytes, piece_bytes)
+    weights = shards_output(source, folder, shard_bytes)
 
     def finish() -> None:
         weights.finish()

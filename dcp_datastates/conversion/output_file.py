@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import torch
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.conversion.source import Source, as_bytes, batches
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
@@ -44,11 +45,9 @@ class OutputFile:
     objects: Sequence[bytes] = ()
     table_offset: int | None = None
 
-    def write(self, source: Source, most: int, done: Done) -> None:
-        """Write the file with tensors of ``source``, of which at most ``most`` bytes are read at a time; its bytes are
-        durable when this returns.
-        """
-        pieces = self._content(source, most, done)
+    def write(self, source: Source, done: Done) -> None:
+        """Write the file with tensors of ``source``; its bytes are durable when this returns."""
+        pieces = self._content(source, done)
         if self.table_offset is not None:
             pieces = _with_checksums(pieces, self.table_offset)
         if isinstance(self.path, ObjectPath):
@@ -57,14 +56,21 @@ class OutputFile:
         with explained("writing", self.path, self.nbytes):
             operations.write_new_file(self.path, pieces, "convert")
 
-    def _content(self, source: Source, most: int, done: Done) -> Iterator[Buffer]:
+    def _content(self, source: Source, done: Done) -> Iterator[Buffer]:
         yield self.header
-        for batch in batches(source, self.names, most):
-            for tensor in source.read(batch):
-                data = as_bytes(tensor)
-                yield data
-                done(len(data))
+        for names in source.groups(self.names, PIECE_BYTES):
+            yield from _pieces(source.read(names), done)
         yield from self.objects
+
+
+def _pieces(tensors: list[torch.Tensor], done: Done) -> Iterator[Buffer]:
+    """The bytes of ``tensors``. A function of its own: when it ends, their memory is free for the next ones."""
+    for tensor in tensors:
+        data = as_bytes(tensor)
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            yield piece
+            done(len(piece))
 
 
 def _with_checksums(pieces: Iterator[Buffer], table_offset: int) -> Iterator[Buffer]:

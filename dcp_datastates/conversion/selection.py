@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.source import Box, Source, shape_of
+from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import (
     NO_NAMES,
@@ -17,7 +17,6 @@ from dcp_datastates.format.stored_names import (
     Rename,
     check_rename,
     renamed,
-    renamed_path,
 )
 
 _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
@@ -101,59 +100,6 @@ def optimizers_in(source: Source) -> list[str]:
     """The names of the optimizers whose states are in ``source``."""
     found = filter(None, map(_OPTIMIZER.match, source.names()))
     return list(dict.fromkeys(each[1] for each in found))
-
-
-class Selected(Source):
-    """Values of another source, under other names."""
-
-    def __init__(
-        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
-    ) -> None:
-        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are."""
-        self.path, self.format = source.path, source.format
-        self._source, self._old_of = source, old_of
-        self.tensors = {
-            name: _cast(source.tensors[old], dtype)
-            for name, old in old_of.items()
-            if old in source.tensors
-        }
-        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
-        self.paths = {
-            name: renamed_path(source.paths.get(old, (old,)), old, name)
-            for name, old in old_of.items()
-        }
-        casts = {
-            (source.tensors[old_of[name]].dtype, each.dtype) for name, each in self.tensors.items()
-        }
-        for before, after in casts:
-            if before != after:
-                _check_cast(before, after)
-
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        found = self._source.read([box._replace(name=self._old_of[box.name]) for box in wanted])
-        return [
-            each.to(self.tensors[box.name].dtype) for box, each in zip(wanted, found, strict=True)
-        ]
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        return self._source.object_bytes(self._old_of[name])
-
-
-def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None or not shaped.dtype.is_floating_point:
-        return shaped
-    return shape_of(dtype, shaped.shape)
-
-
-def _check_cast(old: torch.dtype, new: torch.dtype) -> None:
-    try:
-        torch.empty(1, dtype=new, device="cpu").copy_(torch.empty(1, dtype=old, device="cpu"))
-    except (RuntimeError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"dtype={new}: torch cannot convert {old} to it ({str(error).splitlines()[0]}); exclude such tensors"
-        ) from error
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:

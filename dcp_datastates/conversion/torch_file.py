@@ -12,9 +12,8 @@ from typing import IO, Any, Final
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from dcp_datastates.conversion.files import local_file, opened, stream_of
-from dcp_datastates.conversion.pickles import loaded, value_of
-from dcp_datastates.conversion.source import Box, Source, shape_of, shards
+from dcp_datastates.conversion.files import loaded, local_file
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, shape_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
@@ -29,9 +28,6 @@ from dcp_datastates.storage.object_path import Location
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
-
-_READ_BYTES: Final = 64 << 20
-"""What is read at a time of a state that goes to such a file, at least a tensor."""
 
 
 class TorchSource(Source):
@@ -75,9 +71,9 @@ class TorchSource(Source):
             if (kind := _no_plain_kind(values[name], name))
         }
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        return [box.of(self._values[box.name]) for box in wanted]
+        return [self._values[name] for name in names]
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -100,8 +96,7 @@ def is_torch_file(first: bytes) -> bool:
 
 def _load(path: Location, allow_objects: bool) -> Any:
     with local_file(path) as file:
-        with opened(file) as there:
-            stream = stream_of(there)
+        with explained("reading", path), file.open("rb") as stream:
             is_archive = stream.read(4) == _ZIP
             if is_archive:
                 _check_archive(stream, path)
@@ -167,9 +162,9 @@ def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -
     ``allow_objects``.
     """
     values: dict[str, Any] = {}
-    for names in shards(source, _READ_BYTES):
-        values |= zip(names, map(own, source.whole(names)), strict=True)
-    values |= {name: value_of(source, name, allow_objects) for name in source.objects}
+    for names in source.groups(source.tensors, PIECE_BYTES):
+        values |= zip(names, map(own, source.read(names)), strict=True)
+    values |= {name: source.value(name, allow_objects) for name in source.objects}
     state = source.nested(values)
     with explained("writing", target, source.nbytes), target.open("xb") as file:
         save_to(state, _Counted(file, source.nbytes, done))

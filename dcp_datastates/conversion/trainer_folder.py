@@ -15,8 +15,7 @@ from typing import Any, Final
 from dcp_datastates.checkpoints.inventory import names_at
 from dcp_datastates.conversion.hugging_face import hf_output
 from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.structure import packed_optimizer
@@ -40,7 +39,6 @@ def trainer_output(
     source: Source,
     folder: Path,
     shard_bytes: int,
-    piece_bytes: int,
     files: Mapping[str, bytes],
     allow_objects: bool,
 ) -> Output:
@@ -52,7 +50,7 @@ def trainer_output(
     """
     names = [name for name in source.tensors if not is_under(name, frozenset({OPTIMIZER}))]
     weights = Selected(source, dict(zip(names, names, strict=True)))
-    model = hf_output(weights, folder, shard_bytes, piece_bytes, files)
+    model = hf_output(weights, folder, shard_bytes, files)
     path = folder / "optimizer.pt"
     optimizer = partial(write_torch, _Optimizer(source), path, allow_objects)
 

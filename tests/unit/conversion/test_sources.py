@@ -166,7 +166,6 @@ def test_stock_metadata_that_are_malformed(change, tmp_path):
 
 
 def test_stock_chunks_of_columns_are_read_once(tmp_path, monkeypatch):
-    """The tensor is converted in several pieces, each with rows of both chunks."""
     whole = filled((3000, 1000), torch.float32)
     save_stock({"a": whole[:, :300].clone(), "b": whole[:, 300:].clone()}, tmp_path / "in")
     path = tmp_path / "in" / ".metadata"
