@@ -10,7 +10,7 @@ from typing import Any
 
 from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.conversion.compare import Comparison, diff
-from dcp_datastates.conversion.convert import ConvertOptions, convert
+from dcp_datastates.conversion.convert import convert
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.storage.object_path import locate
@@ -20,13 +20,11 @@ from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 def run_convert(options: argparse.Namespace) -> int:
     """Convert ``options.source`` to ``options.target``; returns the exit status."""
     options.rename = _prefixes(options.rename)
-    given: dict[str, Any] = {
-        name: value
-        for name in ConvertOptions.__annotations__
-        if (value := getattr(options, name)) is not None
-    }
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("command", "source", "target", "quiet", "json"):
+        del given[name]
     with progress_bar("converting", locate(options.source).name, options.quiet) as progress:
-        done = convert(options.source, options.target, options.to, progress=progress, **given)
+        done = convert(options.source, options.target, progress=progress, **given)
     if options.json:
         print_json(dataclasses.asdict(done))
     elif not options.quiet:

@@ -8,9 +8,13 @@ file under the names of the modules that they stand for. The rest of the model i
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.conversion.files import read_whole
+from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.safetensors_files import safetensors_unit
 from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.stored_names import is_under
@@ -53,7 +57,17 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
     return Selected(source, stored)
 
 
-def adapter_config(source: Source, given: Location | None) -> bytes:
+def adapter_output(source: Source, adapter: Source, folder: Path, given: Location | None) -> Output:
+    """The files of ``adapter``, which :func:`adapter_of` has found in ``source``.
+
+    Raises :class:`ConfigurationError` without a configuration: see :func:`_config`.
+    """
+    config = _config(source, given)
+    weights = safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")
+    return Output([weights], partial(write_small_file, folder / ADAPTER_CONFIG, config))
+
+
+def _config(source: Source, given: Location | None) -> bytes:
     """The contents of ``adapter_config.json``: from the folder ``given``, or the one that the checkpoint has.
 
     Raises :class:`ConfigurationError` if there is none.

@@ -147,7 +147,7 @@ def diff(
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
-    one, other = select(opened, selection), select(other, Selection.checked())
+    one, other = select(opened, selection), select(other, Selection())
     names = list(dict.fromkeys(chain(one.names(), other.names())))
     if wanted is not None:
         names = wanted.choose(names)

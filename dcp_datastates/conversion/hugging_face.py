@@ -33,24 +33,27 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
 
 
-def small_files(source: Source) -> dict[str, bytes]:
-    """The files that a checkpoint of the Trainer has beside its tensors, by their relative paths; none of another. Of
-    several ranks' files of one name, this is the first rank's.
+def companions_of(source: Source, folder: Location | None) -> tuple[dict[str, bytes], str]:
+    """The files that go with a model, by their relative paths, and what describes it, in words: the configuration and
+    tokenizer files in ``folder``, or beside the weights in a Hugging Face folder; or what the Trainer has saved beside
+    its tensors. Of several ranks' files of one name, this is the first rank's.
     """
-    found: dict[str, bytes] = {}
+    if folder is None and source.format == "Hugging Face":
+        folder = source.path
+    if folder is not None:
+        names = [name for name in sorted(names_at(folder)) if _is_companion(name)]
+        found = {
+            name: read_whole(folder / name) for name in names if not is_directory(folder / name)
+        }
+        return found, repr(str(folder))
+    found = {}
     matches = filter(None, map(_FILE.fullmatch, source.objects))
     for match in sorted(matches, key=lambda match: int(match[1])):
         if match[2] not in found:
             value = source.value(match[0], allow_objects=False)
             if isinstance(value, bytes):
                 found[match[2]] = value
-    return found
-
-
-def companions_in(folder: Location) -> dict[str, bytes]:
-    """The configuration and tokenizer files in a folder of a model."""
-    names = filter(_is_companion, sorted(names_at(folder)))
-    return {name: read_whole(folder / name) for name in names if not is_directory(folder / name)}
+    return found, "the checkpoint"
 
 
 def _is_companion(name: str) -> bool:
@@ -64,12 +67,12 @@ def hf_output(
     folder: Path,
     shard_bytes: int,
     companions: Mapping[str, bytes],
-    given: str = "the checkpoint",
+    described: str = "the checkpoint",
 ) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
-    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``given`` says where they
-    come from. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
+    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``described`` says by
+    what they are. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
     """
     weights = shards_output(source, folder, shard_bytes)
 
@@ -78,7 +81,7 @@ def hf_output(
         for name in filter(_is_companion, companions):
             write_small_file(folder / name, companions[name])
         if _CONFIG in names_at(folder):
-            _check_opens(folder, given)
+            _check_opens(folder, described)
         else:
             logger.warning(
                 "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
