@@ -15,19 +15,24 @@ import torch
 
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import parse_flag, parse_host_cache_size, parse_size
-from dcp_datastates.conversion.adapters import adapter_of, adapter_output
 from dcp_datastates.conversion.datastates import datastates_output, write_to_store
-from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.hugging_face import TRAINER_STATE, companions_of, hf_output
+from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
+from dcp_datastates.conversion.hugging_face import (
+    OPTIMIZER,
+    TRAINER_STATE,
+    adapter_of,
+    adapter_output,
+    companions_of,
+    hf_output,
+    trainer_output,
+    trainer_source,
+)
 from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
-from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.output_file import Output
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import Selection, optimizers_in, select
+from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
 from dcp_datastates.conversion.source import PIECE_BYTES, Source
 from dcp_datastates.conversion.stock import stock_output
 from dcp_datastates.conversion.torch_file import write_torch
-from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
-from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.source import Source, known_paths, shape_of
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,

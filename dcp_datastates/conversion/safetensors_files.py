@@ -16,8 +16,8 @@ import torch
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import names_at
+from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.files import fill, opened, part_of, read_whole
-from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.source import Source, as_bytes, shape_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
-from dcp_datastates.conversion.output_file import Output, write_small_file
 from dcp_datastates.conversion.source import Source, known_paths, shape_of
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError

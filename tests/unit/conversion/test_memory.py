@@ -11,7 +11,7 @@ from support.tiers import sampled
 
 import dcp_datastates
 from dcp_datastates import convert, diff
-from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.selection import open_source
 from dcp_datastates.format.layout import SAFETENSORS_NAME
 
 MIB = 1 << 20
