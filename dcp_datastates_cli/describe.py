@@ -7,19 +7,16 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, print_json, say
+from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, answer
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
     found = describe(options.path)
     unjudged = isinstance(found, Directory) and any(each.unjudged for each in found.checkpoints)
-    status = DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
-    if options.json:
-        print_json(_document(found, options.tensors))
-        return status
-    say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
-    return status
+    text = found.text(None if options.tensors or isinstance(found, Directory) else 0)
+    answer(options, _document(found, options.tensors), text)
+    return DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
 
 
 def _is_damaged(found: Checkpoint | Directory) -> bool:
