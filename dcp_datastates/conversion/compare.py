@@ -143,7 +143,7 @@ def diff(
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)
-    selection = Selection.checked(rename=rename)
+    selection = Selection(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
     one, other = select(opened, selection), select(other, Selection())

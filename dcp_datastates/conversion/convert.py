@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
+from typing_extensions import Never
 
 from dcp_datastates.checkpoints.inventory import is_directory
-from dcp_datastates.config import parse_flag, parse_host_cache_size, parse_size
+from dcp_datastates.config import check_names, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.datastates import datastates_output, write_to_store
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
@@ -27,7 +28,7 @@ from dcp_datastates.conversion.hugging_face import (
     trainer_output,
     trainer_source,
 )
-from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
+from dcp_datastates.conversion.lightning_file import is_of_lightning, lightning_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
 from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
 from dcp_datastates.conversion.source import PIECE_BYTES, Source
@@ -105,6 +106,7 @@ def convert(
     threads: int | None = None,
     host_cache_size: int | str = "256MiB",
     progress: Progress | None = None,
+    **misspelled: Never,
 ) -> Conversion:
     """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
 
@@ -158,9 +160,10 @@ def convert(
         StorageError: the system refused to read or to write.
     """
     enter("convert()")
+    check_names("convert()", misspelled, convert.__annotations__)
     began = time.monotonic()
     given, there = locate(source), locate(target)
-    selection = Selection.checked(only, exclude, part, rename, dtype)
+    selection = Selection(only, exclude, part, rename, dtype)
     parse_flag("strict", strict)
     parse_flag("overwrite", overwrite)
     parse_flag("allow_objects", allow_objects)
@@ -207,8 +210,9 @@ def convert(
             skipped = _without_objects(chosen, strict)
         else:
             _check_nesting(chosen)
+    nest: Callable[[dict[str, Any]], dict[str, Any]] = chosen.nested
     if to == "torch" and is_of_lightning(chosen):
-        chosen = LightningFile(chosen, allow_objects)
+        chosen, nest = lightning_file(chosen, allow_objects)
     if isinstance(there, ObjectPath):
         files = write_to_store(chosen, there, shard_bytes, threads, overwrite, progress)
     else:
@@ -219,7 +223,7 @@ def convert(
             "peft": lambda path: adapter_output(opened, chosen, path, folder),
             "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
             "dcp": lambda path: stock_output(chosen, path, shard_bytes),
-            "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects)]),
+            "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
         }
         with atomic_output(there, overwrite) as path:
             if to not in _FILES:

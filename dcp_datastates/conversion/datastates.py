@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
@@ -21,14 +21,14 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_table import Catalog, FileRecord, MetadataTable, Note, Placement
-from dcp_datastates.format.ragged import Ints
+from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.regions import shards_of
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.planning.part_files import report_of
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
@@ -52,7 +52,7 @@ class DataStatesSource(Source):
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        found = [torch.empty_like(self.tensors[name], device="cpu") for name in names]
+        found = list(map(self.memory_for, names))
         self._restore(self._stored.into(names, shards_of(names, found)))
         return found
 
@@ -128,6 +128,7 @@ def write_to_store(
     return len(files)
 
 
+@collection_paused()
 def _files(
     source: Source, folder: Location, claim: Claim, shard_bytes: int
 ) -> tuple[list[OutputFile], bytes]:
@@ -136,61 +137,30 @@ def _files(
     """
     outputs: list[OutputFile] = []
     records: dict[str, FileRecord] = {}
-    tensors, others = [], []  # the places of both: see Placement
+    places: dict[MetadataIndex, _StorageInfo] = {}
     for rank, names in enumerate(source.groups(source.tensors, shard_bytes)):
         objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
-        shapes = [(source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in names]
         items = [
-            LayoutItem(name, dtype, shape, (0,) * len(shape))
-            for name, (dtype, shape) in zip(names, shapes, strict=True)
+            LayoutItem(name, each.dtype, each.shape, (0,) * each.ndim)
+            for name, each in ((name, source.tensors[name]) for name in names)
         ]
         items += [LayoutItem(name, None) for name in objects]
         try:
-            layouts = lay_out(items, rank)
+            layouts = lay_out(items, rank)  # one, or none without values
         except ValueError as error:
             raise ConfigurationError(f"this cannot be stored: {error}") from error
-        sealed = [layout.seal(list(map(len, objects.values()))) for layout in layouts]
-        report = report_of(layouts, sealed, len(items))
-        places = np.stack([report.numbers + len(records), report.offsets, report.lengths])
-        tensors.append(places[:, : len(names)])
-        others.append(places[:, len(names) :])
-        for layout, file in zip(layouts, sealed, strict=True):
+        for layout in layouts:
+            file = layout.seal(list(map(len, objects.values())))
             path = f"{claim.attempt.name}/{layout.name}"
             records[path] = FileRecord(path, file.nbytes, file.table_offset)
-            outputs.append(
-                OutputFile(
-                    folder / path,
-                    file.nbytes,
-                    file.header,
-                    [items[entry.item].fqn for entry in layout.tensors],
-                    list(objects.values()),
-                    file.table_offset,
-                )
-            )
-    placement = Placement(tuple(records), *np.concatenate([*tensors, *others], axis=1))
+            ordered = [names[entry.item] for entry in layout.tensors]
+            for name, entry in zip(ordered, layout.tensors, strict=True):
+                places[source.index_of(name)] = _StorageInfo(path, entry.offset, entry.nbytes)
+            spans = zip(file.object_offsets, file.object_sizes, strict=True)
+            for name, (offset, nbytes) in zip(objects, spans, strict=True):
+                places[source.index_of(name)] = _StorageInfo(path, offset, nbytes)
+            content = ordered, list(objects.values()), file.table_offset
+            outputs.append(OutputFile(folder / path, file.nbytes, file.header, *content))
+    metadata = source.metadata(places, StorageMeta(save_id=claim.attempt.name))
     note = Note(claim.attempt, records, claim.after, {}, time.time(), None)
-    meta = StorageMeta(save_id=claim.attempt.name)
-    return outputs, encode(MetadataTable(_catalog(source), placement, note, meta))
-
-
-def _catalog(source: Source) -> Catalog:
-    """The values of ``source``, each tensor as one chunk."""
-    shaped, objects = list(source.tensors.values()), [0] * len(source.objects)
-    dtypes = dict.fromkeys(each.dtype for each in shaped)
-    numbers = {dtype: number for number, dtype in enumerate(dtypes)}
-
-    def column(values: list[int]) -> Ints:
-        return np.array(values, np.int64)
-
-    shapes = column([length for each in shaped for length in each.shape])
-    return Catalog(
-        names=tuple(source.names()),
-        table=tuple(TensorProperties(dtype=dtype) for dtype in dtypes),
-        properties=column([numbers[each.dtype] for each in shaped] + [-1 for _ in objects]),
-        ndims=column([each.ndim for each in shaped] + objects),
-        shapes=shapes,
-        counts=column([1 for _ in shaped] + objects),
-        offsets=np.zeros_like(shapes),
-        sizes=shapes,
-        mappings=source.all_paths(),
-    )
+    return outputs, encode(table_of(metadata, note))

@@ -187,11 +187,15 @@ def trainer_output(
         source: What :func:`trainer_source` gives.
         files: The small files of all ranks.
     """
-    names = [name for name in source.tensors if not is_under(name, frozenset({OPTIMIZER}))]
-    weights = Selected(source, dict(zip(names, names, strict=True)))
+    below = frozenset({OPTIMIZER})
+    weights = Selected(source, {n: n for n in source.tensors if not is_under(n, below)})
     model = hf_output(weights, folder, shard_bytes, files)
-    path = folder / "optimizer.pt"
-    optimizer = partial(write_torch, _Optimizer(source), path, allow_objects)
+    state = Selected(source, {n: n for n in source.names() if is_under(n, below)})
+
+    def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+        return packed_optimizer(state.nested(values)[OPTIMIZER])
+
+    optimizer = partial(write_torch, state, folder / "optimizer.pt", allow_objects, nest)
 
     def finish() -> None:
         model.finish()
@@ -201,18 +205,6 @@ def trainer_output(
             write_small_file(path, files[name])
 
     return Output([*model.units, optimizer], finish)
-
-
-class _Optimizer(Selected):
-    """The optimizer in ``source``, as its ``state_dict()`` gave it."""
-
-    def __init__(self, source: Source) -> None:
-        below = frozenset({OPTIMIZER})
-        super().__init__(source, {name: name for name in source.names() if is_under(name, below)})
-
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return packed_optimizer(super().nested(values)[OPTIMIZER])
 
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -8,7 +8,7 @@ In a checkpoint of this package lie the model under ``state_dict``, optimizers b
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dcp_datastates.conversion.files import loaded
@@ -62,21 +62,19 @@ def is_of_lightning(source: Source) -> bool:
     return _FILE in source.objects
 
 
-class LightningFile(Selected):
-    """What Lightning has saved: the values of ``source``, which lie where they lie in Lightning's file."""
-
-    def __init__(self, source: Source, allow_objects: bool) -> None:
-        # What else is not Lightning's own is left out when all is nested.
-        given = [*source.names(), *source.empty_dicts()]
-        ranks = frozenset({"files"})
-        super().__init__(source, {name: name for name in given if not is_under(name, ranks)})
-        data = io.BytesIO(source.value(_FILE, allow_objects))
-        self._meta = loaded(data, f"{source.path}: {META}", allow_objects)
-        self.paths = {name: _path_in_model(name, path) for name, path in self.paths.items()}
-
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return lightning_checkpoint(super().nested(values), self._meta)
+def lightning_file(
+    source: Source, allow_objects: bool
+) -> tuple[Source, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+    """What Lightning has saved, and how its values are nested in Lightning's file."""
+    # What else is not Lightning's own is left out when all is nested.
+    given = [*source.names(), *source.empty_dicts()]
+    own = Selected(
+        source, {name: name for name in given if not is_under(name, frozenset({"files"}))}
+    )
+    own.paths = {name: _path_in_model(name, path) for name, path in own.paths.items()}
+    data = io.BytesIO(source.value(_FILE, allow_objects))
+    meta = loaded(data, f"{source.path}: {META}", allow_objects)
+    return own, lambda values: lightning_checkpoint(own.nested(values), meta)
 
 
 def _path_in_model(name: str, path: KeyPath) -> KeyPath:

@@ -86,7 +86,7 @@ class SafetensorsSource(Source):
         for file, group in itertools.groupby(names, lambda name: self._places[name][0]):
             with opened(file) as there:
                 for name in group:
-                    into = torch.empty_like(self.tensors[name], device="cpu")
+                    into = self.memory_for(name)
                     begin = self._places[name][1]
                     if fill(there, begin, as_bytes(into)) < into.nbytes:
                         raise CheckpointCorruptError(

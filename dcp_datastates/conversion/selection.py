@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +29,12 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
 )
 from dcp_datastates.format.stored_names import (
-    NO_NAMES,
     NamePatterns,
     Rename,
     check_rename,
     renamed,
 )
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
@@ -45,15 +44,30 @@ _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-@dataclass(frozen=True)
 class Selection:
     """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
 
-    only: NamePatterns | None = None
-    exclude: NamePatterns = NO_NAMES
-    part: str | None = None
-    rename: Rename | None = None
-    dtype: torch.dtype | None = None
+    def __init__(
+        self,
+        only: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        part: str | None = None,
+        rename: Rename | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
+        if part is not None and (not isinstance(part, str) or not part):
+            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+        if part is not None and only is not None:
+            raise ConfigurationError(
+                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
+            )
+        check_rename(rename)
+        self.only = None if only is None else NamePatterns("only", only)
+        self.exclude = NamePatterns("exclude", exclude)
+        self.part = None if part is None else NamePatterns("part", part)
+        self.rename = rename
+        self.dtype = _dtype(dtype)
 
     @property
     def chooses(self) -> bool:
@@ -65,30 +79,6 @@ class Selection:
         """Whether all values are taken, as they are."""
         return not (self.chooses or self.exclude or self.rename or self.dtype)
 
-    @staticmethod
-    def checked(
-        only: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        part: str | None = None,
-        rename: Rename | None = None,
-        dtype: str | torch.dtype | None = None,
-    ) -> Selection:
-        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
-        if part is not None and (not isinstance(part, str) or not part):
-            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
-        if part is not None and only is not None:
-            raise ConfigurationError(
-                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
-            )
-        check_rename(rename)
-        return Selection(
-            None if only is None else NamePatterns("only", only),
-            NamePatterns("exclude", exclude),
-            part,
-            rename,
-            _dtype(dtype),
-        )
-
 
 def select(source: Source, selection: Selection) -> Source:
     """The values that ``selection`` takes from ``source``.
@@ -98,11 +88,9 @@ def select(source: Source, selection: Selection) -> Source:
     :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
     taken = names = [*source.names(), *source.empty_dicts()]
-    part = None if selection.part is None else NamePatterns("part", selection.part)
-    if part is not None:
-        taken = part.choose(names)
-    elif selection.only is not None:
-        taken = selection.only.choose(names)
+    wanted = selection.part or selection.only
+    if wanted is not None:
+        taken = wanted.choose(names)
     left_out = set(selection.exclude.choose(taken))
     taken = [name for name in taken if name not in left_out]
     if names and not taken:
@@ -112,7 +100,7 @@ def select(source: Source, selection: Selection) -> Source:
     for name in taken:
         if name in source.refusals:
             raise source.refusals[name]
-    old_of = renamed(taken, selection.rename, part=part, all_used=True)
+    old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
     return Selected(source, old_of, selection.dtype)
 
 
@@ -136,6 +124,7 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
+@collection_paused()
 def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
     """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
     file or a file of ``torch.save``.

@@ -6,17 +6,31 @@ So memory depends on the largest tensor, not on the checkpoint.
 from __future__ import annotations
 
 import abc
+import errno
 import io
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_datastates.conversion.files import loaded
-from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, nested, with_types
+from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.text import size
 
 PIECE_BYTES: Final = 4 << 20
 """What is read of small tensors at a time."""
@@ -63,6 +77,15 @@ class Source(abc.ABC):
         Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
 
+    def memory_for(self, name: str) -> torch.Tensor:
+        """Memory for a tensor, on the host. Raises :class:`StorageError` if there is not enough."""
+        try:
+            return torch.empty_like(self.tensors[name], device="cpu")
+        except RuntimeError as error:
+            nbytes = size(self.tensors[name].nbytes)
+            text = f"there is no memory for {name!r}, which has {nbytes}"
+            raise StorageError(errno.ENOMEM, text, str(self.path)) from error
+
     @abc.abstractmethod
     def object_bytes(self, name: str) -> bytes:
         """An object, as ``torch.save`` has written it."""
@@ -76,19 +99,39 @@ class Source(abc.ABC):
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
 
+    def index_of(self, name: str) -> MetadataIndex:
+        """How DCP calls a tensor, of which there is one chunk, or an object."""
+        shaped = self.tensors.get(name)
+        return MetadataIndex(name, None if shaped is None else torch.Size([0] * shaped.ndim))
+
+    def metadata(
+        self, places: dict[MetadataIndex, _StorageInfo], storage_meta: StorageMeta
+    ) -> Metadata:
+        """What DCP says of the state. Each tensor is one chunk."""
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype),
+                each.shape,
+                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
+            )
+            for name, each in self.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in self.objects)
+        return Metadata(entries, self.all_paths(), places, storage_meta, DCP_VERSION)
+
     def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
         """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
         least one group, which may be empty.
         """
         found: list[list[str]] = [[]]
-        size = 0
+        taken = 0
         for name in names:
             nbytes = self.tensors[name].nbytes
-            if size and size + nbytes > most:
+            if taken and taken + nbytes > most:
                 found.append([])
-                size = 0
+                taken = 0
             found[-1].append(name)
-            size += nbytes
+            taken += nbytes
         return found
 
 

@@ -22,13 +22,10 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -38,7 +35,6 @@ from dcp_datastates.conversion.source import Source, known_paths, shape_of
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_check import check_covered, validate
 from dcp_datastates.format.metadata_objects import catalog_of
 from dcp_datastates.io.unpickling import BoundedUnpickler, unsafe
@@ -76,7 +72,7 @@ class StockSource(Source):
             self.objects = dict.fromkeys(name for name in self._entries if name not in self.tensors)
             self.paths = known_paths(metadata.planner_data, self._entries)
             wrong = validate(catalog_of(metadata), filled=False)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
@@ -94,7 +90,7 @@ class StockSource(Source):
         chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
         if len(chunks) == 1:
             return self._chunk(name, chunks[0])
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        whole = self.memory_for(name)
         for chunk in chunks:
             part = narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes)
             part.copy_(self._chunk(name, chunk))
@@ -203,34 +199,25 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
         path = folder / f"__{number}_0.distcp"
         with local.explained("writing", path, source.nbytes), path.open("xb") as stream:
 
-            def place(index: MetadataIndex, begin: int) -> None:
-                places[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
+            def place(name: str, begin: int) -> None:
+                nbytes = stream.tell() - begin
+                places[source.index_of(name)] = _StorageInfo(path.name, begin, nbytes)
 
             for name in () if number else source.objects:
                 begin = stream.tell()
                 stream.write(source.object_bytes(name))
-                place(MetadataIndex(name), begin)
+                place(name, begin)
             for name in names:
                 begin = stream.tell()
                 save_to(own(source.read([name])[0]), stream)
-                shaped = source.tensors[name]
-                place(MetadataIndex(name, torch.Size([0] * shaped.ndim)), begin)
-                done(shaped.nbytes)
+                place(name, begin)
+                done(source.tensors[name].nbytes)
             stream.flush()
             os.fsync(stream.fileno())
 
     def finish() -> None:
-        entries: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype),
-                each.shape,
-                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
-            )
-            for name, each in source.tensors.items()
-        }
-        entries.update((name, BytesStorageMetadata()) for name in source.objects)
-        paths = dict(as_dcp_has_them(source.all_paths()))
-        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
+        metadata = source.metadata(places, StorageMeta())
+        metadata.planner_data = dict(as_dcp_has_them(metadata.planner_data))
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 
     parts = enumerate(source.groups(source.tensors, shard_bytes))

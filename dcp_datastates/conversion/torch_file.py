@@ -154,9 +154,14 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple)) and any(map(_has_tensors, inner))
 
 
-def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -> None:
-    """Write one file with all tensors and objects, nested as the state was. The state is in memory, but for mapped
-    tensors.
+def write_torch(
+    source: Source,
+    target: Path,
+    allow_objects: bool,
+    nest: Callable[[dict[str, Any]], dict[str, Any]],
+    done: Done,
+) -> None:
+    """Write one file with all tensors and objects, nested by ``nest``. The state is in memory, but for mapped tensors.
 
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
     ``allow_objects``.
@@ -165,7 +170,7 @@ def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -
     for names in source.groups(source.tensors, PIECE_BYTES):
         values |= zip(names, map(own, source.read(names)), strict=True)
     values |= {name: source.value(name, allow_objects) for name in source.objects}
-    state = source.nested(values)
+    state = nest(values)
     with explained("writing", target, source.nbytes), target.open("xb") as file:
         save_to(state, _Counted(file, source.nbytes, done))
         os.fsync(file.fileno())

@@ -76,6 +76,8 @@ def test_names(options, names, source, tmp_path):
         ({"host_cache_size": "1MiB"}, ConfigurationError, "host_cache_size"),
         ({"strict": 1}, ConfigurationError, "strict=1"),
         ({"config_from": "."}, ConfigurationError, "only for to='hf'"),
+        ({"shards": 3}, ConfigurationError, "no option 'shards'"),
+        ({"exclud": "x"}, ConfigurationError, "no option 'exclud'; did you mean 'exclude'"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(options, kind, words, source, tmp_path):
