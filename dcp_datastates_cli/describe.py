@@ -7,15 +7,17 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, answer
+from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, print_json, say
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
     found = describe(options.path)
     unjudged = isinstance(found, Directory) and any(each.unjudged for each in found.checkpoints)
-    text = found.text(None if options.tensors or isinstance(found, Directory) else 0)
-    answer(options, _document(found, options.tensors), text)
+    if options.json:  # of many tensors, each takes a while
+        print_json(_document(found, options.tensors))
+    else:
+        say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
     return DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
 
 

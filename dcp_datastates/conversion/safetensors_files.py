@@ -65,8 +65,6 @@ class SafetensorsSource(Source):
             for entry in header.entries:
                 if only is not None and only.get(entry.name) != file:
                     continue
-                if entry.name in shapes:
-                    raise CheckpointCorruptError(f"{entry.name!r} is in several files of {path}")
                 if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
                     raise IncompatibleStateError(
                         f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"

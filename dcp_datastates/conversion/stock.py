@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
-from dcp_datastates.conversion.source import Source, known_paths, shape_of
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, known_paths, shape_of
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
@@ -203,15 +203,19 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
                 nbytes = stream.tell() - begin
                 places[source.index_of(name)] = _StorageInfo(path.name, begin, nbytes)
 
+            def save(group: list[str], tensors: list[torch.Tensor]) -> None:  # then frees them
+                for name, tensor in zip(group, tensors, strict=True):
+                    begin = stream.tell()
+                    save_to(own(tensor), stream)
+                    place(name, begin)
+                    done(tensor.nbytes)
+
             for name in () if number else source.objects:
                 begin = stream.tell()
                 stream.write(source.object_bytes(name))
                 place(name, begin)
-            for name in names:
-                begin = stream.tell()
-                save_to(own(source.read([name])[0]), stream)
-                place(name, begin)
-                done(source.tensors[name].nbytes)
+            for group in source.groups(names, PIECE_BYTES):
+                save(group, source.read(group))
             stream.flush()
             os.fsync(stream.fileno())
 
