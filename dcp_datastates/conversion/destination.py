@@ -46,22 +46,22 @@ def check_destination(
 
     Moves back what a killed conversion has moved away from ``target``.
     """
-    if isinstance(target, ObjectPath):
-        _check_prefix(source, target, overwrite)
-        return
-    if (old := local.moved_away(target)) is not None:
+    if isinstance(target, Path) and (old := local.moved_away(target)) is not None:
         logger.warning(
             "a conversion to %s was killed; moving the former one back from %s", target, old
         )
         with local.explained("moving back", old):
             operations.rename(old, target, "convert")
-    real, real_source = Path(os.path.realpath(target)), resolved(source)
-    if isinstance(real_source, Path) and (
-        real == real_source
-        or real in real_source.parents
-        or (real_source in real.parents and presence.is_there(target))
-    ):
-        raise _overlap(target)
+    real, real_source = resolved(target), resolved(source)
+    is_above = f"{real_source}/".startswith(f"{real}/")
+    is_below = f"{real}/".startswith(f"{real_source}/")
+    if is_above or (is_below and (isinstance(target, ObjectPath) or presence.is_there(target))):
+        raise ConfigurationError(
+            f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
+        )
+    if isinstance(target, ObjectPath):
+        _check_prefix(target, overwrite)
+        return
     if presence.is_link(target):
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
@@ -85,12 +85,8 @@ def check_destination(
         )
 
 
-def _check_prefix(source: Location, target: ObjectPath, overwrite: bool) -> None:
+def _check_prefix(target: ObjectPath, overwrite: bool) -> None:
     check_prefix(target)
-    if isinstance(source, ObjectPath) and (
-        f"{source}/".startswith(f"{target}/") or f"{target}/".startswith(f"{source}/")
-    ):
-        raise _overlap(target)
     names = names_at(target)
     if is_committed(target):
         if not overwrite:
@@ -100,12 +96,6 @@ def _check_prefix(source: Location, target: ObjectPath, overwrite: bool) -> None
         raise ConfigurationError(
             f"there are other objects below {str(target)!r}, such as {names[0]!r}; choose another prefix"
         )
-
-
-def _overlap(target: Location) -> ConfigurationError:
-    return ConfigurationError(
-        f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
-    )
 
 
 def _check_replaceable(there: Location, target: Location) -> None:
