@@ -109,6 +109,10 @@ class StockSource(Source):
             raise CheckpointCorruptError(
                 f"{said} is {kind}, and the metadata say {dtype} {tuple(sizes)}"
             )
+        if found.nbytes > len(stored):  # all of whose elements are one
+            raise CheckpointCorruptError(
+                f"{said} has {found.nbytes} bytes, of which {len(stored)} are stored"
+            )
         return found
 
     def object_bytes(self, name: str) -> bytes:

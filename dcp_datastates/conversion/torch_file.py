@@ -29,6 +29,9 @@ from dcp_datastates.storage.object_path import Location
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
 
+_MOST_EXPANDED: Final = 128 << 20
+"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
+
 
 class TorchSource(Source):
     """A file of ``torch.save``: a dict of tensors and objects, nested to any depth."""
@@ -135,6 +138,8 @@ def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
             f"a view with conjugate or negative values; {way_out} tensor.resolve_conj().resolve_neg() before "
             f"torch.save stores it"
         )
+    if tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
+        return f"a view of far fewer elements than it has; {way_out} contiguous() before torch.save stores it"
     return ""
 
 

@@ -202,6 +202,22 @@ def test_stock_metadata_of_more_than_there_is_memory_for(tmp_path):
     _refused(_stock_with(change, tmp_path), StorageError, "no memory for 'b'", tmp_path)
 
 
+def test_a_stock_chunk_that_is_larger_than_its_bytes(tmp_path):
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(1).expand(1 << 50), buffer)
+
+    def change(metadata):
+        entry, (info, *_) = metadata.state_dict_metadata["b"], metadata.storage_data.values()
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 50])
+        for each in metadata.storage_data.values():
+            vars(each).update(offset=0, length=len(buffer.getvalue()))
+        (tmp_path / "in" / info.relative_path).write_bytes(buffer.getvalue())
+
+    _refused(
+        _stock_with(change, tmp_path), CheckpointCorruptError, "are stored", tmp_path, only="b"
+    )
+
+
 def test_stock_chunks_of_columns_are_read_once(tmp_path, monkeypatch):
     whole = filled((3000, 1000), torch.float32)
     save_stock({"a": whole[:, :300].clone(), "b": whole[:, 300:].clone()}, tmp_path / "in")
@@ -283,8 +299,9 @@ def test_a_whole_torch_file_is_not_called_damaged(make, kind, words, tmp_path):
         torch.ones(3, dtype=torch.complex64).conj(),
         torch.ones(3, dtype=torch.complex64).conj().imag,
         torch.ones(3).to_sparse(),
+        torch.zeros(1).expand(1 << 50),
     ],
-    ids=["conj", "neg", "sparse"],
+    ids=["conj", "neg", "sparse", "expanded"],
 )
 def test_a_tensor_that_cannot_be_converted_can_be_excluded(value, tmp_path):
     torch.save({"a": torch.arange(3.0), "b": value}, tmp_path / "in")
