@@ -224,7 +224,7 @@ def _compare_tensors(
         for pieces in zip(
             *(torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (a, b)), strict=True
         ):
-            apart.add(*pieces)
+            apart.add(*(piece.contiguous() for piece in pieces))
         if a.dtype != b.dtype or apart.differing:
             found.append(
                 Difference(
