@@ -1,54 +1,32 @@
-"""Running a command: which function it is, what is logged meanwhile, and what an error means."""
+"""Running a command: what is logged meanwhile, and what an error means."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterator
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
-from dcp_datastates_cli import (
-    convert,
-    delete,
-    describe,
-    doctor,
-    find,
-    trace,
-    verify,
-    watch,
-)
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
-_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
-    "verify": verify.run,
-    "inspect": describe.run,
-    "doctor": doctor.run,
-    "watch": watch.run,
-    "trace": trace.run,
-    "convert": convert.run_convert,
-    "copy": convert.run_copy,
-    "diff": convert.run_diff,
-    "latest": find.run,
-    "retain": delete.run_retain,
-    "rm": delete.run_rm,
-    "pin": delete.run_pin,
-    "unpin": delete.run_pin,
-}
 
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+def run(command: str, options: argparse.Namespace) -> int:
+    """Run the ``command``, a file and a function in this package; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    file, _, function = command.partition(".")
     try:
         with _log_shown():
-            return _COMMANDS[options.command](options)
+            status: int = getattr(importlib.import_module(f"{__package__}.{file}"), function)(
+                options
+            )
+            return status
     except DataStatesError as error:
         complain(str(error))
         return DAMAGED if isinstance(error, CheckpointCorruptError) else TROUBLE

@@ -21,7 +21,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, date, printable, size
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
+from dcp_datastates_cli.output import NO, OK, TROUBLE, answer, complain, print_json, say
 
 
 def run_retain(options: argparse.Namespace) -> int:
@@ -34,21 +34,16 @@ def run_retain(options: argparse.Namespace) -> int:
     Keep.of(options.keep)
     keep = Keep(options.keep, options.every, _best(options.best), options.within)
     retained = retain_here(root, keep=keep, verify=options.verify, dry_run=options.dry_run)
-    if options.json:
-        print_json(
-            {
-                "root": root,
-                "dry_run": options.dry_run,
-                "kept": retained.kept,
-                "deleted": retained.deleted,
-            }
-        )
-        return OK
-    for path in retained.kept:
-        say(f"{'would keep' if options.dry_run else 'kept'} {path}")
-    for path in retained.deleted:
-        say(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+    kept, deleted = _words(options)
+    lines = [f"{kept} {path}" for path in retained.kept]
+    lines += [f"{deleted} {path}" for path in retained.deleted]
+    document = {"kept": retained.kept, "deleted": retained.deleted}
+    answer(options, {"root": root, "dry_run": options.dry_run, **document}, "\n".join(lines))
     return OK
+
+
+def _words(options: argparse.Namespace) -> tuple[str, str]:
+    return ("would keep", "would delete") if options.dry_run else ("kept", "deleted")
 
 
 def run_pin(options: argparse.Namespace) -> int:
@@ -56,10 +51,8 @@ def run_pin(options: argparse.Namespace) -> int:
     change = pin if options.command == "pin" else unpin
     change(options.path, options.name)
     names = pins(locate(options.path))
-    if options.json:
-        print_json({"path": options.path, "pins": names})
-    else:
-        say(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
+    said = f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}"
+    answer(options, {"path": options.path, "pins": names}, said)
     return OK
 
 
@@ -96,7 +89,7 @@ def run_rm(options: argparse.Namespace) -> int:
             continue
         deleted.append(path)
         if not options.json:
-            say(f"{'would delete' if options.dry_run else 'deleted'} {description}")
+            say(f"{_words(options)[1]} {description}")
     if options.json:
         print_json({"dry_run": options.dry_run, "deleted": deleted, "failed": failed})
     return TROUBLE if failed else OK

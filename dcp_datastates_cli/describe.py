@@ -14,12 +14,11 @@ def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
     found = describe(options.path)
     unjudged = isinstance(found, Directory) and any(each.unjudged for each in found.checkpoints)
-    status = DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
-    if options.json:
+    if options.json:  # of many tensors, each takes a while
         print_json(_document(found, options.tensors))
-        return status
-    say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
-    return status
+    else:
+        say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
+    return DAMAGED if _is_damaged(found) else TROUBLE if unjudged else OK
 
 
 def _is_damaged(found: Checkpoint | Directory) -> bool:

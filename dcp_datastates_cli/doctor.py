@@ -10,7 +10,7 @@ from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import ObjectPath, locate
 from dcp_datastates.storage.self_test import Findings, examine
 from dcp_datastates.text import columns, duration
-from dcp_datastates_cli.output import NO, OK, print_json, say
+from dcp_datastates_cli.output import NO, OK, answer
 
 
 def run(options: argparse.Namespace) -> int:
@@ -21,10 +21,7 @@ def run(options: argparse.Namespace) -> int:
             f"there is no directory {str(root)!r}: make it, or name {str(_nearest(root))!r}, which is there"
         )
     found = examine(root)
-    if options.json:
-        print_json(_document(found))
-    else:
-        say(_text(found))
+    answer(options, _document(found), _text(found))
     return OK if found.missing is None else NO
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.inventory import is_directory
@@ -17,16 +18,14 @@ def run(options: argparse.Namespace) -> int:
     Returns the exit status.
     """
     roots = [locate(root) for root in options.root]
-    if len(roots) == 1:
-        found = latest(options.root[0], verify=options.verify)
-        places = [] if found is None else [found]
-    else:
-        places = latest(list(options.root), verify=options.verify) or []
+    places = latest(list(options.root), verify=options.verify) or []
     if options.json:
-        found = places[0] if places else None
-        step = None if found is None else step_of(found.name)
-        answer = {"root": roots[0], "latest": found, "step": step}
-        print_json(answer if len(roots) == 1 else {**answer, "tiers": roots, "places": places})
+        nearest = places[0] if places else None
+        step = None if nearest is None else step_of(nearest.name)
+        document: dict[str, Any] = {"root": roots[0], "latest": nearest, "step": step}
+        if len(roots) > 1:
+            document |= {"tiers": roots, "places": places}
+        print_json(document)
     elif places:
         with pipe_may_close():
             for place in places:
@@ -34,8 +33,8 @@ def run(options: argparse.Namespace) -> int:
                 print(printable(place) if sys.stdout.isatty() else place)
     else:
         for root in roots:
-            there = (
-                "no whole checkpoint in it" if is_directory(root) else "there is no such directory"
-            )
+            there = "there is no such directory"
+            if is_directory(root):
+                there = "no whole checkpoint in it"
             complain(f"{root}: {there}")
     return OK if places else NO

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -46,3 +47,11 @@ def print_json(document: dict[str, Any]) -> None:
     with pipe_may_close():
         json.dump(document, sys.stdout, indent=2, default=str)
         sys.stdout.write("\n")
+
+
+def answer(options: argparse.Namespace, document: dict[str, Any], text: object) -> None:
+    """The document with ``--json``, nothing with ``--quiet``, else the text."""
+    if options.json:
+        print_json(document)
+    elif not getattr(options, "quiet", False):
+        say(text)

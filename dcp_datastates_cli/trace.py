@@ -9,16 +9,13 @@ from statistics import median
 from dcp_datastates.monitoring.trace import chrome_trace, trace_of
 from dcp_datastates.stats import SaveRecord
 from dcp_datastates.text import columns, count, duration, size
-from dcp_datastates_cli.output import OK, print_json, say
+from dcp_datastates_cli.output import OK, answer
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what the save of the checkpoint at ``options.path`` cost; returns the exit status."""
     records = trace_of(options.path)
-    if options.json:
-        print_json(chrome_trace(records))
-    else:
-        say("\n".join(_summary(records)))
+    answer(options, chrome_trace(records), "\n".join(_summary(records)))
     return OK
 
 

@@ -13,14 +13,7 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCh
 from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count
-from dcp_datastates_cli.output import (
-    DAMAGED,
-    OK,
-    TROUBLE,
-    complain,
-    print_json,
-    say,
-)
+from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, answer, complain, print_json, say
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,10 +23,9 @@ def run(options: argparse.Namespace) -> int:
     if below:
         return _verify_all(path, [path, *below] if is_committed(path) else below, options)
     report = _verify(path, options)
+    _tell(report, options)
     if options.json:
         print_json(_document(report))
-    else:
-        _print(report, options.quiet)
     return OK if report.whole else DAMAGED
 
 
@@ -67,24 +59,20 @@ def _verify_all(root: Location, paths: list[Location], options: argparse.Namespa
             complain(f"not checked: {error}")
         else:
             reports.append(report)
-            if not options.json:
-                _print(report, options.quiet)
+            _tell(report, options)
     damaged = sum(not report.whole for report in reports)
-    if options.json:
-        print_json(
-            {
-                "kind": "directory",
-                "path": root,
-                "whole": not damaged,
-                "checkpoints": list(map(_document, reports)),
-                "unchecked": [{"path": path, "problem": str(error)} for path, error in unchecked],
-            }
-        )
-    elif not options.quiet:
-        say(
-            f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, "
-            f"{damaged} damaged, {len(unchecked)} not checked"
-        )
+    answer(
+        options,
+        {
+            "kind": "directory",
+            "path": root,
+            "whole": not damaged,
+            "checkpoints": list(map(_document, reports)),
+            "unchecked": [{"path": path, "problem": str(error)} for path, error in unchecked],
+        },
+        f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, {damaged} damaged, "
+        f"{len(unchecked)} not checked",
+    )
     if damaged:
         return DAMAGED
     foreign = (isinstance(error, ForeignCheckpointError) for _, error in unchecked)
@@ -96,8 +84,11 @@ def _verify(path: Location, options: argparse.Namespace) -> Report:
         return verify(path, threads=options.threads, progress=progress)
 
 
-def _print(report: Report, quiet: bool) -> None:
-    if not quiet:
+def _tell(report: Report, options: argparse.Namespace) -> None:
+    """The report; with ``--quiet`` its damages alone, and nothing if one JSON document is to come."""
+    if options.json:
+        return
+    if not options.quiet:
         say(report)
         return
     for damage in report.damages:

@@ -20,8 +20,8 @@ from dcp_datastates_cli.output import OK, pipe_may_close
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show ``options.path`` until an interrupt, or until the reader of a pipe has gone."""
-    root = locate(options.path)
+    """Show ``options.root`` until an interrupt, or until the reader of a pipe has gone."""
+    root = locate(options.root)
     if not is_directory(root):
         raise ConfigurationError(f"there is no directory {str(root)!r}")
     if not 0 < options.every < 86400 or options.rows < 1:

@@ -1,12 +1,11 @@
-"""``diff``: compares two checkpoints of any format, streamed through bounded memory."""
+"""``diff``: compares two checkpoints of any format, tensor by tensor."""
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,10 +14,8 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.pickles import value_of
-from dcp_datastates.conversion.selection import Selection, select
-from dcp_datastates.conversion.source import Box, Source, batches
+from dcp_datastates.conversion.selection import Selection, open_source, select
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import NamePatterns, Rename
 from dcp_datastates.process.forks import enter
@@ -26,10 +23,8 @@ from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
-_PIECE_BYTES: Final = 2 << 20
-"""What a thread reads at a time, of each of the two."""
 _PIECE_ELEMENTS: Final = 256 << 10
-"""Elements that it compares at a time: with copies in float64, some 20 MiB."""
+"""Elements that a thread compares at a time: with copies in float64, some 20 MiB."""
 
 _SHOWN: Final = 20
 
@@ -124,7 +119,8 @@ def diff(
 
     Tensors are equal if their dtypes, shapes and bytes are: how they are sharded does not matter. NaNs in the same
     places are no difference of values, but count as differing if their bytes differ; so do 0.0 and -0.0. Objects are
-    equal if their bytes are, or if they are equal as Python values. Tensors are streamed: a thread takes some 20 MiB.
+    equal if their bytes are, or if they are equal as Python values. A thread holds a tensor of each at a time,
+    and some 20 MiB.
 
     Args:
         a: A checkpoint: a file or directory, or its URL.
@@ -147,30 +143,30 @@ def diff(
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)
-    selection = Selection.checked(rename=rename)
+    selection = Selection(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
-    one, other = select(opened, selection), select(other, Selection.checked())
+    one, other = select(opened, selection), select(other, Selection())
     names = list(dict.fromkeys(chain(one.names(), other.names())))
     if wanted is not None:
         names = wanted.choose(names)
-    by_kind = {name: _by_kind(one, other, name) for name in names}
-    found = [each for each in by_kind.values() if each is not None]
-    alike = [name for name, each in by_kind.items() if each is None]
-    counts = {name: _Counts() for name in alike if name in one.tensors}
+    found: list[Difference] = []
+    alike: list[str] = []
+    for name in names:
+        if (difference := _by_kind(one, other, name)) is None:
+            alike.append(name)
+        else:
+            found.append(difference)
+    tensors = [name for name in alike if name in one.tensors]
     objects = [name for name in alike if name not in one.tensors]
-    total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
-    lock = threading.Lock()
-    units = (
-        partial(_compare_boxes, one, other, counts, lock, wanted)
-        for wanted in batches(one, counts, _PIECE_BYTES)
+    total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in tensors)
+    groups = one.groups(tensors, PIECE_BYTES)
+    work(
+        [partial(_compare_tensors, one, other, group, found) for group in groups],
+        total,
+        threads,
+        progress,
     )
-    work(units, total, threads, progress)
-    found += [
-        each
-        for name, counted in counts.items()
-        if (each := _by_values(one, other, name, counted)) is not None
-    ]
     found += [
         Difference(name, "object", "object", "object")
         for name in objects
@@ -179,7 +175,7 @@ def diff(
     return Comparison(
         a=path_a,
         b=path_b,
-        tensors=len(counts),
+        tensors=len(tensors),
         objects=len(objects),
         nbytes=total,
         differences=tuple(sorted(found, key=_badness)),
@@ -198,23 +194,6 @@ def _badness(difference: Difference) -> tuple[Any, ...]:
         -(math.inf if largest is None else largest),
         natural_order(difference.name),
     )
-
-
-@dataclass
-class _Counts:
-    """What is known of one tensor so far."""
-
-    differing: int = 0
-    largest: float | None = 0.0
-    relative: float = 0.0
-    nans: int = 0
-
-    def add(self, found: _Counts) -> None:
-        self.differing += found.differing
-        self.nans += found.nans
-        self.relative = max(self.relative, found.relative)
-        if self.largest is not None:
-            self.largest = None if found.largest is None else max(self.largest, found.largest)
 
 
 def _said(source: Source, name: str) -> str | None:
@@ -236,70 +215,71 @@ def _by_kind(one: Source, other: Source, name: str) -> Difference | None:
     return Difference(name, "shape", a, b) if x.shape != y.shape else None
 
 
-def _by_values(one: Source, other: Source, name: str, counts: _Counts) -> Difference | None:
-    """The difference that reading the values has shown."""
-    shaped, same_dtype = one.tensors[name], one.tensors[name].dtype == other.tensors[name].dtype
-    if same_dtype and not counts.differing:
-        return None
-    return Difference(
-        name,
-        "values" if same_dtype else "dtype",
-        _said(one, name),
-        _said(other, name),
-        shaped.numel(),
-        counts.differing,
-        counts.largest,
-        None if counts.largest is None else counts.relative,
-        counts.nans,
-    )
-
-
-def _compare_boxes(
-    one: Source,
-    other: Source,
-    counts: dict[str, _Counts],
-    lock: threading.Lock,
-    wanted: list[Box],
-    done: Done,
+def _compare_tensors(
+    one: Source, other: Source, names: Sequence[str], found: list[Difference], done: Done
 ) -> None:
-    """Compare a batch of boxes. ``lock`` guards ``counts``."""
-    for box, x, y in zip(wanted, one.read(wanted), other.read(wanted), strict=True):
-        pieces = (torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (x, y))
-        for found in map(_compare, *pieces):
-            with lock:
-                counts[box.name].add(found)
-        done(x.nbytes + y.nbytes)
+    """Add the differences of values to ``found``."""
+    for name, a, b in zip(names, one.read(names), other.read(names), strict=True):
+        apart = _Distance()
+        for pieces in zip(
+            *(torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (a, b)), strict=True
+        ):
+            apart.add(*(piece.contiguous() for piece in pieces))
+        if a.dtype != b.dtype or apart.differing:
+            found.append(
+                Difference(
+                    name,
+                    "values" if a.dtype == b.dtype else "dtype",
+                    _said(one, name),
+                    _said(other, name),
+                    a.numel(),
+                    apart.differing,
+                    apart.largest,
+                    apart.relative,
+                    apart.nans,
+                )
+            )
+        done(a.nbytes + b.nbytes)
 
 
-def _compare(a: torch.Tensor, b: torch.Tensor) -> _Counts:
-    """Compare tensors of shape (N,)."""
-    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-        return _Counts()
-    try:
-        x, y = _wide(a), _wide(b)
-    except (RuntimeError, NotImplementedError):  # a dtype of which torch knows only the bytes
-        if a.dtype == b.dtype:
-            return _Counts(differing=int(_unequal_bytes(a, b).sum()), largest=None)
-        return _Counts(differing=a.numel(), largest=None)
-    difference = (x - y).abs()
-    x_nan, y_nan = x.isnan(), y.isnan()
-    difference[(x == y) | (x_nan & y_nan)] = 0  # equal infinities, too
-    one_nan = x_nan ^ y_nan
-    difference[difference.isnan()] = math.inf
-    if not (a.is_floating_point() or a.is_complex() or b.is_floating_point() or b.is_complex()):
-        # Integers above 2^53 are not exact in float64. Where they are close, so is their difference in int64.
-        exact = (a.to(torch.int64) - b.to(torch.int64)).abs().to(torch.float64)
-        difference = torch.where(difference < 2.0**53, exact, difference)
-    scale = torch.maximum(x.abs(), y.abs())
-    relative = torch.where(difference > 0, difference / scale, 0.0)
-    relative[difference.isinf()] = math.inf
-    differs = _unequal_bytes(a, b) if a.dtype == b.dtype else difference > 0
-    return _Counts(
-        differing=int(differs.sum()),
-        largest=float(difference.max()),
-        relative=float(relative.max()),
-        nans=int(one_nan.sum()),
-    )
+@dataclass
+class _Distance:
+    """How far the elements of two tensors are apart: as of :class:`Difference`."""
+
+    differing: int = 0
+    largest: float | None = 0.0
+    relative: float | None = 0.0
+    nans: int = 0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compare further elements, of shape (N,)."""
+        if not a.numel():
+            return
+        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return
+        try:
+            x, y = _wide(a), _wide(b)
+        except (RuntimeError, NotImplementedError):  # a dtype of which torch knows only the bytes
+            same_dtype = a.dtype == b.dtype
+            self.differing += int(_unequal_bytes(a, b).sum()) if same_dtype else a.numel()
+            self.largest = self.relative = None
+            return
+        difference = (x - y).abs()
+        x_nan, y_nan = x.isnan(), y.isnan()
+        difference[(x == y) | (x_nan & y_nan)] = 0  # equal infinities, too
+        difference[difference.isnan()] = math.inf
+        if not any(each.is_floating_point() or each.is_complex() for each in (a, b)):
+            # Integers above 2^53 are not exact in float64. Where they are close, so is their difference in int64.
+            exact = (a.to(torch.int64) - b.to(torch.int64)).abs().to(torch.float64)
+            difference = torch.where(difference < 2.0**53, exact, difference)
+        scale = torch.maximum(x.abs(), y.abs())
+        relative = torch.where(difference > 0, difference / scale, 0.0)
+        relative[difference.isinf()] = math.inf
+        differs = _unequal_bytes(a, b) if a.dtype == b.dtype else difference > 0
+        self.differing += int(differs.sum())
+        self.largest = max(self.largest or 0.0, float(difference.max()))
+        self.relative = max(self.relative or 0.0, float(relative.max()))
+        self.nans += int((x_nan ^ y_nan).sum())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,7 +299,7 @@ def _same_object(one: Source, other: Source, name: str, allow_objects: bool) -> 
     if one.object_bytes(name) == other.object_bytes(name):
         return True
     try:
-        return _equal(value_of(one, name, allow_objects), value_of(other, name, allow_objects))
+        return _equal(one.value(name, allow_objects), other.value(name, allow_objects))
     except UnsafeObjectError:
         return False
 
@@ -328,7 +308,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and not _compare_all(a, b)
+        return a.shape == b.shape and a.dtype == b.dtype and as_bytes(a) == as_bytes(b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -339,7 +319,3 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:  # an object's own comparison may raise anything
         return False
-
-
-def _compare_all(a: torch.Tensor, b: torch.Tensor) -> int:
-    return _compare(a.contiguous().view(-1), b.contiguous().view(-1)).differing

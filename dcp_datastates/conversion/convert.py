@@ -1,46 +1,45 @@
-"""``convert``: from any format to any other, streamed through bounded memory."""
+"""``convert``: from any format to any other, tensor by tensor."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Never
 
 from dcp_datastates.checkpoints.inventory import is_directory
-from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
-from dcp_datastates.conversion.adapters import ADAPTER_CONFIG, adapter_config, adapter_of
+from dcp_datastates.config import check_names, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.datastates import datastates_output, write_to_store
-from dcp_datastates.conversion.destination import atomic_output, check_destination
+from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
+    OPTIMIZER,
     TRAINER_STATE,
-    companions_in,
+    adapter_of,
+    adapter_output,
+    companions_of,
     hf_output,
-    small_files,
+    trainer_output,
+    trainer_source,
 )
-from dcp_datastates.conversion.lightning_file import LightningFile, is_of_lightning
-from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.output_file import Output, write_small_file
+from dcp_datastates.conversion.lightning_file import is_of_lightning, lightning_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import Selection, optimizers_in, select
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
+from dcp_datastates.conversion.source import PIECE_BYTES, Source
 from dcp_datastates.conversion.stock import stock_output
 from dcp_datastates.conversion.torch_file import write_torch
-from dcp_datastates.conversion.trainer_folder import OPTIMIZER, trainer_output, trainer_source
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Progress, thread_count, work
@@ -56,34 +55,11 @@ _TRAINER: Final = "trainer"
 """The folder from which the Trainer of transformers resumes, within the format "hf"."""
 
 _FILES: Final = ("safetensors", "torch")
-_HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
+_FLAT: Final = ("hf", "peft", "safetensors")
+"""Formats without nested states and objects."""
 
-_DEFAULT_MEMORY: Final = "256MiB"
-_MOST_PIECE_BYTES: Final = 16 << 20
-"""A piece of this size reaches full speed on any storage."""
-_COPIES: Final = 4
-"""Of a piece: as it is read, as it is cast (to twice its size, perhaps), and what is made of it."""
-_LEAST_BYTES_OF_A_THREAD: Final = 4 << 20
-
-_CHOICES: Final = ("only", "exclude", "part", "rename", "dtype")
-_FLAGS: Final = ("overwrite", "strict", "allow_objects")
-
-
-class ConvertOptions(TypedDict, total=False):
-    """The options of :func:`convert`, which documents them."""
-
-    only: str | Iterable[str]
-    exclude: str | Iterable[str]
-    part: str
-    rename: Rename
-    dtype: str | torch.dtype
-    shard_size: int | str
-    config_from: str | os.PathLike[str]
-    overwrite: bool
-    strict: bool
-    allow_objects: bool
-    threads: int
-    host_cache_size: int | str
+_BYTES_OF_A_THREAD: Final = 4 * PIECE_BYTES
+"""Small tensors as they are read, as they are cast (to twice their size, perhaps), and what is made of them."""
 
 
 @dataclass(frozen=True)
@@ -112,30 +88,168 @@ class Conversion:
         )
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Checked options."""
+def convert(
+    source: str | os.PathLike[str] | ObjectPath,
+    target: str | os.PathLike[str] | ObjectPath,
+    to: Target | None = None,
+    *,
+    only: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    part: str | None = None,
+    rename: Rename | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    config_from: str | os.PathLike[str] | ObjectPath | None = None,
+    overwrite: bool = False,
+    strict: bool = False,
+    allow_objects: bool = False,
+    threads: int | None = None,
+    host_cache_size: int | str = "256MiB",
+    progress: Progress | None = None,
+    **misspelled: Never,
+) -> Conversion:
+    """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
 
-    selection: Selection
-    shard_bytes: int
-    config_from: Location | None
-    overwrite: bool
-    strict: bool
-    allow_objects: bool
-    threads: int
-    """How many files are written at a time."""
-    piece_bytes: int
-    """What is read at a time for each of them."""
+    The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
+    safetensors file, or a file of ``torch.save``. A thread holds one tensor at a time; for "torch", all are in memory,
+    or mapped. The call is not collective and needs no process group. Of a checkpoint of this package, every byte is
+    verified before it is used; the other formats have no checksums. ``target`` appears at once: if the call fails or
+    the process is killed, there is nothing at it, or what was there before.
 
+    Args:
+        source: A file or directory, or its URL.
+        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
+            "datastates", also a URL.
+        to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
+            what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
+            "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
+            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
+            has saved, the file from which its own strategies resume. None: "datastates", if the source has another
+            format.
+        only: Take only the values under these names: full names, or prefixes that end before a dot.
+        exclude: Leave out the values under these names.
+        part: Take only the values under this one name, and remove it from theirs: with ``part="model"``,
+            ``model.layers.0.weight`` becomes ``layers.0.weight``.
+        rename: A dict from old prefixes to new ones, the first that fits is replaced; or a function from a
+            name to a name. It sees names without ``part``.
+        dtype: The dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
+        shard_size: The most bytes of tensors in one file of "hf", "datastates" and "dcp"; default: "5GB".
+        config_from: For "hf", a folder whose configuration and tokenizer files are copied; default: the
+            source, if it is a Hugging Face folder, or what the Trainer has saved. For "peft", one with
+            ``adapter_config.json``; default: the one that the Trainer has saved.
+        overwrite: Whether a checkpoint or file at ``target`` is replaced; default: False.
+        strict: Whether an object that the format cannot hold is an error, rather than a warning.
+        allow_objects: Whether Python objects may be unpickled that may run code; only for sources you trust.
+        threads: How many read and write, each a file; default: one per core, at most 8.
+        host_cache_size: Memory for tensors that are being converted, bytes or a string; default: "256MiB".
+            Each 16 MiB of it are a thread's, which exceeds them for a tensor that is larger than 4 MiB. Reading this
+            package's format takes 64 MiB more.
+        progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
+            total bytes.
 
-_FLAT: Final = ("hf", "peft", "safetensors")
-"""Formats without nested states."""
+    Raises:
+        ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
+            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice; or transformers
+            cannot open the folder ("hf"), since names or shapes are not those of its configuration.
+        CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
+        CheckpointNotFoundError: there is nothing to convert at ``source``.
+        CheckpointCorruptError: the source is damaged.
+        IncompatibleStateError: a key fits nothing, or ``strict`` and there are objects.
+        UnsafeObjectError: a value cannot be read without running code from it.
+        UnsupportedTensorError, UnsupportedStateError: a value cannot be converted.
+        StorageError: the system refused to read or to write.
+    """
+    enter("convert()")
+    check_names("convert()", misspelled, convert.__annotations__)
+    began = time.monotonic()
+    given, there = locate(source), locate(target)
+    selection = Selection(only, exclude, part, rename, dtype)
+    parse_flag("strict", strict)
+    parse_flag("overwrite", overwrite)
+    parse_flag("allow_objects", allow_objects)
+    shard_bytes = parse_size(shard_size, name="shard_size")
+    if not shard_bytes:
+        raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
+    folder = None if config_from is None else locate(config_from)
+    if folder is not None and not is_directory(folder):
+        raise ConfigurationError(f"config_from={str(folder)!r} is no directory")
+    threads = min(
+        thread_count(threads), parse_host_cache_size(host_cache_size) // _BYTES_OF_A_THREAD
+    )
+    if to is not None and to not in get_args(Target):
+        raise ConfigurationError(
+            f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
+        )
+    if isinstance(there, ObjectPath) and to not in (None, "datastates"):
+        raise ConfigurationError(
+            f"target={str(there)!r} is in an object store, where the files of to={to!r} could not appear at once; "
+            f"convert to a local path, and upload that with the store's own tool"
+        )
+    opened = open_source(given, allow_objects)
+    if to is None:
+        if opened.format == "dcp_datastates":
+            raise ConfigurationError(
+                f"{given} has this package's format already; say which to convert it to, with to= (--to)"
+            )
+        to = "datastates"
+    if folder is not None and to not in ("hf", "peft"):
+        raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
+    check_destination(given, there, to not in _FILES, overwrite)
+    small, described = companions_of(opened, folder) if to == "hf" else ({}, "")
+    kind: str = to
+    skipped: tuple[str, ...] = ()
+    if selection.takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
+        kind, chosen = _TRAINER, trainer_source(opened)
+    elif to == "peft":
+        chosen = adapter_of(select(opened, selection), frozenset(optimizers_in(opened)))
+    else:
+        chosen = select(opened, selection)
+        if to in _FLAT:
+            if not selection.chooses:
+                _refuse_optimizers(chosen, to)
+            skipped = _without_objects(chosen, strict)
+        else:
+            _check_nesting(chosen)
+    nest: Callable[[dict[str, Any]], dict[str, Any]] = chosen.nested
+    if to == "torch" and is_of_lightning(chosen):
+        chosen, nest = lightning_file(chosen, allow_objects)
+    if isinstance(there, ObjectPath):
+        files = write_to_store(chosen, there, shard_bytes, threads, overwrite, progress)
+    else:
+        outputs: dict[str, Callable[[Path], Output]] = {
+            "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
+            "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
+            _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
+            "peft": lambda path: adapter_output(opened, chosen, path, folder),
+            "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
+            "dcp": lambda path: stock_output(chosen, path, shard_bytes),
+            "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
+        }
+        with atomic_output(there, overwrite) as path:
+            if to not in _FILES:
+                with local.explained("creating directory", path):
+                    operations.make_directory(path, "convert")
+            output = outputs[kind](path)
+            work(output.units, chosen.nbytes, threads, progress)
+            output.finish()
+        files = len(output.units)
+    return Conversion(
+        path=there,
+        source_format=opened.format,
+        target_format=to,
+        files=files,
+        tensors=len(chosen.tensors),
+        objects=len(chosen.objects),
+        nbytes=chosen.nbytes,
+        skipped=skipped,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _check_nesting(source: Source) -> None:
     """Refuse names of which one would lie within another's value: a load would lose one of them."""
     try:
-        nested(dict.fromkeys(source.names(), True), source.paths)
+        source.nested(dict.fromkeys(source.names(), True))
     except CheckpointCorruptError as error:
         raise ConfigurationError(
             f"the selected values cannot be in one nested state; rename or exclude some: {error}"
@@ -151,208 +265,17 @@ def _refuse_optimizers(source: Source, to: Target) -> None:
         )
 
 
-def convert(
-    source: str | os.PathLike[str] | ObjectPath,
-    target: str | os.PathLike[str] | ObjectPath,
-    to: Target | None = None,
-    *,
-    progress: Progress | None = None,
-    **options: Unpack[ConvertOptions],
-) -> Conversion:
-    """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
-
-    The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
-    safetensors file, or a file of ``torch.save``. Tensors are streamed; for "torch", all are in memory, or mapped. The
-    call is not collective and needs no process group. Of a checkpoint of this package, every byte is verified before it
-    is used; the other formats have no checksums. ``target`` appears at once: if the call fails or the process is
-    killed, there is nothing at it, or what was there before.
-
-    Args:
-        source: A file or directory, or its URL.
-        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
-            "datastates", also a URL.
-        to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
-            what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
-            "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
-            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
-            has saved, the file from which its own strategies resume. None: "datastates", if the source has another
-            format.
-        progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
-            total bytes.
-        options: These keywords:
-
-            - ``only``: take only the values under these names: full names, or prefixes that end before a dot.
-            - ``exclude``: leave out the values under these names.
-            - ``part``: take only the values under this one name, and remove it from theirs: with ``part="model"``,
-              ``model.layers.0.weight`` becomes ``layers.0.weight``.
-            - ``rename``: a dict from old prefixes to new ones, the first that fits is replaced; or a function from a
-              name to a name. It sees names without ``part``.
-            - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
-            - ``shard_size``: the most bytes of tensors in one file of "hf", "datastates" and "dcp"; default: "5GB".
-            - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
-              source, if it is a Hugging Face folder, or what the Trainer has saved. For "peft", one with
-              ``adapter_config.json``; default: the one that the Trainer has saved.
-            - ``overwrite``: whether a checkpoint or file at ``target`` is replaced; default: False.
-            - ``strict``: whether an object that the format cannot hold is an error, rather than a warning.
-            - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
-            - ``threads``: how many read and write, each a file; default: one per core, at most 8.
-            - ``host_cache_size``: memory for tensors that are being converted, bytes or a string; default: "256MiB".
-              Reading this package's format takes 64 MiB more.
-
-    Raises:
-        ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
-            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice; or transformers
-            cannot open the folder ("hf"), since names or shapes are not those of its configuration.
-        CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
-        CheckpointNotFoundError: there is nothing to convert at ``source``.
-        CheckpointCorruptError: the source is damaged.
-        IncompatibleStateError: a key fits nothing, or ``strict`` and there are objects.
-        UnsafeObjectError: a value cannot be read without running code from it.
-        UnsupportedTensorError, UnsupportedStateError: a value cannot be converted.
-        StorageError: the system refused to read or to write.
-    """
-    enter("convert()")
-    began = time.monotonic()
-    given, there = locate(source), locate(target)
-    checked = _checked(options)
-    if to is not None and to not in get_args(Target):
-        raise ConfigurationError(
-            f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
-        )
-    if isinstance(there, ObjectPath) and to not in (None, "datastates"):
-        raise ConfigurationError(
-            f"target={str(there)!r} is in an object store, where the files of to={to!r} could not appear at once; "
-            f"convert to a local path, and upload that with the store's own tool"
-        )
-    opened = open_source(given, checked.allow_objects)
-    chosen_format = _target_format(opened, to, checked)
-    check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
-    small = small_files(opened) if chosen_format == "hf" and checked.config_from is None else {}
-    is_training = (
-        checked.selection.takes_all
-        and TRAINER_STATE in small
-        and OPTIMIZER in optimizers_in(opened)
-    )
-    selected = trainer_source(opened) if is_training else select(opened, checked.selection)
-    if chosen_format == "peft":
-        small = {ADAPTER_CONFIG: adapter_config(opened, checked.config_from)}
-        selected = adapter_of(selected, frozenset(optimizers_in(opened)))
-    skipped: tuple[str, ...] = ()
-    if not is_training:
-        if chosen_format in ("hf", "safetensors") and not checked.selection.chooses:
-            _refuse_optimizers(selected, chosen_format)
-        skipped = _without_objects(selected, chosen_format, checked.strict)
-    if chosen_format not in _FLAT:
-        _check_nesting(selected)
-    if chosen_format == "torch" and is_of_lightning(selected):
-        selected = LightningFile(selected, checked.allow_objects)
-    nbytes = selected.nbytes
-    if isinstance(there, ObjectPath):
-        limits = checked.shard_bytes, checked.piece_bytes, checked.threads
-        files = write_to_store(selected, there, *limits, checked.overwrite, progress)
-    else:
-        with atomic_output(there, checked.overwrite) as path:
-            if chosen_format not in _FILES:
-                with local.explained("creating directory", path):
-                    operations.make_directory(path, "convert")
-            kind = _TRAINER if is_training else chosen_format
-            output = _output(selected, path, there, kind, checked, small)
-            work(output.units, nbytes, checked.threads, progress)
-            output.finish()
-        files = len(output.units)
-    return Conversion(
-        path=there,
-        source_format=opened.format,
-        target_format=chosen_format,
-        files=files,
-        tensors=len(selected.tensors),
-        objects=len(selected.objects),
-        nbytes=nbytes,
-        skipped=skipped,
-        seconds=time.monotonic() - began,
-    )
-
-
-def _output(
-    source: Source,
-    path: Path,
-    target: Path,
-    to: Target | Literal["trainer"],
-    options: _Options,
-    small: Mapping[str, bytes],
-) -> Output:
-    """``path`` is where ``target`` is written before it appears; a directory is there. ``small``: the files of the
-    checkpoint that go with a model or an adapter.
-    """
-    sizes = options.shard_bytes, options.piece_bytes
-    if to == "peft":
-        weights = path / "adapter_model.safetensors"
-        finish = partial(write_small_file, path / ADAPTER_CONFIG, small[ADAPTER_CONFIG])
-        return Output([safetensors_unit(source, source.tensors, weights, sizes[1])], finish)
-    if to == _TRAINER:
-        return trainer_output(source, path, *sizes, small, options.allow_objects)
-    if to == "hf":
-        folder = options.config_from or (source.path if source.format == "Hugging Face" else None)
-        if folder is None:
-            return hf_output(source, path, *sizes, small)
-        return hf_output(source, path, *sizes, companions_in(folder), repr(str(folder)))
-    if to == "safetensors":
-        return Output([safetensors_unit(source, source.tensors, path, sizes[1])])
-    if to == "torch":
-        return Output([partial(write_torch, source, path, options.allow_objects)])
-    if to == "dcp":
-        return stock_output(source, path, *sizes)
-    return datastates_output(source, path, target.parent, *sizes)
-
-
-def _checked(options: ConvertOptions) -> _Options:
-    check_options("convert", options, ConvertOptions)
-    given: dict[str, Any] = {**options}
-    selection = Selection.checked(**{name: given[name] for name in _CHOICES if name in given})
-    flags = {name: parse_flag(name, given.get(name, False)) for name in _FLAGS}
-    shard_bytes = parse_size(given.get("shard_size", "5GB"), name="shard_size")
-    if not shard_bytes:
-        raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
-    config_from = given.get("config_from")
-    if config_from is not None:
-        config_from = locate(config_from)
-        if not is_directory(config_from):
-            raise ConfigurationError(f"config_from={str(config_from)!r} is no directory")
-    memory = parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY))
-    threads = min(thread_count(given.get("threads")), memory // _LEAST_BYTES_OF_A_THREAD)
-    return _Options(
-        selection,
-        shard_bytes,
-        config_from,
-        **flags,
-        threads=threads,
-        piece_bytes=min(_MOST_PIECE_BYTES, memory // (_COPIES * threads)),
-    )
-
-
-def _target_format(source: Source, to: Target | None, options: _Options) -> Target:
-    if to is None:
-        if source.format == "dcp_datastates":
-            raise ConfigurationError(
-                f"{source.path} has this package's format already; say which to convert it to, with to= (--to)"
-            )
-        to = "datastates"
-    if options.config_from is not None and to not in ("hf", "peft"):
-        raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
-    return to
-
-
-def _without_objects(source: Source, to: Target, strict: bool) -> tuple[str, ...]:
-    """Leave out the objects that the format cannot hold; returns their names."""
+def _without_objects(source: Source, strict: bool) -> tuple[str, ...]:
+    """Leave out the objects, which the format cannot hold; returns their names."""
     skipped = tuple(source.objects)
-    if to in _HOLD_OBJECTS or not skipped:
-        return ()
-    said = (
-        f"{source.path}: {count(len(skipped), 'Python object')} cannot be stored in safetensors: {some_of(skipped)}; "
-        f"choose the tensors with only, exclude or part (such as --part model), or a format that holds objects"
-    )
-    if strict:
-        raise IncompatibleStateError(said)
-    logger.warning("%s. Converted without them", said)
-    source.objects = ()
+    if skipped:
+        said = (
+            f"{source.path}: {count(len(skipped), 'Python object')} cannot be stored in safetensors: "
+            f"{some_of(skipped)}; choose the tensors with only, exclude or part (such as --part model), or a format "
+            f"that holds objects"
+        )
+        if strict:
+            raise IncompatibleStateError(said)
+        logger.warning("%s. Converted without them", said)
+        source.objects = ()
     return skipped

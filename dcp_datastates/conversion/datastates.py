@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
-from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Box, Source, known_paths, shape_of, shards
+from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.source import Source, known_paths, shape_of
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -21,14 +21,14 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_table import Catalog, FileRecord, MetadataTable, Note, Placement
-from dcp_datastates.format.ragged import Ints
+from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.reading import read
-from dcp_datastates.loading.regions import Shards
+from dcp_datastates.loading.regions import shards_of
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.planning.part_files import report_of
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
@@ -50,15 +50,11 @@ class DataStatesSource(Source):
         self.objects = dict.fromkeys(name for name in stored if name not in shapes)
         self.paths = known_paths(stored.table.catalog.mappings, stored)
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        found = Shards()
-        for number, (name, begins, sizes) in enumerate(wanted):
-            memory = torch.empty(sizes, dtype=self.tensors[name].dtype, device="cpu")
-            found.add(number, begins, sizes, memory)
-        names = [box.name for box in wanted]
-        self._restore(self._stored.into(names, found))
-        return found.memories
+        found = list(map(self.memory_for, names))
+        self._restore(self._stored.into(names, shards_of(names, found)))
+        return found
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -70,9 +66,7 @@ class DataStatesSource(Source):
         return bytes(data)
 
 
-def datastates_output(
-    source: Source, folder: Path, beside: Path, shard_bytes: int, piece_bytes: int
-) -> Output:
+def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
     """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
@@ -90,14 +84,13 @@ def datastates_output(
         write_small_file(folder / local.METADATA_NAME, metadata)
         readme.write(folder)
 
-    return Output([partial(file.write, source, piece_bytes) for file in files], finish)
+    return Output([partial(file.write, source) for file in files], finish)
 
 
 def write_to_store(
     source: Source,
     target: ObjectPath,
     shard_bytes: int,
-    piece_bytes: int,
     threads: int,
     overwrite: bool,
     progress: Progress | None,
@@ -119,7 +112,7 @@ def write_to_store(
         overwrite=overwrite,
     )
     try:
-        units = [partial(file.write, source, piece_bytes) for file in files]
+        units = [partial(file.write, source) for file in files]
         work(units, source.nbytes, threads, progress)
     except BaseException:
         place.tidy_after_failure(save, 0, 1)
@@ -135,6 +128,7 @@ def write_to_store(
     return len(files)
 
 
+@collection_paused()
 def _files(
     source: Source, folder: Location, claim: Claim, shard_bytes: int
 ) -> tuple[list[OutputFile], bytes]:
@@ -143,61 +137,30 @@ def _files(
     """
     outputs: list[OutputFile] = []
     records: dict[str, FileRecord] = {}
-    tensors, others = [], []  # the places of both: see Placement
-    for rank, names in enumerate(shards(source, shard_bytes)):
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, names in enumerate(source.groups(source.tensors, shard_bytes)):
         objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
-        shapes = [(source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in names]
         items = [
-            LayoutItem(name, dtype, shape, (0,) * len(shape))
-            for name, (dtype, shape) in zip(names, shapes, strict=True)
+            LayoutItem(name, each.dtype, each.shape, (0,) * each.ndim)
+            for name, each in ((name, source.tensors[name]) for name in names)
         ]
         items += [LayoutItem(name, None) for name in objects]
         try:
-            layouts = lay_out(items, rank)
+            layouts = lay_out(items, rank)  # one, or none without values
         except ValueError as error:
             raise ConfigurationError(f"this cannot be stored: {error}") from error
-        sealed = [layout.seal(list(map(len, objects.values()))) for layout in layouts]
-        report = report_of(layouts, sealed, len(items))
-        places = np.stack([report.numbers + len(records), report.offsets, report.lengths])
-        tensors.append(places[:, : len(names)])
-        others.append(places[:, len(names) :])
-        for layout, file in zip(layouts, sealed, strict=True):
+        for layout in layouts:
+            file = layout.seal(list(map(len, objects.values())))
             path = f"{claim.attempt.name}/{layout.name}"
             records[path] = FileRecord(path, file.nbytes, file.table_offset)
-            outputs.append(
-                OutputFile(
-                    folder / path,
-                    file.nbytes,
-                    file.header,
-                    [items[entry.item].fqn for entry in layout.tensors],
-                    list(objects.values()),
-                    file.table_offset,
-                )
-            )
-    placement = Placement(tuple(records), *np.concatenate([*tensors, *others], axis=1))
+            ordered = [names[entry.item] for entry in layout.tensors]
+            for name, entry in zip(ordered, layout.tensors, strict=True):
+                places[source.index_of(name)] = _StorageInfo(path, entry.offset, entry.nbytes)
+            spans = zip(file.object_offsets, file.object_sizes, strict=True)
+            for name, (offset, nbytes) in zip(objects, spans, strict=True):
+                places[source.index_of(name)] = _StorageInfo(path, offset, nbytes)
+            content = ordered, list(objects.values()), file.table_offset
+            outputs.append(OutputFile(folder / path, file.nbytes, file.header, *content))
+    metadata = source.metadata(places, StorageMeta(save_id=claim.attempt.name))
     note = Note(claim.attempt, records, claim.after, {}, time.time(), None)
-    meta = StorageMeta(save_id=claim.attempt.name)
-    return outputs, encode(MetadataTable(_catalog(source), placement, note, meta))
-
-
-def _catalog(source: Source) -> Catalog:
-    """The values of ``source``, each tensor as one chunk."""
-    shaped, objects = list(source.tensors.values()), [0] * len(source.objects)
-    dtypes = dict.fromkeys(each.dtype for each in shaped)
-    numbers = {dtype: number for number, dtype in enumerate(dtypes)}
-
-    def column(values: list[int]) -> Ints:
-        return np.array(values, np.int64)
-
-    shapes = column([length for each in shaped for length in each.shape])
-    return Catalog(
-        names=tuple(source.names()),
-        table=tuple(TensorProperties(dtype=dtype) for dtype in dtypes),
-        properties=column([numbers[each.dtype] for each in shaped] + [-1 for _ in objects]),
-        ndims=column([each.ndim for each in shaped] + objects),
-        shapes=shapes,
-        counts=column([1 for _ in shaped] + objects),
-        offsets=np.zeros_like(shapes),
-        sizes=shapes,
-        mappings=source.all_paths(),
-    )
+    return outputs, encode(table_of(metadata, note))

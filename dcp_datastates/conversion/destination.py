@@ -1,4 +1,4 @@
-"""A path at which a file or a directory appears at once, complete and durable.
+"""What a conversion writes: files, and the path at which a file or a directory appears at once, complete and durable.
 
 It is written below a temporary directory beside the path, so that a killed conversion leaves nothing at the path, and
 nothing that a list of checkpoints would show. A directory at the path is exchanged for the new one. The directory of a
@@ -15,16 +15,26 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, NamedTuple
 
+import torch
+from typing_extensions import Buffer
+
+from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.checkpoints.inventory import is_committed, names_at
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
+from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempts import attempts_in
+from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
+from dcp_datastates.storage.object_store import put_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +46,22 @@ def check_destination(
 
     Moves back what a killed conversion has moved away from ``target``.
     """
-    if isinstance(target, ObjectPath):
-        _check_prefix(source, target, overwrite)
-        return
-    if (old := local.moved_away(target)) is not None:
+    if isinstance(target, Path) and (old := local.moved_away(target)) is not None:
         logger.warning(
             "a conversion to %s was killed; moving the former one back from %s", target, old
         )
         with local.explained("moving back", old):
             operations.rename(old, target, "convert")
-    real, real_source = Path(os.path.realpath(target)), resolved(source)
-    if isinstance(real_source, Path) and (
-        real == real_source
-        or real in real_source.parents
-        or (real_source in real.parents and presence.is_there(target))
-    ):
-        raise _overlap(target)
+    real, real_source = resolved(target), resolved(source)
+    is_above = f"{real_source}/".startswith(f"{real}/")
+    is_below = f"{real}/".startswith(f"{real_source}/")
+    if is_above or (is_below and (isinstance(target, ObjectPath) or presence.is_there(target))):
+        raise ConfigurationError(
+            f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
+        )
+    if isinstance(target, ObjectPath):
+        _check_prefix(target, overwrite)
+        return
     if presence.is_link(target):
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
@@ -75,12 +85,8 @@ def check_destination(
         )
 
 
-def _check_prefix(source: Location, target: ObjectPath, overwrite: bool) -> None:
+def _check_prefix(target: ObjectPath, overwrite: bool) -> None:
     check_prefix(target)
-    if isinstance(source, ObjectPath) and (
-        f"{source}/".startswith(f"{target}/") or f"{target}/".startswith(f"{source}/")
-    ):
-        raise _overlap(target)
     names = names_at(target)
     if is_committed(target):
         if not overwrite:
@@ -90,12 +96,6 @@ def _check_prefix(source: Location, target: ObjectPath, overwrite: bool) -> None
         raise ConfigurationError(
             f"there are other objects below {str(target)!r}, such as {names[0]!r}; choose another prefix"
         )
-
-
-def _overlap(target: Location) -> ConfigurationError:
-    return ConfigurationError(
-        f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
-    )
 
 
 def _check_replaceable(there: Location, target: Location) -> None:
@@ -181,3 +181,85 @@ def _replace(new: Path, target: Path, old: Path) -> None:
         if presence.is_there(old) and not presence.is_there(target):
             operations.rename(old, target, "convert")
         raise
+
+
+_PARTS_IN_FLIGHT: Final = 2
+"""Of each file that goes to a store: beside the piece that is read and the one that becomes a part."""
+
+
+class Output(NamedTuple):
+    """What a target consists of."""
+
+    units: Sequence[Unit]
+    """Each writes one file with tensors."""
+    finish: Callable[[], None] = lambda: None
+    """Completes the target when the files are written."""
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file: a header, tensors, objects and, if it has ``table_offset``, the checksums of all that."""
+
+    path: Location
+    nbytes: int
+    header: bytes
+    names: Sequence[str]
+    """Of the tensors, in their order."""
+    objects: Sequence[bytes] = ()
+    table_offset: int | None = None
+
+    def write(self, source: Source, done: Done) -> None:
+        """Write the file with tensors of ``source``; its bytes are durable when this returns."""
+        pieces = self._content(source, done)
+        if self.table_offset is not None:
+            pieces = _with_checksums(pieces, self.table_offset)
+        if isinstance(self.path, ObjectPath):
+            put_pieces(self.path.store, self.path.key, self.nbytes, pieces, _PARTS_IN_FLIGHT)
+            return
+        with explained("writing", self.path, self.nbytes):
+            operations.write_new_file(self.path, pieces, "convert")
+
+    def _content(self, source: Source, done: Done) -> Iterator[Buffer]:
+        yield self.header
+        for names in source.groups(self.names, PIECE_BYTES):
+            yield from _pieces(source.read(names), done)
+        yield from self.objects
+
+
+def _pieces(tensors: list[torch.Tensor], done: Done) -> Iterator[Buffer]:
+    """The bytes of ``tensors``. A function of its own: when it ends, their memory is free for the next ones."""
+    for tensor in tensors:
+        data = as_bytes(tensor)
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            yield piece
+            done(len(piece))
+
+
+def _with_checksums(pieces: Iterator[Buffer], table_offset: int) -> Iterator[Buffer]:
+    """``pieces``, zeros up to ``table_offset``, and the table (``format/layout.py``)."""
+    table = bytearray()
+    crc, at = 0, 0
+
+    def add(piece: Buffer) -> Buffer:
+        nonlocal crc, at
+        left = memoryview(piece).cast("B")
+        while left:
+            block = left[: BLOCK_BYTES - at % BLOCK_BYTES]
+            crc, at, left = crc32c(block, crc), at + len(block), left[len(block) :]
+            if at % BLOCK_BYTES == 0:
+                table.extend(crc.to_bytes(4, "little"))
+                crc = 0
+        return piece
+
+    yield from map(add, pieces)
+    yield add(bytes(table_offset - at))
+    if at % BLOCK_BYTES:
+        table += crc.to_bytes(4, "little")
+    yield bytes(table) + crc32c(table).to_bytes(4, "little")
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Write a new file at once. Its bytes are durable when this returns."""
+    with explained("writing", path, len(data)):
+        operations.write_new_file(path, [data], "convert")

@@ -1,4 +1,4 @@
-"""Reads files and objects of other programs: all of one, a part as a stream, or as a local file."""
+"""Reads files and objects of other programs: bytes, or what ``torch.save`` has written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
-from dcp_datastates.errors import CheckpointNotFoundError, StorageError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnsafeObjectError,
+)
+from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-_BUFFER_BYTES: Final = 64 << 10
-"""What a stream reads at a time: of an object, by one request."""
-
-_COPIED_BYTES: Final = 8 << 20
-"""What is copied of an object at a time."""
+_REQUEST_BYTES: Final = 16 << 20
+"""What is read of an object by one request."""
 
 
 @contextlib.contextmanager
@@ -37,10 +40,27 @@ def opened(path: Location) -> Iterator[ReadableFile]:
         yield file
 
 
-def read_whole(path: Location, at_most: int = -1) -> bytes:
+def fill(file: ReadableFile, begin: int, into: memoryview) -> int:
+    """Fill ``into`` from byte ``begin``; returns how many bytes there are: fewer at the end."""
+    count = 0
+    for at in range(0, len(into), _REQUEST_BYTES):
+        count += file.read_at(begin + at, into[at : at + _REQUEST_BYTES])
+    return count
+
+
+def part_of(file: ReadableFile, begin: int, nbytes: int) -> io.BytesIO:
+    """``nbytes`` of an open file from ``begin`` on; fewer at its end."""
+    part = io.BytesIO(bytes(max(0, min(nbytes, file.nbytes - begin))))
+    with part.getbuffer() as buffer:
+        count = fill(file, begin, buffer)
+    part.truncate(count)
+    return part
+
+
+def read_whole(path: Location, at_most: int | None = None) -> bytes:
     """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
     with opened(path) as file:
-        return stream_of(file).read(at_most)
+        return part_of(file, 0, file.nbytes if at_most is None else at_most).getvalue()
 
 
 @contextlib.contextmanager
@@ -53,38 +73,30 @@ def local_file(path: Location) -> Iterator[Path]:
         return
     with tempfile.NamedTemporaryFile(prefix="dcp_datastates-") as copy:
         with opened(path) as file, explained("copying to a temporary file", copy.name, file.nbytes):
-            stream = stream_of(file)
-            while data := stream.read(_COPIED_BYTES):
-                copy.write(data)
+            for begin in range(0, file.nbytes, _REQUEST_BYTES):
+                copy.write(part_of(file, begin, _REQUEST_BYTES).getbuffer())
             copy.flush()
         yield Path(copy.name)
 
 
-def stream_of(file: ReadableFile, begin: int = 0, nbytes: int | None = None) -> io.BufferedReader:
-    """The bytes of an open file from ``begin`` on, or ``nbytes`` of them, as a stream that can seek."""
-    return io.BufferedReader(
-        _Stream(file, begin, file.nbytes - begin if nbytes is None else nbytes), _BUFFER_BYTES
-    )
+def loaded(
+    file: str | IO[bytes],
+    said: str,
+    allow_objects: bool,
+    way_out: str = "exclude it",
+    mapped: bool = False,
+) -> Any:
+    """:func:`~dcp_datastates.io.unpickling.unpickled`, with tensors on the CPU.
 
-
-class _Stream(io.RawIOBase):
-    def __init__(self, file: ReadableFile, begin: int, nbytes: int) -> None:
-        super().__init__()
-        self._file, self._begin, self._nbytes, self._at = file, begin, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
-        count = self._file.read_at(self._begin + self._at, into)
-        self._at += count
-        return count
+    Raises :class:`UnsafeObjectError` as that; :class:`CheckpointCorruptError` or :class:`StorageError`.
+    """
+    try:
+        return unpickled(file, said, allow_objects, device="cpu", way_out=way_out, mapped=mapped)
+    except UnsafeObjectError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, f"reading {said} failed: {error.strerror}", said) from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
+        ) from error

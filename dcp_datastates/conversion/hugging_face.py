@@ -1,4 +1,15 @@
-"""A Hugging Face folder: the weights, the small files beside them, and whether transformers can open it."""
+"""Folders for the libraries of Hugging Face: a model, what the Trainer resumes from, an adapter of PEFT.
+
+A model's folder has the weights, small files beside them, and may be opened once by transformers.
+
+In a checkpoint that the Trainer has saved through this package lie the model under ``model``, the optimizer by names of
+parameters under ``optimizer``, and each rank's small files under ``files``. In the Trainer's own folder, the model is a
+model's folder, and ``optimizer.pt`` has what the optimizer's ``state_dict()`` gives.
+
+A model with adapters has parameters such as ``base_model.model.layers.0.q_proj.lora_A.default.weight``; ``default`` is
+the name of the adapter. PEFT's file has them without it. Modules that are trained whole (``modules_to_save``) lie in
+the file under the names of the modules that they stand for. The rest of the model is not in the file.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +18,21 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.files import read_whole
-from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.pickles import value_of
-from dcp_datastates.conversion.safetensors_files import shards_output
-from dcp_datastates.conversion.source import Source
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.conversion.safetensors_files import safetensors_unit, shards_output
+from dcp_datastates.conversion.source import Selected, Source
+from dcp_datastates.conversion.torch_file import write_torch
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.stored_names import is_under
+from dcp_datastates.manager.structure import packed_optimizer
+from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
@@ -34,24 +49,27 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
 
 
-def small_files(source: Source) -> dict[str, bytes]:
-    """The files that a checkpoint of the Trainer has beside its tensors, by their relative paths; none of another. Of
-    several ranks' files of one name, this is the first rank's.
+def companions_of(source: Source, folder: Location | None) -> tuple[dict[str, bytes], str]:
+    """The files that go with a model, by their relative paths, and what describes it, in words: the configuration and
+    tokenizer files in ``folder``, or beside the weights in a Hugging Face folder; or what the Trainer has saved beside
+    its tensors. Of several ranks' files of one name, this is the first rank's.
     """
-    found: dict[str, bytes] = {}
+    if folder is None and source.format == "Hugging Face":
+        folder = source.path
+    if folder is not None:
+        names = [name for name in sorted(names_at(folder)) if _is_companion(name)]
+        found = {
+            name: read_whole(folder / name) for name in names if not is_directory(folder / name)
+        }
+        return found, repr(str(folder))
+    found = {}
     matches = filter(None, map(_FILE.fullmatch, source.objects))
     for match in sorted(matches, key=lambda match: int(match[1])):
         if match[2] not in found:
-            value = value_of(source, match[0], allow_objects=False)
+            value = source.value(match[0], allow_objects=False)
             if isinstance(value, bytes):
                 found[match[2]] = value
-    return found
-
-
-def companions_in(folder: Location) -> dict[str, bytes]:
-    """The configuration and tokenizer files in a folder of a model."""
-    names = filter(_is_companion, sorted(names_at(folder)))
-    return {name: read_whole(folder / name) for name in names if not is_directory(folder / name)}
+    return found, "the checkpoint"
 
 
 def _is_companion(name: str) -> bool:
@@ -64,23 +82,22 @@ def hf_output(
     source: Source,
     folder: Path,
     shard_bytes: int,
-    piece_bytes: int,
     companions: Mapping[str, bytes],
-    given: str = "the checkpoint",
+    described: str = "the checkpoint",
 ) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
-    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``given`` says where they
-    come from. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
+    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``described`` says by
+    what they are. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
     """
-    weights = shards_output(source, folder, shard_bytes, piece_bytes)
+    weights = shards_output(source, folder, shard_bytes)
 
     def finish() -> None:
         weights.finish()
         for name in filter(_is_companion, companions):
             write_small_file(folder / name, companions[name])
         if _CONFIG in names_at(folder):
-            _check_opens(folder, given)
+            _check_opens(folder, described)
         else:
             logger.warning(
                 "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
@@ -141,3 +158,159 @@ def _refused(given: str, problem: str) -> ConfigurationError:
         f"({problem}). Pass the folder of the model that was trained with config_from (--config-from); or leave "
         f"config_from out if the checkpoint has its own; or write to='safetensors', which needs no configuration"
     )
+
+
+MODEL: Final = "model"
+OPTIMIZER: Final = "optimizer"
+
+
+def trainer_source(source: Source) -> Source:
+    """The model, whose names are those of its parameters, and the optimizer."""
+    names = {
+        name.removeprefix(f"{MODEL}."): name
+        for name in source.names()
+        if is_under(name, frozenset({MODEL, OPTIMIZER}))
+    }
+    return Selected(source, names)
+
+
+def trainer_output(
+    source: Source,
+    folder: Path,
+    shard_bytes: int,
+    files: Mapping[str, bytes],
+    allow_objects: bool,
+) -> Output:
+    """The folder of a checkpoint of the Trainer.
+
+    Args:
+        source: What :func:`trainer_source` gives.
+        files: The small files of all ranks.
+    """
+    below = frozenset({OPTIMIZER})
+    weights = Selected(source, {n: n for n in source.tensors if not is_under(n, below)})
+    model = hf_output(weights, folder, shard_bytes, files)
+    state = Selected(source, {n: n for n in source.names() if is_under(n, below)})
+
+    def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+        return packed_optimizer(state.nested(values)[OPTIMIZER])
+
+    optimizer = partial(write_torch, state, folder / "optimizer.pt", allow_objects, nest)
+
+    def finish() -> None:
+        model.finish()
+        for name in files.keys() - set(names_at(folder)):
+            path = folder / name
+            local.make_directories(path.parent, "convert")
+            write_small_file(path, files[name])
+
+    return Output([*model.units, optimizer], finish)
+
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+
+_ROOT: Final = "base_model.model."
+_WHOLE: Final = "modules_to_save"
+_MAGNITUDE: Final = "lora_magnitude_vector"
+
+
+def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
+    """The tensors of the adapter in ``source``, without the states of ``optimizers``.
+
+    Raises :class:`ConfigurationError` if there is none, or if there are several.
+    """
+    stored: dict[str, str] = {}
+    adapters: set[str] = set()
+    for name in source.tensors:
+        found = _in_file(name)
+        if found is None or is_under(name, optimizers):
+            continue
+        adapter, new = found
+        if new in stored and adapter in adapters:
+            raise ConfigurationError(
+                f"{source.path} has several models with adapters: {stored[new]!r} and {name!r}; choose one with part"
+            )
+        stored[new] = name
+        adapters.add(adapter)
+    if not stored:
+        raise ConfigurationError(
+            f"{source.path} has no parameters of a LoRA adapter of PEFT, such as '{_ROOT}q_proj.lora_A.default.weight'"
+        )
+    if len(adapters) > 1:
+        raise ConfigurationError(
+            f"{source.path} has {len(adapters)} adapters: {', '.join(sorted(adapters))}; choose one, such as with "
+            f"only='*.{min(adapters)}*'"
+        )
+    return Selected(source, stored)
+
+
+def adapter_output(source: Source, adapter: Source, folder: Path, given: Location | None) -> Output:
+    """The files of ``adapter``, which :func:`adapter_of` has found in ``source``.
+
+    Raises :class:`ConfigurationError` without a configuration: see :func:`_config`.
+    """
+    config = _config(source, given)
+    weights = safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")
+    return Output([weights], partial(write_small_file, folder / ADAPTER_CONFIG, config))
+
+
+def _config(source: Source, given: Location | None) -> bytes:
+    """The contents of ``adapter_config.json``: from the folder ``given``, or the one that the checkpoint has.
+
+    Raises :class:`ConfigurationError` if there is none.
+    """
+    if given is not None:
+        path = given / ADAPTER_CONFIG
+        try:
+            return _checked(read_whole(path), str(path))
+        except CheckpointNotFoundError:
+            raise ConfigurationError(
+                f"config_from={str(given)!r} has no {ADAPTER_CONFIG}"
+            ) from None
+    for name in source.objects:
+        if name.endswith(f".{ADAPTER_CONFIG}"):
+            value = source.value(name, allow_objects=False)
+            if isinstance(value, bytes):
+                return _checked(value, f"{source.path}: {name}")
+    raise ConfigurationError(
+        f"{source.path} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
+        f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
+    )
+
+
+def _checked(config: bytes, where: str) -> bytes:
+    """Raise :class:`ConfigurationError` for an adapter that has more than what :func:`adapter_of` knows."""
+    try:
+        found = json.loads(config)
+        kind, bias = found.get("peft_type", "LORA"), found.get("bias", "none")
+        tokens = found.get("trainable_token_indices")
+    except (ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{where} is no configuration of an adapter: {error}") from error
+    for wrong in (
+        f"peft_type={kind!r}" if kind != "LORA" else "",
+        f"bias={bias!r}" if bias != "none" else "",
+        "trainable_token_indices" if tokens else "",
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
+                f"save_pretrained() of PEFT write it"
+            )
+    return config
+
+
+def _in_file(name: str) -> tuple[str, str] | None:
+    """The adapter to which a parameter belongs, and its name in a file; None if it belongs to none."""
+    start = name.find(_ROOT)
+    if start < 0 or (start and name[start - 1] != "."):
+        return None
+    parts = name[start:].split(".")
+    for number, part in enumerate(parts[:-1]):
+        before, adapter, after = parts[:number], parts[number + 1], parts[number + 2 :]
+        if part == _WHOLE:
+            return adapter, ".".join(before + after)
+        if part == _MAGNITUDE:
+            return adapter, ".".join([*before, part])
+        if part.startswith("lora_"):
+            return adapter, ".".join([*before, part, *after])
+    return None

@@ -8,17 +8,14 @@ In a checkpoint of this package lie the model under ``state_dict``, optimizers b
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import torch
-
-from dcp_datastates.conversion.pickles import loaded, value_of
-from dcp_datastates.conversion.selection import Selected
-from dcp_datastates.conversion.source import Box, Source, shape_of
+from dcp_datastates.conversion.files import loaded
+from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import is_under
-from dcp_datastates.manager.structure import packed_optimizer, put_together, taken_apart
+from dcp_datastates.manager.structure import packed_optimizer
 
 MODEL: Final = "state_dict"
 OPTIMIZERS: Final = "optimizer_states"
@@ -65,35 +62,19 @@ def is_of_lightning(source: Source) -> bool:
     return _FILE in source.objects
 
 
-class LightningFile(Selected):
-    """What Lightning has saved: the values of ``source``, which lie where they lie in Lightning's file."""
-
-    def __init__(self, source: Source, allow_objects: bool) -> None:
-        # What else is not Lightning's own is left out when all is nested.
-        given = [*source.names(), *source.empty_dicts()]
-        ranks = frozenset({"files"})
-        super().__init__(source, {name: name for name in given if not is_under(name, ranks)})
-        data = io.BytesIO(value_of(source, _FILE, allow_objects))
-        meta = loaded(data, f"{source.path}: {META}", allow_objects)
-        self._own, self._structure = taken_apart(meta, META)
-        self.tensors = {
-            **self.tensors,
-            **{name: shape_of(each.dtype, each.shape) for name, each in self._own.items()},
-        }
-        self.paths = {name: _path_in_model(name, path) for name, path in self.paths.items()}
-
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See :class:`Source`."""
-        stored = {name: value for name, value in values.items() if name not in self._own}
-        meta = put_together(self._structure, lambda path, *_: values[path])
-        return lightning_checkpoint(super().nested(stored), meta)
-
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        stored = iter(super().read([box for box in wanted if box.name not in self._own]))
-        return [
-            box.of(self._own[box.name]) if box.name in self._own else next(stored) for box in wanted
-        ]
+def lightning_file(
+    source: Source, allow_objects: bool
+) -> tuple[Source, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+    """What Lightning has saved, and how its values are nested in Lightning's file."""
+    # What else is not Lightning's own is left out when all is nested.
+    given = [*source.names(), *source.empty_dicts()]
+    own = Selected(
+        source, {name: name for name in given if not is_under(name, frozenset({"files"}))}
+    )
+    own.paths = {name: _path_in_model(name, path) for name, path in own.paths.items()}
+    data = io.BytesIO(source.value(_FILE, allow_objects))
+    meta = loaded(data, f"{source.path}: {META}", allow_objects)
+    return own, lambda values: lightning_checkpoint(own.nested(values), meta)
 
 
 def _path_in_model(name: str, path: KeyPath) -> KeyPath:

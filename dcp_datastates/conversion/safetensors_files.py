@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import names_at
-from dcp_datastates.conversion.files import opened, read_whole, stream_of
-from dcp_datastates.conversion.output_file import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Box, Source, as_bytes, shape_of, shards
+from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.files import fill, opened, part_of, read_whole
+from dcp_datastates.conversion.source import Source, as_bytes, shape_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -66,8 +65,6 @@ class SafetensorsSource(Source):
             for entry in header.entries:
                 if only is not None and only.get(entry.name) != file:
                     continue
-                if entry.name in shapes:
-                    raise CheckpointCorruptError(f"{entry.name!r} is in several files of {path}")
                 if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
                     raise IncompatibleStateError(
                         f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
@@ -81,17 +78,15 @@ class SafetensorsSource(Source):
             )
         self.tensors = {name: shapes[name] for name in names}
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
         found = []
-        for file, group in itertools.groupby(wanted, lambda box: self._places[box.name][0]):
+        for file, group in itertools.groupby(names, lambda name: self._places[name][0]):
             with opened(file) as there:
-                for box in group:
-                    shaped = self.tensors[box.name]
-                    into = torch.empty(box.sizes, dtype=shaped.dtype, device="cpu")
-                    first = sum(map(operator.mul, box.offsets, shaped.stride()))
-                    begin = self._places[box.name][1] + first * shaped.dtype.itemsize
-                    if there.read_at(begin, as_bytes(into)) < into.nbytes:
+                for name in group:
+                    into = self.memory_for(name)
+                    begin = self._places[name][1]
+                    if fill(there, begin, as_bytes(into)) < into.nbytes:
                         raise CheckpointCorruptError(
                             f"{file} is cut short: it ends before byte {begin + into.nbytes}"
                         )
@@ -154,9 +149,8 @@ def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
 def _header(file: Location) -> Header:
     """The header of a file; raises if the file holds shards of tensors, of which the header alone has the shapes."""
     with opened(file) as there:
-        stream = stream_of(there)
-        first = stream.read(8)
-        data = first + stream.read(min(int.from_bytes(first, "little"), MAX_HEADER_BYTES))
+        length = int.from_bytes(part_of(there, 0, 8).getvalue(), "little")
+        data = part_of(there, 0, 8 + min(length, MAX_HEADER_BYTES)).getvalue()
     try:
         header = read_header(data, there.nbytes)
     except CheckpointCorruptError as error:
@@ -180,7 +174,7 @@ def _header(file: Location) -> Header:
     return header
 
 
-def safetensors_unit(source: Source, names: Iterable[str], path: Path, piece_bytes: int) -> Unit:
+def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
     """What writes one file with the tensors of these names.
 
     Raises :class:`ConfigurationError` for a tensor that the format cannot hold.
@@ -209,7 +203,7 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path, piece_byt
             f"a smaller shard_size"
         )
     first = len(text).to_bytes(8, "little") + text
-    return partial(OutputFile(path, len(first) + end, first, ordered).write, source, piece_bytes)
+    return partial(OutputFile(path, len(first) + end, first, ordered).write, source)
 
 
 def _check_name(name: str) -> None:
@@ -221,14 +215,14 @@ def _check_name(name: str) -> None:
         raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
 
 
-def shards_output(source: Source, folder: Path, shard_bytes: int, piece_bytes: int) -> Output:
+def shards_output(source: Source, folder: Path, shard_bytes: int) -> Output:
     """``model.safetensors`` in a folder, or shards with an index, as ``save_pretrained`` writes them."""
-    parts = shards(source, shard_bytes)
+    parts = source.groups(source.tensors, shard_bytes)
     files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     if len(parts) == 1:
         files = ["model.safetensors"]
     units = [
-        safetensors_unit(source, names, folder / file, piece_bytes)
+        safetensors_unit(source, names, folder / file)
         for file, names in zip(files, parts, strict=True)
     ]
     index = {

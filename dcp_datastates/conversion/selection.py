@@ -1,24 +1,42 @@
-"""Which values of a source are taken, under which names, and with which dtype."""
+"""Opens a source of any format, recognized by its content, and says which of its values are taken, and how."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.source import Box, Source, shape_of
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.checkpoints.listing import committed_among, directories
+from dcp_datastates.conversion.datastates import DataStatesSource
+from dcp_datastates.conversion.files import read_whole
+from dcp_datastates.conversion.safetensors_files import (
+    SafetensorsSource,
+    is_safetensors,
+    weights_in,
+)
+from dcp_datastates.conversion.source import Selected, Source
+from dcp_datastates.conversion.stock import StockSource
+from dcp_datastates.conversion.torch_file import TorchSource, is_torch_file
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ForeignCheckpointError,
+)
 from dcp_datastates.format.stored_names import (
-    NO_NAMES,
     NamePatterns,
     Rename,
     check_rename,
     renamed,
-    renamed_path,
 )
+from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.storage import presence
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
 """A name within the state of an optimizer, and the optimizer's."""
@@ -26,15 +44,30 @@ _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-@dataclass(frozen=True)
 class Selection:
     """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
 
-    only: NamePatterns | None = None
-    exclude: NamePatterns = NO_NAMES
-    part: str | None = None
-    rename: Rename | None = None
-    dtype: torch.dtype | None = None
+    def __init__(
+        self,
+        only: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        part: str | None = None,
+        rename: Rename | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
+        if part is not None and (not isinstance(part, str) or not part):
+            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+        if part is not None and only is not None:
+            raise ConfigurationError(
+                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
+            )
+        check_rename(rename)
+        self.only = None if only is None else NamePatterns("only", only)
+        self.exclude = NamePatterns("exclude", exclude)
+        self.part = None if part is None else NamePatterns("part", part)
+        self.rename = rename
+        self.dtype = _dtype(dtype)
 
     @property
     def chooses(self) -> bool:
@@ -46,30 +79,6 @@ class Selection:
         """Whether all values are taken, as they are."""
         return not (self.chooses or self.exclude or self.rename or self.dtype)
 
-    @staticmethod
-    def checked(
-        only: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        part: str | None = None,
-        rename: Rename | None = None,
-        dtype: str | torch.dtype | None = None,
-    ) -> Selection:
-        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
-        if part is not None and (not isinstance(part, str) or not part):
-            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
-        if part is not None and only is not None:
-            raise ConfigurationError(
-                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
-            )
-        check_rename(rename)
-        return Selection(
-            None if only is None else NamePatterns("only", only),
-            NamePatterns("exclude", exclude),
-            part,
-            rename,
-            _dtype(dtype),
-        )
-
 
 def select(source: Source, selection: Selection) -> Source:
     """The values that ``selection`` takes from ``source``.
@@ -79,11 +88,9 @@ def select(source: Source, selection: Selection) -> Source:
     :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
     taken = names = [*source.names(), *source.empty_dicts()]
-    part = None if selection.part is None else NamePatterns("part", selection.part)
-    if part is not None:
-        taken = part.choose(names)
-    elif selection.only is not None:
-        taken = selection.only.choose(names)
+    wanted = selection.part or selection.only
+    if wanted is not None:
+        taken = wanted.choose(names)
     left_out = set(selection.exclude.choose(taken))
     taken = [name for name in taken if name not in left_out]
     if names and not taken:
@@ -93,7 +100,7 @@ def select(source: Source, selection: Selection) -> Source:
     for name in taken:
         if name in source.refusals:
             raise source.refusals[name]
-    old_of = renamed(taken, selection.rename, part=part, all_used=True)
+    old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
     return Selected(source, old_of, selection.dtype)
 
 
@@ -101,59 +108,6 @@ def optimizers_in(source: Source) -> list[str]:
     """The names of the optimizers whose states are in ``source``."""
     found = filter(None, map(_OPTIMIZER.match, source.names()))
     return list(dict.fromkeys(each[1] for each in found))
-
-
-class Selected(Source):
-    """Values of another source, under other names."""
-
-    def __init__(
-        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
-    ) -> None:
-        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are."""
-        self.path, self.format = source.path, source.format
-        self._source, self._old_of = source, old_of
-        self.tensors = {
-            name: _cast(source.tensors[old], dtype)
-            for name, old in old_of.items()
-            if old in source.tensors
-        }
-        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
-        self.paths = {
-            name: renamed_path(source.paths.get(old, (old,)), old, name)
-            for name, old in old_of.items()
-        }
-        casts = {
-            (source.tensors[old_of[name]].dtype, each.dtype) for name, each in self.tensors.items()
-        }
-        for before, after in casts:
-            if before != after:
-                _check_cast(before, after)
-
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        found = self._source.read([box._replace(name=self._old_of[box.name]) for box in wanted])
-        return [
-            each.to(self.tensors[box.name].dtype) for box, each in zip(wanted, found, strict=True)
-        ]
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        return self._source.object_bytes(self._old_of[name])
-
-
-def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None or not shaped.dtype.is_floating_point:
-        return shaped
-    return shape_of(dtype, shaped.shape)
-
-
-def _check_cast(old: torch.dtype, new: torch.dtype) -> None:
-    try:
-        torch.empty(1, dtype=new, device="cpu").copy_(torch.empty(1, dtype=old, device="cpu"))
-    except (RuntimeError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"dtype={new}: torch cannot convert {old} to it ({str(error).splitlines()[0]}); exclude such tensors"
-        ) from error
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
@@ -168,3 +122,58 @@ def _dtype(dtype: Any) -> torch.dtype | None:
             f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16' or 'bf16'"
         )
     return found
+
+
+@collection_paused()
+def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
+    """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
+    file or a file of ``torch.save``.
+
+    Reads names, shapes and dtypes, not the tensors' bytes. Runs no code from the checkpoint, unless ``allow_objects``.
+
+    Raises:
+        CheckpointNotFoundError: there is none of these; the message says what is there.
+        CheckpointCorruptError, StorageError: it cannot be read.
+        UnsafeObjectError: it cannot be read without running code from it.
+        IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
+        ConfigurationError: it is not clear what is meant.
+    """
+    found = locate(path)
+    if is_directory(found):
+        return _open_directory(found, allow_objects)
+    if isinstance(found, Path) and presence.is_there(found) and not presence.is_file(found):
+        raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
+    try:
+        first = read_whole(found, 9)
+    except ForeignCheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
+    if is_torch_file(first):
+        return TorchSource(found, allow_objects)
+    if is_safetensors(first):
+        return SafetensorsSource(found, [found], None)
+    raise ForeignCheckpointError(
+        f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
+    )
+
+
+def _open_directory(path: Location, allow_objects: bool) -> Source:
+    found = format_of(path)
+    if found is Format.DATASTATES:
+        return DataStatesSource(path)
+    if found in (Format.STOCK, Format.UNKNOWN):
+        return StockSource(path, allow_objects)
+    weights = weights_in(path)
+    if weights is not None:
+        return weights
+    below = committed_among(directories(path))
+    others = sorted(names_at(path))
+    there = (
+        f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
+        if below
+        else f"the directory holds {len(others)} other entries, such as {others[0]!r}"
+        if others
+        else "the directory is empty"
+    )
+    raise CheckpointNotFoundError(f"no checkpoint of a known format at {str(path)!r}: {there}")

@@ -1,41 +1,39 @@
-"""What is converted or compared: a flat state of tensors and objects, which are read when they are asked for.
+"""What is converted or compared: a flat state of tensors and objects, each read as a whole when it is asked for.
 
-A tensor is read by boxes, each of which is one run of its elements in row-major order. So memory does not depend on the
-sizes of tensors.
+So memory depends on the largest tensor, not on the checkpoint.
 """
 
 from __future__ import annotations
 
 import abc
-import itertools
-import math
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import errno
+import io
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.conversion.files import loaded
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, nested, with_types
+from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.text import size
 
-
-class Box(NamedTuple):
-    """Elements of a tensor, adjacent in row-major order."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """The box, as DCP says it."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of the whole tensor."""
-        ends = map(sum, zip(self.offsets, self.sizes, strict=True))
-        return tensor[tuple(map(slice, self.offsets, ends))]
+PIECE_BYTES: Final = 4 << 20
+"""What is read of small tensors at a time."""
 
 
 class Source(abc.ABC):
@@ -73,25 +71,113 @@ class Source(abc.ABC):
         return sum(each.nbytes for each in self.tensors.values())
 
     @abc.abstractmethod
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
-        """The boxes, on the host. They may lie in a mapped file: the caller changes nothing in them.
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The tensors of these names, on the host. They may lie in a mapped file: the caller changes nothing in them.
 
         Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
 
-    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """The tensors of these names, in memory of their own or mapped."""
-        shapes = [tuple(self.tensors[name].shape) for name in names]
-        pairs = zip(names, shapes, strict=True)
-        return self.read([Box(name, (0,) * len(shape), shape) for name, shape in pairs])
+    def memory_for(self, name: str) -> torch.Tensor:
+        """Memory for a tensor, on the host. Raises :class:`StorageError` if there is not enough."""
+        try:
+            return torch.empty_like(self.tensors[name], device="cpu")
+        except RuntimeError as error:
+            nbytes = size(self.tensors[name].nbytes)
+            text = f"there is no memory for {name!r}, which has {nbytes}"
+            raise StorageError(errno.ENOMEM, text, str(self.path)) from error
 
     @abc.abstractmethod
     def object_bytes(self, name: str) -> bytes:
         """An object, as ``torch.save`` has written it."""
 
+    def value(self, name: str, allow_objects: bool) -> Any:
+        """An object as a Python value. Raises as :func:`~dcp_datastates.conversion.files.loaded`."""
+        data = io.BytesIO(self.object_bytes(name))
+        return loaded(data, f"{self.path}: object {name!r}", allow_objects)
+
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
+
+    def index_of(self, name: str) -> MetadataIndex:
+        """How DCP calls a tensor, of which there is one chunk, or an object."""
+        shaped = self.tensors.get(name)
+        return MetadataIndex(name, None if shaped is None else torch.Size([0] * shaped.ndim))
+
+    def metadata(
+        self, places: dict[MetadataIndex, _StorageInfo], storage_meta: StorageMeta
+    ) -> Metadata:
+        """What DCP says of the state. Each tensor is one chunk."""
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype),
+                each.shape,
+                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
+            )
+            for name, each in self.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in self.objects)
+        return Metadata(entries, self.all_paths(), places, storage_meta, DCP_VERSION)
+
+    def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
+        """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
+        least one group, which may be empty.
+        """
+        found: list[list[str]] = [[]]
+        taken = 0
+        for name in names:
+            nbytes = self.tensors[name].nbytes
+            if taken and taken + nbytes > most:
+                found.append([])
+                taken = 0
+            found[-1].append(name)
+            taken += nbytes
+        return found
+
+
+class Selected(Source):
+    """Values of another source, under other names."""
+
+    def __init__(
+        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
+    ) -> None:
+        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are.
+
+        Raises :class:`ConfigurationError` for a dtype to which torch cannot convert.
+        """
+        self.path, self.format = source.path, source.format
+        self._source, self._old_of = source, old_of
+        given = {name: source.tensors.get(old) for name, old in old_of.items()}
+        self.tensors = {
+            name: _cast(each, dtype) for name, each in given.items() if each is not None
+        }
+        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
+        self.paths = {
+            name: renamed_path(source.paths.get(old, (old,)), old, name)
+            for name, old in old_of.items()
+        }
+
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        found = self._source.read([self._old_of[name] for name in names])
+        return [each.to(self.tensors[name].dtype) for name, each in zip(names, found, strict=True)]
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        return self._source.object_bytes(self._old_of[name])
+
+
+def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None or not shaped.dtype.is_floating_point or shaped.dtype == dtype:
+        return shaped
+    try:
+        torch.empty(1, dtype=shaped.dtype, device="cpu").to(dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"dtype={dtype}: torch cannot convert {shaped.dtype} to it ({str(error).splitlines()[0]}); exclude such "
+            f"tensors"
+        ) from error
+    return shape_of(dtype, shaped.shape)
 
 
 def known_paths(paths: Any, names: Container[str]) -> dict[str, KeyPath]:
@@ -108,57 +194,6 @@ def known_paths(paths: Any, names: Container[str]) -> dict[str, KeyPath]:
 def shape_of(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
     """A tensor without data."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
-def boxes(name: str, shape: Sequence[int], most: int) -> Iterator[Box]:
-    """A tensor, in order: as many rows at a time as have at most ``most`` elements, or one element."""
-    cut, inner = (
-        len(shape),
-        1,
-    )  # the first dimension of which a box has all, and the elements of a row
-    while cut and inner * shape[cut - 1] <= most:
-        cut -= 1
-        inner *= shape[cut]
-    if not cut:
-        yield Box(name, (0,) * len(shape), tuple(shape))
-        return
-    *outer, length = shape[:cut]
-    rows, rest = max(1, most // inner), tuple(shape[cut:])
-    for place in itertools.product(*map(range, outer)):
-        for first in range(0, length, rows):
-            offsets = (*place, first, *[0] * len(rest))
-            yield Box(name, offsets, (*[1] * len(outer), min(rows, length - first), *rest))
-
-
-def batches(source: Source, names: Iterable[str], most: int) -> Iterator[list[Box]]:
-    """The tensors of these names, in order: boxes that have at most ``most`` bytes together."""
-    batch: list[Box] = []
-    room = most
-    for name in names:
-        shaped = source.tensors[name]
-        itemsize = shaped.dtype.itemsize
-        for box in boxes(name, shaped.shape, max(1, most // itemsize)):
-            nbytes = math.prod(box.sizes) * itemsize
-            if batch and nbytes > room:
-                yield batch
-                batch, room = [], most
-            batch.append(box)
-            room -= nbytes
-    if batch:
-        yield batch
-
-
-def shards(source: Source, limit: int) -> list[list[str]]:
-    """The names of each file's tensors: as many as fit into ``limit`` bytes, in the order of the source."""
-    found: list[list[str]] = [[]]
-    size = 0
-    for name, shaped in source.tensors.items():
-        if size and size + shaped.nbytes > limit:
-            found.append([])
-            size = 0
-        found[-1].append(name)
-        size += shaped.nbytes
-    return found
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

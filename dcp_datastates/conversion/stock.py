@@ -7,9 +7,9 @@ user trusts it.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,25 +22,19 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_datastates.conversion.files import opened, stream_of
-from dcp_datastates.conversion.output_file import Output, write_small_file
-from dcp_datastates.conversion.pickles import loaded
-from dcp_datastates.conversion.source import Box, Source, batches, known_paths, shape_of, shards
+from dcp_datastates.conversion.destination import Output, write_small_file
+from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, known_paths, shape_of
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_check import check_covered, validate
 from dcp_datastates.format.metadata_objects import catalog_of
 from dcp_datastates.io.unpickling import BoundedUnpickler, unsafe
@@ -61,7 +55,7 @@ _OTHERS: Final = {
 
 
 class StockSource(Source):
-    """A checkpoint of stock DCP. A thread reads a stored chunk as a whole, and keeps it until it reads later rows."""
+    """A checkpoint of stock DCP."""
 
     format = "stock DCP"
 
@@ -78,71 +72,55 @@ class StockSource(Source):
             self.objects = dict.fromkeys(name for name in self._entries if name not in self.tensors)
             self.paths = known_paths(metadata.planner_data, self._entries)
             wrong = validate(catalog_of(metadata), filled=False)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
         self._places = metadata.storage_data or {}
-        self._of_thread = threading.local()  # kept: its latest chunks, of one tensor
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        return list(map(self._read, wanted))
+        return list(map(self._tensor, names))
 
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        info, path = self._place(MetadataIndex(name))
-        with opened(path) as file:
-            return stream_of(file, info.offset, info.length).read()
-
-    def _read(self, box: Box) -> torch.Tensor:
-        entry = self._entries[box.name]
+    def _tensor(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
         assert isinstance(entry, TensorStorageMetadata)
-        way_out = f"leave it out with exclude={box.name!r}"
-        check_covered(box.name, entry.size, (chunk.sizes for chunk in entry.chunks), way_out)
-        into = torch.empty(box.sizes, dtype=entry.properties.dtype, device="cpu")
-        if not into.numel():
-            return into
-        kept: dict[MetadataIndex, torch.Tensor] = {
-            index: chunk
-            for index, chunk in vars(self._of_thread).get("kept", {}).items()
-            if index.fqn == box.name and index.offset[0] + chunk.shape[0] > box.offsets[0]
-        }
-        self._of_thread.kept = kept
-        for item in create_read_items_for_chunk_list(box.name, entry, [box.chunk]):
-            index = item.storage_index
-            part = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
-            if (chunk := kept.get(index)) is None:
-                chunk = self._chunk(index)
-                if box.sizes:
-                    kept[index] = chunk
-            part.copy_(Box(box.name, item.storage_offsets, item.lengths).of(chunk))
-        return into
+        way_out = f"leave it out with exclude={name!r}"
+        check_covered(name, entry.size, (chunk.sizes for chunk in entry.chunks), way_out)
+        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        if len(chunks) == 1:
+            return self._chunk(name, chunks[0])
+        whole = self.memory_for(name)
+        for chunk in chunks:
+            part = narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes)
+            part.copy_(self._chunk(name, chunk))
+        return whole
 
-    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         """A stored chunk, as torch reads it."""
-        info, path = self._place(index)
-        with opened(path) as file:
-            said = f"{path} at byte {info.offset}"
-            stream = stream_of(file, info.offset, info.length)
-            found = loaded(stream, said, allow_objects=False)
-        shaped = self.tensors[index.fqn]
-        assert index.index is not None
-        sizes = tuple(self._entries[index.fqn].chunks[index.index].sizes)  # type: ignore[union-attr]
-        if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (
-            shaped.dtype,
-            sizes,
-        ):
+        said = f"{self.path}: a chunk of {name!r}"
+        stored = self._stored(MetadataIndex(name, chunk.offsets))
+        found = loaded(io.BytesIO(stored), said, allow_objects=False)
+        dtype, sizes = self.tensors[name].dtype, chunk.sizes
+        if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (dtype, sizes):
             kind = type(found).__name__
             if isinstance(found, torch.Tensor):
                 kind = f"{found.dtype} {tuple(found.shape)}"
             raise CheckpointCorruptError(
-                f"{path}: a chunk of {index.fqn!r} is {kind}, and the metadata say {shaped.dtype} {sizes}"
+                f"{said} is {kind}, and the metadata say {dtype} {tuple(sizes)}"
+            )
+        if found.nbytes > len(stored):  # all of whose elements are one
+            raise CheckpointCorruptError(
+                f"{said} has {found.nbytes} bytes, of which {len(stored)} are stored"
             )
         return found
 
-    def _place(self, index: MetadataIndex) -> tuple[_StorageInfo, Location]:
-        """Where something is stored, which lies within a file of the checkpoint."""
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        return self._stored(MetadataIndex(name))
+
+    def _stored(self, index: MetadataIndex) -> bytes:
+        """What is stored, which lies within a file of the checkpoint."""
         info = self._places.get(index)
         if not isinstance(info, _StorageInfo):
             raise CheckpointCorruptError(
@@ -159,15 +137,15 @@ class StockSource(Source):
             raise CheckpointCorruptError(
                 f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
             )
-        path, begin, length = self.path / relative, info.offset, info.length
-        with opened(path) as file:
+        begin, length = info.offset, info.length
+        with opened(self.path / relative) as file:
             are_numbers = type(begin) is type(length) is int and begin >= 0 and length >= 0
             if not are_numbers or begin + length > file.nbytes:
                 raise CheckpointCorruptError(
                     f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in {relative}, "
                     f"which is cut short, or the metadata are damaged"
                 )
-        return info, path
+            return part_of(file, begin, length).getvalue()
 
 
 class _Unpickler(BoundedUnpickler):
@@ -199,8 +177,7 @@ class _Unpickler(BoundedUnpickler):
 def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
     kind = pickle.Unpickler if allow_objects else _Unpickler
     try:
-        with opened(path) as file:
-            metadata = kind(stream_of(file)).load()
+        metadata = kind(io.BytesIO(read_whole(path))).load()
     except StorageError:
         raise
     except pickle.UnpicklingError as error:
@@ -218,43 +195,38 @@ def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
     return metadata
 
 
-def stock_output(source: Source, folder: Path, shard_bytes: int, piece_bytes: int) -> Output:
-    """A checkpoint of stock DCP. Large tensors are cut into chunks: a reader holds a chunk in memory."""
-    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in source.tensors}
+def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
+    """A checkpoint of stock DCP, each tensor as one chunk."""
     places: dict[MetadataIndex, _StorageInfo] = {}
 
     def write(number: int, names: Iterable[str], done: Done) -> None:
         path = folder / f"__{number}_0.distcp"
         with local.explained("writing", path, source.nbytes), path.open("xb") as stream:
 
-            def place(index: MetadataIndex, begin: int) -> None:
-                places[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
+            def place(name: str, begin: int) -> None:
+                nbytes = stream.tell() - begin
+                places[source.index_of(name)] = _StorageInfo(path.name, begin, nbytes)
+
+            def save(group: list[str], tensors: list[torch.Tensor]) -> None:  # then frees them
+                for name, tensor in zip(group, tensors, strict=True):
+                    begin = stream.tell()
+                    save_to(own(tensor), stream)
+                    place(name, begin)
+                    done(tensor.nbytes)
 
             for name in () if number else source.objects:
                 begin = stream.tell()
                 stream.write(source.object_bytes(name))
-                place(MetadataIndex(name), begin)
-            for batch in batches(source, names, piece_bytes):
-                for box, tensor in zip(batch, source.read(batch), strict=True):
-                    begin = stream.tell()
-                    save_to(own(tensor), stream)
-                    place(MetadataIndex(box.name, box.offsets), begin)
-                    chunks[box.name].append(box.chunk)
-                    done(tensor.nbytes)
+                place(name, begin)
+            for group in source.groups(names, PIECE_BYTES):
+                save(group, source.read(group))
             stream.flush()
             os.fsync(stream.fileno())
 
     def finish() -> None:
-        entries: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype), each.shape, chunks[name]
-            )
-            for name, each in source.tensors.items()
-        }
-        entries.update((name, BytesStorageMetadata()) for name in source.objects)
-        paths = dict(as_dcp_has_them(source.all_paths()))
-        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
+        metadata = source.metadata(places, StorageMeta())
+        metadata.planner_data = dict(as_dcp_has_them(metadata.planner_data))
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 
-    parts = enumerate(shards(source, shard_bytes))
+    parts = enumerate(source.groups(source.tensors, shard_bytes))
     return Output([partial(write, number, names) for number, names in parts], finish)

@@ -12,9 +12,8 @@ from typing import IO, Any, Final
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from dcp_datastates.conversion.files import local_file, opened, stream_of
-from dcp_datastates.conversion.pickles import loaded, value_of
-from dcp_datastates.conversion.source import Box, Source, shape_of, shards
+from dcp_datastates.conversion.files import loaded, local_file
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, shape_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
@@ -30,8 +29,8 @@ from dcp_datastates.storage.object_path import Location
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
 
-_READ_BYTES: Final = 64 << 20
-"""What is read at a time of a state that goes to such a file, at least a tensor."""
+_MOST_EXPANDED: Final = 128 << 20
+"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
 
 
 class TorchSource(Source):
@@ -75,9 +74,9 @@ class TorchSource(Source):
             if (kind := _no_plain_kind(values[name], name))
         }
 
-    def read(self, wanted: Sequence[Box]) -> list[torch.Tensor]:
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
-        return [box.of(self._values[box.name]) for box in wanted]
+        return [self._values[name] for name in names]
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -100,8 +99,7 @@ def is_torch_file(first: bytes) -> bool:
 
 def _load(path: Location, allow_objects: bool) -> Any:
     with local_file(path) as file:
-        with opened(file) as there:
-            stream = stream_of(there)
+        with explained("reading", path), file.open("rb") as stream:
             is_archive = stream.read(4) == _ZIP
             if is_archive:
                 _check_archive(stream, path)
@@ -140,6 +138,8 @@ def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
             f"a view with conjugate or negative values; {way_out} tensor.resolve_conj().resolve_neg() before "
             f"torch.save stores it"
         )
+    if tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
+        return f"a view of far fewer elements than it has; {way_out} contiguous() before torch.save stores it"
     return ""
 
 
@@ -159,18 +159,23 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple)) and any(map(_has_tensors, inner))
 
 
-def write_torch(source: Source, target: Path, allow_objects: bool, done: Done) -> None:
-    """Write one file with all tensors and objects, nested as the state was. The state is in memory, but for mapped
-    tensors.
+def write_torch(
+    source: Source,
+    target: Path,
+    allow_objects: bool,
+    nest: Callable[[dict[str, Any]], dict[str, Any]],
+    done: Done,
+) -> None:
+    """Write one file with all tensors and objects, nested by ``nest``. The state is in memory, but for mapped tensors.
 
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
     ``allow_objects``.
     """
     values: dict[str, Any] = {}
-    for names in shards(source, _READ_BYTES):
-        values |= zip(names, map(own, source.whole(names)), strict=True)
-    values |= {name: value_of(source, name, allow_objects) for name in source.objects}
-    state = source.nested(values)
+    for names in source.groups(source.tensors, PIECE_BYTES):
+        values |= zip(names, map(own, source.read(names)), strict=True)
+    values |= {name: source.value(name, allow_objects) for name in source.objects}
+    state = nest(values)
     with explained("writing", target, source.nbytes), target.open("xb") as file:
         save_to(state, _Counted(file, source.nbytes, done))
         os.fsync(file.fileno())

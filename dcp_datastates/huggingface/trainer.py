@@ -34,7 +34,7 @@ from transformers.utils import is_peft_available
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.conversion.trainer_folder import MODEL, OPTIMIZER
+from dcp_datastates.conversion.hugging_face import MODEL, OPTIMIZER
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

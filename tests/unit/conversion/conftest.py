@@ -11,7 +11,6 @@ from support.state.checkpoints import save
 from support.state.states import filled
 
 SMALL = {"host_cache_size": "32MiB", "threads": 2}
-"""Pieces of 8 MiB."""
 
 
 def make_state() -> dict[str, Any]:

@@ -121,6 +121,16 @@ def test_another_dtype_is_a_difference_and_values_are_compared(tmp_path):
     assert (exact.differing, exact.largest) == (0, 0.0)
 
 
+def test_strided_tensors_are_compared(tmp_path):
+    a = {"x": torch.arange(6.0)[::2], "y": torch.ones(1).expand(3)}
+    assert _diff(a, {"x": torch.tensor([0.0, 2.0, 4.0]), "y": torch.ones(3)}, tmp_path).same
+
+
+def test_tensors_without_elements_differ_in_their_dtype_alone(tmp_path):
+    found = _one(torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64), tmp_path)
+    assert (found.problem, found.differing, found.largest) == ("dtype", 0, 0.0)
+
+
 def test_differences_come_worst_first(tmp_path):
     ones = torch.ones(3)
     a = {"near": ones, "far": ones, "shape": ones, "gone": ones, "kind": ones, "same": ones}
