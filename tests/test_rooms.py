@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_347,
     "sharing": 757,
     "staging": 1_985,
-    "storage": 3_769,
+    "storage": 3_776,
     "tiers": 1_685,
     "torchtitan": 529,
     "wire": 604,

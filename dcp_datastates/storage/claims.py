@@ -13,12 +13,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dcp_datastates.errors import CheckpointExistsError, StorageError
 from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
+
+_CLAIMS: Final = 100
+"""How many numbers are tried: where a server's reply to the creation of a directory is lost, and the client asks again,
+one's own directory looks like another's.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,18 +154,19 @@ def claim(
         device = neighbours.check_mounted(directory.parent)
         local.make_directories(Path(str(directory)))
     self_test()
-    claimed = _choose(directory, neighbours, overwrite)
-    neighbours.note(claimed.attempt)
-    if directory.is_local:
-        folder = directory / claimed.attempt.name
-        if not make_folder(folder.key, "plan"):
-            raise StorageError(
-                errno.EEXIST,
-                "the directory of an attempt that is new exists already; is this a file system?",
-                str(folder),
-            )
-        neighbours.note_saved(directory.name, device)
-    return claimed
+    for _ in range(_CLAIMS):
+        claimed = _choose(directory, neighbours, overwrite)
+        neighbours.note(claimed.attempt)
+        if not directory.is_local:
+            return claimed
+        if make_folder((directory / claimed.attempt.name).key, "plan"):
+            neighbours.note_saved(directory.name, device)
+            return claimed
+    raise StorageError(
+        errno.EEXIST,
+        f"the directories of {_CLAIMS} new attempts exist already; is this a file system?",
+        str(directory),
+    )
 
 
 def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:

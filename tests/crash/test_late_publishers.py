@@ -218,7 +218,7 @@ def test_what_is_saved_later_is_newer_whatever_the_clocks_say(monkeypatch, tmp_p
 def test_retain_deletes_nothing_whose_place_in_the_order_is_in_doubt(monkeypatch, tmp_path, caplog):
     """One job did not see the other's checkpoints, and their clocks may differ."""
     _in_a_job(monkeypatch, 10, tmp_path, 200)
-    monkeypatch.setattr(claims.Neighbours, "newest", None)
+    monkeypatch.setattr(claims.Neighbours, "note", lambda self, attempt: None)
     _in_a_job(monkeypatch, 1_000, tmp_path, 100)
     assert retain(tmp_path, keep=1) == []
     assert "in doubt" in caplog.text
