@@ -351,7 +351,7 @@ def test_an_error_of_torchs_own_before_the_ranks_meet_is_told_to_all_and_leaves_
     _begin(0, shared_dir / "c").result(60)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(deferred_reads, "follow", _lost)
+            patch.setattr(deferred_reads.accelerator, "follow", _lost)
         with raises(SaveFailedError, "rank 1", "device is lost"):
             _begin(1, shared_dir / "c").result(60)
         dist.barrier()
