@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.config import parse_size
-from dcp_datastates.dcp.async_save import async_save, save
+from dcp_datastates.dcp.async_save import async_save, prime, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.writer import DataStatesWriter
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from dcp_datastates.checkpoints.verify import Damage, Report, verify
     from dcp_datastates.conversion.compare import Comparison, Difference, diff
     from dcp_datastates.conversion.convert import Conversion, convert
-    from dcp_datastates.dcp.plan_ahead import prime
     from dcp_datastates.dcp.reader import DataStatesReader
     from dcp_datastates.loading.load import load
     from dcp_datastates.loading.record import on_load
@@ -153,7 +152,6 @@ _PLACES = {
     "load": "loading.load.load",
     "on_load": "loading.record.on_load",
     "pin": "checkpoints.pins.pin",
-    "prime": "dcp.plan_ahead.prime",
     "retain": "checkpoints.retention.retain",
     "unpin": "checkpoints.pins.unpin",
     "verify": "checkpoints.verify.verify",

@@ -25,7 +25,6 @@ from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
-from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.regions import shards_of
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.process.garbage import collection_paused
@@ -44,7 +43,7 @@ class DataStatesSource(Source):
 
     def __init__(self, path: Location) -> None:
         self.path = path
-        self._stored = stored = Stored(open_committed(path).table)
+        self._stored = stored = Stored(open_committed(path).table, [path])
         shapes = {name: shape_of(each.dtype, each.size) for name, each in stored.items() if each}
         self.tensors = shapes
         self.objects = dict.fromkeys(name for name in stored if name not in shapes)
@@ -62,7 +61,7 @@ class DataStatesSource(Source):
 
     def _restore(self, requests: list[Request]) -> bytes:
         data = bytearray()
-        read(requests, lambda each: data.extend(each.data), self._stored.table, [self.path])
+        self._stored.read(requests, lambda each: data.extend(each.data))
         return bytes(data)
 
 

@@ -1,4 +1,4 @@
-"""``async_save`` and ``save``: they provide the writer, the planner, the planning thread and the process group.
+"""``async_save``, ``save`` and ``prime``: they provide the writer, the planner and the planning thread.
 
 The training thread stages the state. The planning thread of the rank set does the rest (``rank_context.py``).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,24 +17,35 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterConfig, WriterOptions, check_options
+from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.object_planning import ObjectPlanning
-from dcp_datastates.dcp.planner import options_in_columns, plan_in_columns
+from dcp_datastates.dcp.planner import (
+    DataStatesSavePlanner,
+    options_in_columns,
+    plan_in_columns,
+)
 from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import enter
-from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
+from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import prepare, stage_save, state_to_plan, writable
+from dcp_datastates.saving.rank_context import RankContext, context_of
+from dcp_datastates.saving.start import stage_save, state_to_plan
+from dcp_datastates.staging import step_gate
+from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_path import ObjectPath
+
+_PRIME_TIMEOUT_SECONDS: Final = 300.0
+"""How long the other ranks may take to call :func:`prime`."""
 
 
 def async_save(
@@ -110,6 +121,52 @@ def save(
     return made.stats
 
 
+def prime(
+    state_dict: Mapping[str, Any],
+    *,
+    planner: DataStatesSavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Plan a save of ``state_dict`` now, so that the first save of such a state finds its plan in the cache.
+
+    Collective. Call it after a resume, for example: the loaded state has the structure of the states to be saved. It
+    reads no tensor, changes nothing and writes nothing. Saves in flight are planned first, as before a
+    synchronous save. The call waits up to 300 seconds for the other ranks.
+
+    Args:
+        state_dict: A state like those that ``async_save`` will receive.
+        planner: The planner that will be passed to this package's ``async_save``; None if none will be. A planner whose
+            class overrides hooks plans now, and plans again in the save.
+        process_group: The ranks that save; None means all.
+
+    Raises:
+        ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
+        DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
+    """
+    enter("prime()")
+    step_gate.open_windows()
+    end_here()
+    context = context_of(commit_group(rank_set_of(process_group)))
+    propose = functools.partial(_propose, state_dict, planner, context)
+    context.run("prime()", _PRIME_TIMEOUT_SECONDS, propose)
+
+
+def _propose(
+    state_dict: Mapping[str, Any], planner: SavePlanner | None, context: RankContext
+) -> tuple[SaveName, SavePlanning, bytes]:
+    """The planning of a state that is not staged, and this rank's message."""
+    if planner is not None and not isinstance(planner, DataStatesSavePlanner):
+        raise ConfigurationError(
+            f"a {type(planner).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
+            f"None for that of dcp_datastates.async_save"
+        )
+    staged = look(state_dict)
+    state = StateToPlan(staged, staged.materialize)
+    planning = _planning(context.planner, planner, state, "")
+    plan = planning.propose(context.group.name, context.group.rank_set.rank)
+    return SaveName("prime()", planning.kind), planning, plan
+
+
 def _call(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None,
@@ -131,27 +188,25 @@ def _call(
     end_here()
     context = context_of(commit_group(rank_set))
     try:
-        if writer is not None:
-            writer.enter()
+        if writer is None:
+            check_options("async_save", options, WriterOptions)
+            writer = DataStatesWriter(process_group=process_group, **options)
+        writer.enter()
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
-        if writer is None:
-            config = _config(options)
-            directory = _directory(path, config, rank_set, options.get("storage_options"))
-            prepare(rank_set, config)
-        else:
-            config, directory = writer.config, writer.path_of(path)
+        directory = writer.path_of(path)
         in_columns = options_in_columns(planner) is not None
         origin, group = SaveOrigin.PACKAGE, context.group
-        save = stage_save(group, config, origin, directory, state, in_columns, numbers, stats=stats)
-        if writer is not None:
-            writer.add(save)
+        save = stage_save(
+            group, writer.config, origin, directory, state, in_columns, numbers, stats=stats
+        )
+        writer.add(save)
     except BaseException as error:
         conclude_call(SaveOrigin.PACKAGE, rank_set, path, stats, error)
         context.refuse(path, error)
         raise
     try:
-        context.submit(save, functools.partial(_planning, context.planner, planner))
+        context.submit(save, functools.partial(_planning_of, context.planner, planner))
     except BaseException as error:  # an interrupt: the planning thread may not have the save
         save.fail(save.record_error(error))
         save.end()
@@ -159,31 +214,20 @@ def _call(
     return save
 
 
-def _config(options: WriterOptions) -> WriterConfig:
-    check_options("async_save", options, WriterOptions)
-    elsewhere = ("no_dist", "storage_options")
-    given = {name: value for name, value in options.items() if name not in elsewhere}
-    return WriterConfig.checked(**given)  # type: ignore[arg-type]
+def _planning_of(
+    default: PlanCache, planner: SavePlanner | None, save: SaveOperation
+) -> SavePlanning:
+    return _planning(default, planner, state_to_plan(save), str(save.directory()))
 
 
-def _directory(
-    path: str | os.PathLike[str] | ObjectPath | None,
-    config: WriterConfig,
-    rank_set: RankSet,
-    storage_options: Mapping[str, Any] | None,
-) -> Location:
-    if path is None:
-        raise ConfigurationError("no path to save to: pass path, or a writer that has one")
-    return writable(path, config, rank_set is ALONE, options=storage_options)
-
-
-def _planning(default: PlanCache, planner: SavePlanner | None, save: SaveOperation) -> SavePlanning:
-    """How the save is planned: in columns, unless only the planner can plan it, which may have hooks now."""
-    if (planned := plan_in_columns(planner, default, state_to_plan(save))) is not None:
+def _planning(
+    default: PlanCache, planner: SavePlanner | None, state: StateToPlan, directory: str
+) -> SavePlanning:
+    """How the state is planned: in columns, unless only the planner can plan it, which may have hooks now."""
+    if (planned := plan_in_columns(planner, default, state)) is not None:
         return planned
     assert planner is not None
-    staged = save.reads.staged
-    return ObjectPlanning.of_state(planner, staged, save.reads.state(), str(save.directory()))
+    return ObjectPlanning.of_state(planner, state.staged, state.built, directory)
 
 
 def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
-from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
+from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
@@ -42,23 +43,18 @@ class DcpSave:
     """A save that DCP runs, by the calls that DCP has made for it so far. One thread makes them.
 
     Args:
-        turn: of an asynchronous save.
         state: the state that DCP has got from ``stage()``; None if it has the program's own.
     """
 
-    def __init__(
-        self, save: SaveOperation, turn: Turn | None = None, state: dict[Any, Any] | None = None
-    ) -> None:
-        self.save = save
+    def __init__(self, turn: Turn, state: dict[Any, Any] | None = None) -> None:
+        self.save = turn.save
+        self.rank = 0
+        """This process's rank for DCP."""
+        self.is_coordinator = False
+        """Whether it is DCP's coordinator."""
         self._turn = turn
         self._state = state
         self._plan: SavePlan | None = None  # this rank's, of its planner
-        self._rank = 0
-        self._is_coordinator = False
-
-    def set_rank(self, rank: int, is_coordinator: bool) -> None:
-        """Note this process's rank for DCP."""
-        self._rank, self._is_coordinator = rank, is_coordinator
 
     def keep(self, plan: SavePlan) -> SavePlan:
         """Keep this rank's ``plan``; return the empty one that DCP is shown."""
@@ -82,41 +78,36 @@ class DcpSave:
         """Plan the save with this package's pipeline; write this rank's part; return when all its data are read. If it
         raises, the save has failed.
         """
-        save, turn = self.save, self._turn
+        save = self.save
         forget_cached_plans()
-        if turn is not None:
-            turn.have_all_come = True
-        try:
-            self._check(planner)
-        except Exception as error:
-            save.record_error(error)  # the ranks agree first: others may wait for this one
+        self._turn.have_all_come = True
         try:
             try:
                 finish = context_of(save.group).plan(save, self._planning(planner))
             finally:
-                if turn is not None:
-                    turn.planned()
+                self._turn.planned()
             finish()
         except BaseException as error:
             save.record_error(error)
             fail_write(save, error)
             self._end()
             raise
-        if not self._is_coordinator:
+        if not self.is_coordinator:
             self._end()
 
     def _planning(self, planner: SavePlanner) -> SavePlanning | None:
         """How the save is planned; None if it has failed on this rank."""
         save, plan, self._plan = self.save, self._plan, None
-        if save.error is not None or plan is None:
-            return None
         try:
+            self._check(planner, plan)
+            if save.error is not None or plan is None:
+                return None
             if options_in_columns(planner) is None:
-                staged = None if self._turn is None else save.reads.staged
+                staged = save.reads.staged if save.asynchronous else None
                 return ObjectPlanning(planner, lambda _: plan, staged)
             assert isinstance(planner, DefaultSavePlanner)
             state, paths = planned_state(planner)
-            if self._turn is None:
+            if not save.asynchronous:
                 stage_in_place(save, state)
                 state_of_call = state_to_plan(save, paths=paths)
             else:  # it was staged at the call, as the program has it
@@ -136,22 +127,22 @@ class DcpSave:
         finally:
             self._end()
 
-    def _check(self, planner: SavePlanner) -> None:
-        if self._turn is not None and self.save.has_ended:
+    def _check(self, planner: SavePlanner, plan: SavePlan | None) -> None:
+        if self.save.has_ended:
             raise SaveAbandonedError("DCP has come to this save too late: later saves have begun")
-        plans_nothing = self._plan is not None and self._plan.planner_data == NO_PLAN.planner_data
+        plans_nothing = plan is not None and plan.planner_data == NO_PLAN.planner_data
         if plans_nothing and options_in_columns(planner) is None:
             raise ConfigurationError(
                 f"a {type(planner).__name__} that uses a DataStatesSavePlanner cannot plan for a DataStatesWriter: "
                 f"pass the DataStatesSavePlanner itself, or derive from it"
             )
         rank_set = self.save.group.rank_set
-        if rank_set.rank != self._rank:
+        if rank_set.rank != self.rank:
             raise ConfigurationError(
-                f"this is rank {self._rank} of the process group that DCP saves with, and rank "
+                f"this is rank {self.rank} of the process group that DCP saves with, and rank "
                 f"{rank_set.rank} of the writer's; pass the same process_group= to both"
             )
-        if self._is_coordinator != (self._rank == 0):
+        if self.is_coordinator != (self.rank == 0):
             raise ConfigurationError(
                 "DCP's coordinator must be the first rank: leave coordinator_rank=0"
             )
@@ -172,13 +163,13 @@ def forget_cached_plans() -> None:
     getattr(SavePlanner, "_cached_save_plan", {}).clear()
 
 
-def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
-    """Make the calling thread the one that runs ``save``; return its state when it is the save's turn.
+def begin_async(turn: Turn) -> dict[Any, Any]:
+    """Make the calling thread the one that runs the save; return its state when it is the save's turn.
 
     An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
     raised here, they would wait.
     """
-    reads = save.reads
+    save, reads = turn.save, turn.save.reads
     turn.come()
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}
@@ -204,23 +195,18 @@ def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location |
     step_gate.open_windows()  # no backward pass can begin while this thread waits
     stats = SaveStats()
     stats.timeline.begin("queue")
-    save = SaveOperation(group, config, SaveOrigin.DCP, path, stats, {})
-    bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
+    turn = Turn(SaveOperation(group, config, SaveOrigin.DCP, path, stats, {}))
+    save = turn.save
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)
-
-    def look() -> None:
-        stall.look(moved(None), "the saves before it to be planned")
-
     try:
-        await_turns(look)
-        context_of(group).await_planned(save, look)
+        turn.wait(lambda: stall.look(moved(None), "the saves before it to be planned"))
         save.begin()
     except BaseException as error:
         save.record_error(error)
         save.end()
         raise
-    return DcpSave(save)
+    return DcpSave(turn)
 
 
 class ThisThread(threading.local):
@@ -234,21 +220,19 @@ class ThisThread(threading.local):
 class StagedStateDict(Mapping[Any, Any]):
     """The state at the call, as DCP's thread sees it. It is built when first read.
 
-    The first thread that reads it (DCP's) thereby becomes the thread of this save, and runs ``begin``, once, which
-    returns the state dict. Pickling raises an error that says why it cannot work, after calling ``abandon``.
+    The first thread that reads it (DCP's) thereby becomes the thread of the save, whose turn begins ``here``. Pickling
+    raises an error that says why it cannot work, after ending the save.
     """
 
-    def __init__(
-        self, begin: Callable[[], dict[Any, Any]], abandon: Callable[[BaseException], None]
-    ) -> None:
-        self._begin: Callable[[], dict[Any, Any]] | None = begin
-        self._abandon = abandon
-        self._staged: dict[Any, Any] = {}
+    def __init__(self, turn: Turn, here: ThisThread) -> None:
+        self._turn, self._here = turn, here
+        self._staged: dict[Any, Any] | None = None
 
     def _state(self) -> dict[Any, Any]:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            self._staged = begin()
+        if self._staged is None:
+            self._staged = {}
+            self._staged = begin_async(self._turn)
+            self._here.next = DcpSave(self._turn, self._staged)
         return self._staged
 
     def __getitem__(self, key: Any) -> Any:
@@ -266,7 +250,8 @@ class StagedStateDict(Mapping[Any, Any]):
             "use async_checkpointer_type=AsyncCheckpointerType.THREAD (the default); "
             "AsyncCheckpointerType.PROCESS is not supported"
         )
-        self._abandon(error)
+        self._turn.save.record_error(error)
+        self._turn.save.end()
         raise error
 
 
@@ -341,7 +326,7 @@ class PublishedMetadata(Metadata):
 
     def __reduce__(self) -> Any:
         if vars(self).keys() >= FIELDS:  # already read, and perhaps changed
-            return _plain, ({name: vars(self)[name] for name in FIELDS},)
+            return functools.partial(Metadata, **{name: vars(self)[name] for name in FIELDS}), ()
         # Other processes get no storage_options, which may be secret: theirs come from the environment.
         return PublishedMetadata, (str(self.directory), self.attempt)
 
@@ -361,7 +346,3 @@ def publish(metadata: Metadata, directory: Location, attempt: str) -> None:
     else:
         for name in FIELDS:
             setattr(metadata, name, getattr(published, name))
-
-
-def _plain(fields: dict[str, Any]) -> Metadata:
-    return Metadata(**fields)

@@ -129,9 +129,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self._for_writer is not None:
-            self.global_plan, self.metadata = all_plans, Metadata({})
-            return self.global_plan, self.metadata
         mappings = self.flatten_state_dict
         locals_ = [
             LocalPlan.of(plan.items, plan.planner_data if mappings else None) for plan in all_plans

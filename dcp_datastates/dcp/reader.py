@@ -7,38 +7,42 @@ DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local
 from __future__ import annotations
 
 import io
-import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_host_cache_size
-from dcp_datastates.dcp.read_requests import aimed, deliver, request_of
 from dcp_datastates.errors import (
-    CheckpointReplacedError,
+    CheckpointCorruptError,
     ConfigurationError,
     DataStatesError,
+    IncompatibleStateError,
 )
 from dcp_datastates.format.metadata_objects import metadata_of, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.fit import Answer, Fit
-from dcp_datastates.loading.reading import read
+from dcp_datastates.loading.fit import Answer, Fit, check_flags, say_unread, unread
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.loading.unread import say_unread, unread
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
 from dcp_datastates.storage.object_path import (
@@ -106,23 +110,15 @@ class DataStatesReader(StorageReader):
     ) -> None:
         enter("DataStatesReader()")
         super().__init__()
-        if not isinstance(allow_objects, bool):
-            raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
-        if share_reads is not None and not isinstance(share_reads, bool):
-            raise ConfigurationError(f"share_reads={share_reads!r} must be True, False or None")
+        check_flags(allow_objects, share_reads)
         self._share_reads = share_reads
-        self._joint: JointReads | None = None
-        """Of a load that has not begun to read."""
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
         self._places = None if path is None else self._located(path)
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
-        self._metadata: Metadata | None = None
-        self._stored: Stored | None = None
         self._failure: DataStatesError | None = None
-        self._asked: set[str] | None = None
-        """The names in this rank's plan, when it loads alone."""
+        self._present: _Load | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -141,8 +137,8 @@ class DataStatesReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
         enter("DataStatesReader.reset()")
-        self._metadata = self._stored = self._failure = None
-        self._withdraw_offer()
+        self._failure = None
+        self._forget()
         if checkpoint_id is not None:
             self._places = self._located(checkpoint_id)
 
@@ -174,19 +170,20 @@ class DataStatesReader(StorageReader):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        self._metadata = metadata
-        self._asked = None
-        self._withdraw_offer()
-        self._stored = Stored(opened_from(metadata))
-        Place(resolved(self._directory())).warn_if_replaced()
-        loaded_from(self._located_places())
+        self._forget()
+        places = self._located_places()
+        stored = Stored(opened_from(metadata), places)
+        joint = JointReads(self._share_reads, rank_set_of(None), places[0])
+        self._present = _Load(metadata, stored, joint)
+        Place(resolved(places[0])).warn_if_replaced()
+        loaded_from(places)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note the attempt that this rank is about to read, and, if it shares its reads, which blocks."""
-        metadata, table = self._described(), self._opened().table
-        self._joint = JointReads(self._share_reads, rank_set_of(None), self._directory())
-        tensors = (item for item in plan.items if not self._is_wrapper(item))
-        offered = self._joint.offer((request_of(item, metadata) for item in tensors), table)
+        load = self._opened()
+        table = load.stored.table
+        _, items = load.of(plan)
+        offered = load.joint.offer((request_of(item, load.metadata) for item in items), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
@@ -196,18 +193,14 @@ class DataStatesReader(StorageReader):
 
         Raises :class:`IncompatibleStateError` for such names with ``unexpected="error"``.
         """
+        load = self._opened()
         noted = [plan.storage_data or (None, b"") for plan in plans]  # a planner may make new ones
-        seen = {attempt for attempt, _ in noted}
-        if len(seen) > 1:
-            raise CheckpointReplacedError(
-                f"{self._directory()}: ranks see different attempts ({', '.join(sorted(map(str, seen)))}): "
-                f"the checkpoint was replaced meanwhile, or the path is not shared; load again"
-            )
+        load.stored.check_attempts(str(attempt) for attempt, _ in noted)
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         if len(plans) > 1:
-            self._check_unread(asked)
+            self._check_unread(load, asked)
         else:
-            self._asked = asked
+            load.asked = asked
         for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
             plan.storage_data = share
         return plans
@@ -215,87 +208,79 @@ class DataStatesReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
         enter("DataStatesReader.read_data()")
+        load = self._opened()
         try:
-            self._read_data(plan, planner)
+            self._read(load, plan, planner)
         finally:
-            self._withdraw_offer()
+            load.joint.close()
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
 
-    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        metadata, stored = self._described(), self._opened()
-        places = self._located_places()
-        if self._asked is not None:
+    def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
+        stored = load.stored
+        if load.asked is not None:
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
             held = getattr(planner, "state_dict", None)
-            self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
+            self._check_unread(load, load.asked.union(held if isinstance(held, dict) else ()))
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
-        sharing = None if self._joint is None else self._joint.take(share, stored.table)
+        load.joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
         safe: set[bytes] = set()  # equal bytes are checked once
 
         def take(request: Request) -> None:
-            if request.dtype is not None:
-                deliver(planner, request)
+            if request.target is not None:
+                planner.commit_tensor(request.key, request.target)
                 return
             request.value = data = bytes(request.data)
             if not self._allow_objects and data not in safe:
-                said = f"{places[0]}: object {request.name!r}"
+                said = f"{stored.places[0]}: object {request.name!r}"
                 unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
                 safe.add(data)
 
-        def read_in(requests: list[Request]) -> None:
-            read(requests, take, stored.table, places, sharing=sharing, native=native)
+        def read(requests: list[Request]) -> None:
+            stored.read(requests, take, sharing=load.joint.sharing, native=native)
 
-        try:
-            wrapped = {
-                item.dest_index.fqn: item.storage_index.fqn
-                for item in plan.items
-                if self._is_wrapper(item)
-            }
-            wrappers = None
-            if wrapped:
-                state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-                wanted = {name: (old, state[name]) for name, old in wrapped.items()}
-                wrappers = Wrappers(wanted, stored, read_in)
-                self._say_unread(wrappers.unread)
-            with collection_paused():
-                items = (item for item in plan.items if not self._is_wrapper(item))
-                requests = aimed(items, metadata, planner, self._fit.cast)
-            # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
-            objects = [each for each in requests if each.dtype is None]
-            read_in(objects)
-            for request in objects:
-                deliver(planner, request)
-            if wrappers is not None:
-                wrappers.load(read_in)
-            read_in([each for each in requests if each.dtype is not None])
-        finally:
-            if sharing is not None:
-                sharing.end()
+        wrapped, items = load.of(plan)
+        wrappers = None
+        if wrapped:
+            state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+            names = {item.dest_index.fqn: item.storage_index.fqn for item in wrapped}
+            wanted = {name: (old, state[name]) for name, old in names.items()}
+            wrappers = Wrappers(wanted, stored, read)
+            self._say_unread(load, wrappers.unread)
+        with collection_paused():
+            requests = [request_of(item, load.metadata) for item in items]
+            tensors = [each for each in requests if each.dtype is not None]
+            targets = [planner.resolve_tensor(each.key).detach() for each in tensors]
+            aim(tensors, targets, self._fit.cast)
+        # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
+        objects = [each for each in requests if each.dtype is None]
+        read(objects)
+        for request in objects:
+            planner.load_bytes(request.key, io.BytesIO(request.value))
+        if wrappers is not None:
+            wrappers.load()
+        read(tensors)
 
-    def _withdraw_offer(self) -> None:
-        if self._joint is not None:
-            self._joint.close()
-            self._joint = None
+    def _check_unread(self, load: _Load, asked: set[str]) -> None:
+        self._say_unread(load, unread(load.stored, asked))
 
-    def _is_wrapper(self, item: ReadItem) -> bool:
-        """Whether the item is a wrapper subclass: DCP plans it as an object, for want of metadata of its own."""
-        return item.storage_index.fqn in self._opened().wrappers
+    def _say_unread(self, load: _Load, left: list[str]) -> None:
+        names, alone = self._fit.exclude.others(left), load.asked is not None
+        say_unread(names, load.stored, self._fit.unexpected, alone)
 
-    def _check_unread(self, asked: set[str]) -> None:
-        names = self._opened().names_with_data()
-        self._say_unread(unread(names, asked, self._opened().wrappers))
+    def _opened(self) -> _Load:
+        if self._present is None:
+            raise DataStatesError("set_up_storage_reader() was not called before this")
+        return self._present
 
-    def _say_unread(self, left: list[str]) -> None:
-        names = self._fit.exclude.others(left)
-        # With no_dist=True every rank loads alone, most likely the same names: only one rank logs the warning.
-        level = logging.WARNING if self._asked is None else once_per_job(logging.WARNING)
-        stored = self._described().state_dict_metadata
-        say_unread(names, stored, self._directory(), self._fit.unexpected, level)
+    def _forget(self) -> None:
+        if self._present is not None:
+            self._present.joint.close()
+            self._present = None
 
     def _located(self, path: AnyPath | Sequence[AnyPath]) -> tuple[Location, ...]:
         places = locate_all(path, self._storage_options)
@@ -310,14 +295,56 @@ class DataStatesReader(StorageReader):
             )
         return self._places
 
-    def _directory(self) -> Location:
-        return self._located_places()[0]
 
-    def _opened(self) -> Stored:
-        if self._stored is None:
-            raise DataStatesError("set_up_storage_reader() was not called before this")
-        return self._stored
+@dataclass
+class _Load:
+    """One load."""
 
-    def _described(self) -> Metadata:
-        assert self._metadata is not None
-        return self._metadata
+    metadata: Metadata
+    """Those that DCP's planner has, which may have changed them."""
+    stored: Stored
+    joint: JointReads
+    asked: set[str] | None = None
+    """The names in this rank's plan, when it loads alone."""
+
+    def of(self, plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
+        """The items of wrapper subclasses, which DCP plans as objects as they have no metadata, and the other items."""
+        wrapped: list[ReadItem] = []
+        others: list[ReadItem] = []
+        for item in plan.items:
+            (wrapped if item.storage_index.fqn in self.stored.wrappers else others).append(item)
+        return wrapped, others
+
+
+def request_of(item: ReadItem, metadata: Metadata) -> Request:
+    """What the item reads, by the checkpoint's ``metadata``, which a planner may have changed.
+
+    Raises :class:`IncompatibleStateError` for an object that is to be loaded as a tensor,
+    :class:`CheckpointCorruptError` if the metadata do not say where it is.
+    """
+    name = item.storage_index.fqn
+    info = metadata.storage_data.get(item.storage_index)
+    if not isinstance(info, _StorageInfo):
+        raise CheckpointCorruptError(
+            f"the metadata do not say where {item.storage_index} is stored"
+        )
+    request = Request(name, info.relative_path, info.offset, info.length, item)
+    if item.type == LoadItemType.BYTE_IO:
+        return request
+    saved = metadata.state_dict_metadata[name]
+    if not isinstance(saved, TensorStorageMetadata):
+        raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
+    request.dtype = saved.properties.dtype
+    request.chunk_sizes = tuple(_chunk(saved, item.storage_index).sizes)
+    request.offsets, request.lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    return request
+
+
+def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    hint = index.index
+    if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == index.offset:
+        return saved.chunks[hint]
+    for chunk in saved.chunks:
+        if chunk.offsets == index.offset:
+            return chunk
+    raise CheckpointCorruptError(f"the metadata have no chunk of {index.fqn!r} at {index.offset}")

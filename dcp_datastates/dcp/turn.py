@@ -1,8 +1,9 @@
 """The order of saves that DCP runs.
 
 DCP starts a thread for each asynchronous save, and does not order them. If two threads run collectives on one process
-group at once, their messages get mixed up. So each asynchronous save takes a *turn*, which ends with the save's part
-before the commit. The planning thread of its ranks plans no other save until this one is planned, or has failed.
+group at once, their messages get mixed up. So each save takes a *turn*, which ends with the save's part before the
+commit. It begins when all asynchronous saves before it are over. The planning thread of its ranks plans no other save
+until this one is planned, or has failed.
 
 DCP tells the writer of no early end (another rank's planner failed, say), so a thread of this module looks whether
 DCP's threads are still there.
@@ -10,14 +11,13 @@ DCP's threads are still there.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
@@ -37,32 +37,42 @@ _BEGIN_SECONDS: Final = 60.0
 _LEAVE_SECONDS: Final = 60.0
 """How long DCP's thread may live on after the outcome of its save, before the next save begins."""
 
-_lock = threading.RLock()  # guards _turns and _watch
-_turns: list[Turn] = []  # in order
+_lock = threading.RLock()  # guards _turns and _is_watched
+_turns: list[Turn] = []  # in order, those that are not over
+_is_watched = False
 
 
 class Turn:
-    """The turn of ``save``; constructing it takes the place. DCP is about to start the save's thread."""
+    """The turn of ``save``; constructing it takes the place. A synchronous save is the calling thread's. For another
+    one, DCP is about to start a thread.
+    """
 
     def __init__(self, save: SaveOperation) -> None:
+        global _is_watched
         self.save: Final = save
         self.thread: threading.Thread | None = None
-        """DCP's thread."""
+        """The thread that runs the save."""
         self.have_all_come = False
         """Whether DCP's own planning is over, so that all ranks have come."""
         self._made = time.monotonic()
         self._until = math.inf
         self._has_begun = threading.Event()
         self._is_planned = threading.Event()
+        if not save.asynchronous:
+            self.come()
         with _lock:
             _turns.append(self)
+            if not _is_watched:
+                threading.Thread(target=_watch, name="dcp_datastates-watch", daemon=True).start()
+                _is_watched = True
         when_done(save.committed, self._told)
         if not context_of(save.group_of_call).hold(self._hold):  # the process is ending
             self._has_begun.set()
-        _watch_until_ended(self)
 
     def come(self) -> None:
-        """Make the calling thread the save's. It may then work for any time before :meth:`wait`."""
+        """Make the calling thread the save's, and no other save's any more. It may then work for any time before
+        :meth:`wait`.
+        """
         end_here()
         _here.save = self.save
         self.thread = threading.current_thread()
@@ -71,13 +81,18 @@ class Turn:
         """Block, without the GIL, until the turn begins. Calls ``look`` now and then."""
         while not self._has_begun.wait(_POLL_SECONDS):
             # A save that has failed still meets the other ranks in DCP's collectives, to tell them.
-            if self.save.has_ended or (self.save.committed.done() and _before(self) is None):
+            if self.save.has_ended or (self.save.committed.done() and self._before() is None):
                 return
             look()
 
     def planned(self) -> None:
         """Let the planning thread go on: the save is planned, or has failed."""
         self._is_planned.set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether later saves wait for its end: DCP waits itself for a synchronous one."""
+        return self.save.asynchronous and not self.save.has_ended
 
     @property
     def is_left(self) -> bool:
@@ -87,14 +102,12 @@ class Turn:
             return now - self._made > _BEGIN_SECONDS
         return now > self._until or not self.thread.is_alive()
 
-    def await_end(self, seconds: float) -> None:
-        """Wait up to ``seconds`` until DCP is done with the save, and end it then."""
-        if self.thread is None:
+    def await_thread(self, seconds: float) -> None:
+        """Wait up to ``seconds`` until the thread of an asynchronous save has ended, or the save has."""
+        if self.thread is None or not self.save.asynchronous:  # Python may not have made its thread
             self.save.await_end(seconds)
         else:
             self.thread.join(seconds)
-        if self.is_left:
-            _end(self.save)
 
     def give_up(self, why: str) -> None:
         """Fail the save, and let training go on."""
@@ -110,41 +123,29 @@ class Turn:
         self._until = time.monotonic() + max(_LEAVE_SECONDS, patience)
 
     def _hold(self) -> None:
-        """Hold the planning thread until the save is planned, or has failed."""
+        """Hold the planning thread until the save is planned, or has failed. A synchronous save may hang in DCP's
+        collectives: it holds the thread for ``commit_timeout`` at most.
+        """
         save = self.save
-        while not (save.committed.done() or save.has_ended):
-            first = _before(self)  # of other ranks, too: they may share the planner
-            if first is not None:
-                first.await_end(_POLL_SECONDS)
-                continue
-            self._has_begun.set()
+        while not (self._has_begun.is_set() or self._has_failed):
+            if (first := self._before()) is None:
+                self._has_begun.set()
+            else:
+                first.save.await_end(_POLL_SECONDS)
+        until = math.inf if save.asynchronous else time.monotonic() + save.config.commit_timeout
+        while not (self._has_failed or time.monotonic() > until):
             if self._is_planned.wait(_POLL_SECONDS):
                 return
 
+    @property
+    def _has_failed(self) -> bool:
+        return self.save.committed.done() or self.save.has_ended
 
-def _end(save: SaveOperation) -> None:
-    try:
-        save.end()
-    except Exception:  # from a callback of a future, say
-        logger.exception("a save could not be ended")
-
-
-def _before(turn: Turn | None) -> Turn | None:
-    """The first turn that is not over, unless it is ``turn``."""
-    with _lock:
-        first = next((each for each in _turns if not each.save.has_ended), None)
-    return None if first is turn else first
-
-
-def await_turns(look: Callable[[], None]) -> None:
-    """Return when all turns are over, or in the thread of one of them. Calls ``look`` now and then."""
-    while (first := _before(None)) is not None:
+    def _before(self) -> Turn | None:
+        """The first turn that this one waits for; also one of other ranks, as they may share the planner."""
         with _lock:
-            running = [turn.thread for turn in _turns if not turn.save.has_ended]
-        if threading.current_thread() in running:
-            return
-        first.await_end(_POLL_SECONDS)
-        look()
+            earlier = itertools.takewhile(lambda each: each is not self, _turns)
+            return next((each for each in earlier if each.is_pending), None)
 
 
 def _release_gates() -> None:
@@ -152,7 +153,7 @@ def _release_gates() -> None:
     thread of the present turn waits for a rank in vain. (A turn that takes long is no reason.)
     """
     with _lock:
-        turns = [turn for turn in _turns if not turn.save.has_ended]
+        turns = [turn for turn in _turns if turn.is_pending]
     for turn in turns:
         save, present = turn.save, turns[0].save
         if turn.have_all_come or save.reads.gate_waits < GATE_SECONDS:
@@ -169,69 +170,31 @@ def _release_gates() -> None:
             turn.give_up("DCP still waits for other ranks in a save that has failed")
 
 
+def _watch() -> None:
+    """End saves that DCP has left, until all are over."""
+    global _is_watched
+    while True:
+        with _lock:
+            _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
+            turns = list(_turns)
+            if not turns:
+                _is_watched = False
+                return
+        turns[0].await_thread(_POLL_SECONDS)
+        for turn in turns:
+            if turn.is_left:
+                try:
+                    turn.save.end()
+                except Exception:  # from a callback of a future, say
+                    logger.exception("a save could not be ended")
+        _release_gates()
+
+
 class _Here(threading.local):
     save: SaveOperation | None = None
 
 
 _here = _Here()
-
-
-def bind(save: SaveOperation) -> None:
-    """Note that the calling thread runs the synchronous ``save``, and no other any more. It ends with the thread."""
-    end_here()
-    _here.save = save
-    _watch_until_ended(_Synchronous(save))
-
-
-@dataclass(frozen=True, eq=False)
-class _Synchronous:
-    """A save in the thread of its call."""
-
-    save: SaveOperation
-    thread: threading.Thread = field(default_factory=threading.current_thread)
-
-    @property
-    def is_left(self) -> bool:
-        return not self.thread.is_alive()
-
-
-class _Watch:
-    """Ends saves that DCP has left. Its own thread is a daemon."""
-
-    def __init__(self) -> None:
-        self._arriving: queue.SimpleQueue[Turn | _Synchronous] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
-
-    def add(self, watched: Turn | _Synchronous) -> None:
-        """Watch until the save has ended."""
-        self._arriving.put(watched)
-
-    def _run(self) -> None:
-        watched: list[Turn | _Synchronous] = []
-        while True:
-            if not watched:
-                watched.append(self._arriving.get())
-            while not self._arriving.empty():
-                watched.append(self._arriving.get())
-            watched[0].save.await_end(_POLL_SECONDS)
-            for each in watched:
-                if each.is_left:
-                    _end(each.save)
-            _release_gates()
-            watched = [each for each in watched if not each.save.has_ended]
-            with _lock:
-                _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
-
-
-_watch: _Watch | None = None
-
-
-def _watch_until_ended(watched: Turn | _Synchronous) -> None:
-    global _watch
-    with _lock:
-        if _watch is None:
-            _watch = _Watch()
-    _watch.add(watched)
 
 
 def end_here(*, asynchronous: bool = True) -> None:

@@ -29,7 +29,6 @@ from dcp_datastates.dcp.compat import (
     DcpSave,
     StagedStateDict,
     ThisThread,
-    begin_async,
     begin_synchronous,
     warn_if_shared,
 )
@@ -129,7 +128,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     ) -> None:
         enter("DataStatesWriter()")
         super().__init__()
-        self._config = WriterConfig.checked(
+        self.config = WriterConfig.checked(
             host_cache_size=host_cache_size,
             read_window=read_window,
             read_deadline=read_deadline,
@@ -152,7 +151,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._used = False
         self.on_begin: Callable[[SaveOperation], object] = lambda save: None
         """Called with each save that begins, before it is planned. The manager's: it may archive the save."""
-        prepare(self.rank_set, self._config).count_unused(1)
+        prepare(self.rank_set, self.config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         try:
             save = stage_save(
                 commit_group(self.rank_set),
-                self._config,
+                self.config,
                 SaveOrigin.DCP_ASYNC,
                 self._path,
                 state_dict,
@@ -228,18 +227,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             conclude_call(SaveOrigin.DCP_ASYNC, self.rank_set, self._path, stats, error)
             raise
         self.add(save)
-        turn = Turn(save)
-
-        def begin() -> dict[Any, Any]:
-            state = begin_async(save, turn)
-            self._here.next = DcpSave(save, turn, state)
-            return state
-
-        def abandon(error: BaseException) -> None:
-            save.record_error(error)
-            save.end()
-
-        return StagedStateDict(begin, abandon)
+        return StagedStateDict(Turn(save), self._here)
 
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises its error."""
@@ -273,16 +261,31 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._here.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Begin the save: DCP's first call, in the thread that runs the save."""
+        """Begin the save of this thread: that whose staged state DCP has just read, or a new one. DCP's first call."""
         enter("DataStatesWriter.storage_meta()")
-        running = self._begin()
-        return WriterMeta(str(running.save.directory()))
+        here = self._here
+        running, here.next = here.next, None
+        path, here.path = here.path, None
+        if running is None:
+            self.enter()
+            running = begin_synchronous(commit_group(self.rank_set), self.config, self._path)
+            self.add(running.save)
+        here.running = running
+        save = running.save
+        if path is not None:
+            try:
+                save.path = self._checked(path, save.working_directory)
+            except DataStatesError as error:
+                save.record_error(error)
+        if save.error is not None:
+            raise save.error
+        return WriterMeta(str(save.directory()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
         enter("DataStatesWriter.set_up_storage_writer()")
-        running = self._here.running or self._begin()
-        running.set_rank(int(kwargs.get("rank") or 0), is_coordinator)
+        running = self._running()
+        running.rank, running.is_coordinator = int(kwargs.get("rank") or 0), is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
                 "use_collectives=False is not supported: a checkpoint is committed once, for all ranks; "
@@ -326,11 +329,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """The ranks that commit together."""
         return ALONE if self._no_dist else rank_set_of(self._process_group)
 
-    @property
-    def config(self) -> WriterConfig:
-        """The options."""
-        return self._config
-
     def enter(self) -> None:
         """Begin a call that uses this writer. Raises :class:`ConfigurationError` if it is closed."""
         self._count_used()
@@ -353,26 +351,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _begin(self) -> DcpSave:
-        """Begin the save of this thread: that whose staged state DCP has just read, or a new one."""
-        here = self._here
-        running, here.next = here.next, None
-        path, here.path = here.path, None
-        if running is None:
-            self.enter()
-            running = begin_synchronous(commit_group(self.rank_set), self._config, self._path)
-            self.add(running.save)
-        here.running = running
-        save = running.save
-        if path is not None:
-            try:
-                save.path = self._checked(path, save.working_directory)
-            except DataStatesError as error:
-                save.record_error(error)
-        if save.error is not None:
-            raise save.error
-        return running
-
     def _running(self) -> DcpSave:
         running = self._here.running
         if running is None:
@@ -389,7 +367,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _checked(
         self, path: str | os.PathLike[str] | ObjectPath, below: str | None = None
     ) -> Location:
-        return writable(path, self._config, self._alone, below, self._storage_options)
+        return writable(path, self.config, self._alone, below, self._storage_options)
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(

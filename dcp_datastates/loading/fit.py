@@ -5,19 +5,31 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict, get_args
+from typing import Final, Literal, TypedDict, get_args
 
-from dcp_datastates.config import check_options
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.config import check_options, parse_flag
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import (
     NO_NAMES,
     NamePatterns,
     Rename,
     check_rename,
+    is_under,
     renamed,
 )
+from dcp_datastates.loading.stored import Stored
+from dcp_datastates.process.job_log import once_per_job
+
+logger = logging.getLogger(__name__)
+
+_OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
+_TORCHS_GROUPS: Final = ".param_groups."
+"""In the names of an optimizer's settings, if torch's ``state_dict()`` was saved: the manager has other names."""
 
 Answer = Literal["error", "warn", "ignore"]
 
@@ -96,8 +108,7 @@ class Fit:
         for name, answer in (("missing", fit.missing), ("unexpected", fit.unexpected)):
             if answer not in get_args(Answer):
                 raise ConfigurationError(f'{name}={answer!r} must be "error", "warn" or "ignore"')
-        if not isinstance(fit.cast, bool):
-            raise ConfigurationError(f"cast={fit.cast!r} must be True or False")
+        parse_flag("cast", fit.cast)
         return fit
 
     def without(self, names: Collection[str]) -> Fit:
@@ -121,3 +132,45 @@ class Fit:
         if self.exclude:
             names = {name: names[name] for name in self.exclude.others(names)}
         return names
+
+
+def check_flags(allow_objects: object, share_reads: object) -> None:
+    """Raise :class:`ConfigurationError` if one of these options of a load has a value that cannot work."""
+    parse_flag("allow_objects", allow_objects)
+    if share_reads is not None:
+        parse_flag("share_reads", share_reads)
+
+
+# ---- what stays unread ---------------------------------------------------------------------------
+
+
+def unread(stored: Stored, asked: Iterable[str]) -> list[str]:
+    """The names of what is stored that are not ``asked`` for, nor are parts of a wrapper that is."""
+    asked = frozenset(asked)
+    wrapped = asked.intersection(stored.wrappers)
+    rest = [name for name in stored.names_with_data() if name not in asked]
+    return [name for name in rest if not is_under(name, wrapped)] if wrapped else rest
+
+
+def say_unread(names: Collection[str], stored: Stored, answer: Answer, alone: bool) -> None:
+    """Tell of those of the ``stored`` names that stay unread and were not left out on purpose, in a line of the log:
+    that of one rank, if each loads ``alone``, as they most likely load the same names.
+
+    Raises :class:`IncompatibleStateError` if the ``answer`` to such names is ``"error"``.
+    """
+    if answer == "ignore" or not names:
+        return
+    said = (
+        f"{stored.places[0]}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the state "
+        f"to load into does not have them: {some_of(list(names))}. "
+    )
+    of_torch = any(_TORCHS_GROUPS in name for name in stored)
+    if of_torch and any(_OPTIMIZER.search(name) for name in names):
+        said += (
+            "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
+            "torch.distributed.checkpoint.state_dict fills it. "
+        )
+    said += 'If that is meant, say so: exclude=…, only=…, or unexpected="ignore"'
+    if answer == "error":
+        raise IncompatibleStateError(said, unexpected=names)
+    logger.log(once_per_job(logging.WARNING) if alone else logging.WARNING, "%s", said)

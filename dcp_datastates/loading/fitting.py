@@ -7,7 +7,8 @@ from __future__ import annotations
 import difflib
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
 from typing import Any, Final
 
@@ -34,46 +35,38 @@ _GUESSES: Final = 1000
 """How many unexpected names are compared with a missing one, to guess what it was called."""
 
 
+@dataclass(eq=False)
 class Fitting:
-    """Fits one state to one checkpoint: what ``fit`` chooses.
+    """Fits one state to one checkpoint."""
 
-    Args:
-        fit: what the user chose.
-        stored: the checkpoint.
-        source: its path, for messages.
-        filled: names of dicts in the state, which receive all that is stored below these names.
-        replaced: names of dicts in the state, which become exactly what is stored below these names. Neither they nor
-            the containers in them may be the program's own.
-        lay_out: called before the state is looked at, with the stored names to load by the program's, and with what is
-            stored: they put places for it into dicts of the state.
-        needed: stored names that some rank must take, unless the user has left them out, each with the name of the
-            optimizer that it belongs to.
-        packed: names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote.
-        allow_objects: whether objects may need more than safe types.
+    fit: Fit
+    """What the user chose."""
+    stored: Stored
+    """The checkpoint."""
+    _: KW_ONLY
+    filled: Iterable[str] = ()
+    """Names of dicts in the state, which receive all that is stored below these names."""
+    replaced: Iterable[str] = ()
+    """Names of dicts in the state, which become exactly what is stored below these names. Neither they nor the
+    containers in them may be the program's own.
     """
+    lay_out: Sequence[LayOut] = ()
+    """Called before the state is looked at, with the stored names to load by the program's, and with what is stored:
+    they put places for it into dicts of the state.
+    """
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Stored names that some rank must take, unless the user has left them out, each with the name of the optimizer
+    that it belongs to.
+    """
+    packed: Collection[str] = ()
+    """Names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote."""
+    allow_objects: bool = False
+    """Whether objects may need more than safe types."""
 
-    def __init__(
-        self,
-        fit: Fit,
-        stored: Stored,
-        source: object,
-        *,
-        filled: Iterable[str] = (),
-        replaced: Iterable[str] = (),
-        lay_out: Sequence[LayOut] = (),
-        needed: Mapping[str, str] | None = None,
-        packed: Iterable[str] = (),
-        allow_objects: bool = False,
-    ) -> None:
-        self.fit = fit
-        self.stored = stored
-        self._lay_out = lay_out
-        self._needed = needed or {}
-        self._packed = frozenset(packed)
-        self._allow_objects = allow_objects
-        self._source = source
-        self._replaced = frozenset(replaced)
-        self._filled = frozenset(filled) | self._replaced
+    def __post_init__(self) -> None:
+        self._source = self.stored.places[0]
+        self._replaced = frozenset(self.replaced)
+        self._filled = self._replaced.union(self.filled)
         self._state: dict[str, Any] = {}
         """The state, nested."""
         self._values: dict[str, Any] = {}
@@ -104,7 +97,7 @@ class Fitting:
         contains itself.
         """
         stored = self.stored
-        for lay_out in self._lay_out:
+        for lay_out in self.lay_out:
             lay_out(self.fit.names([*stored, *stored.wrappers]), stored)
         self._state = state
         self._values, self._paths = flattened(state)
@@ -165,9 +158,9 @@ class Fitting:
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
         if request.dtype is None:
-            said, allowed = f"{self._source}: object {request.name!r}", self._allow_objects
+            said, allowed = f"{self._source}: object {request.name!r}", self.allow_objects
             value = unpickled(io.BytesIO(request.data), said, allowed)
-            if request.key in self._packed:
+            if request.key in self.packed:
                 value = unpickled(io.BytesIO(value), said, allowed, device="cpu")
             request.value = value
 
@@ -202,9 +195,9 @@ class Fitting:
         """
         chosen = frozenset(self._names.values())
         left = [name for name in unread if name in chosen]
-        if lost := [name for name in left if name in self._needed]:
-            owners = {self._needed[name] for name in lost}
-            kept = {owner for name, owner in self._needed.items() if name not in lost}
+        if lost := [name for name in left if name in self.needed]:
+            owners = {self.needed[name] for name in lost}
+            kept = {owner for name, owner in self.needed.items() if name not in lost}
             out = ", ".join(map(repr, sorted(owners))) if owners.isdisjoint(kept) else "…"
             raise IncompatibleStateError(
                 f"{self._source}: nothing in the program takes {len(lost)} values of "
@@ -237,11 +230,7 @@ class Fitting:
         unfit = self._in_the_way(new)
         for name in [*new, *outgrown]:
             old = self._names[name]
-            entry = self.stored.get(old)
-            value = None
-            if entry is not None:
-                value = torch.empty(entry.size, dtype=entry.dtype, device="cpu")
-            self._values[name] = value
+            self._values[name] = self.stored.new(old)
             self._grown[name] = self._path(name, old)
         return unfit
 

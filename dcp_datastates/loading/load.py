@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -17,27 +16,20 @@ from typing_extensions import Unpack
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import check_options
-from dcp_datastates.errors import (
-    CheckpointReplacedError,
-    ConfigurationError,
-)
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
-from dcp_datastates.loading.fit import Fit, FitOptions
+from dcp_datastates.loading.fit import Fit, FitOptions, check_flags, say_unread, unread
 from dcp_datastates.loading.fitting import Fitting
-from dcp_datastates.loading.reading import read
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.loading.unread import say_unread, unread
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.forks import enter
-from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.ranks.rank_set import ALONE, RankSet, check_group, rank_set_of
+from dcp_datastates.ranks.rank_set import ALONE, check_group, rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
-from dcp_datastates.sharing.shared_reads import SharedReads
 from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,
@@ -115,9 +107,7 @@ def load(
     check_group(process_group)
     if path is None:
         raise ConfigurationError("path=None: load(path, state) needs the checkpoint's directory")
-    for name, value in (("allow_objects", allow_objects), ("share_reads", share_reads)):
-        if not isinstance(value, bool) and (name, value) != ("share_reads", None):
-            raise ConfigurationError(f"{name}={value!r} must be True or False")
+    check_flags(allow_objects, share_reads)
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
     fit = Fit.of(options, only)
@@ -125,48 +115,43 @@ def load(
     for place in places:
         check_opens(place)
     if state is None:
-        return _everything(fit, places, path, allow_objects)
+        return _everything(fit, places, allow_objects)
     if not isinstance(state, dict):
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
     rank_set = ALONE if no_dist else rank_set_of(process_group)
-    with load_session(rank_set, places[0], "load()", timeout) as session:
-        load_with(
-            session,
-            places,
-            state,
-            lambda stored: Fitting(fit, stored, path, allow_objects=allow_objects),
-            rank_set,
-            share_reads,
-        )
+
+    def prepare(stored: Stored) -> Fitting:
+        return Fitting(fit, stored, allow_objects=allow_objects)
+
+    with load_session(rank_set, places, "load()", timeout) as session:
+        load_with(session, state, prepare, share_reads)
     return state
 
 
 def load_with(
     session: LoadSession,
-    places: Sequence[Location],
     state: dict[str, Any],
     prepare: Prepare,
-    rank_set: RankSet,
     share_reads: bool | None = None,
 ) -> None:
     """Load into ``state``, all ranks of the ``session`` together: what ``prepare`` makes chooses what.
 
     ``prepare`` runs once all ranks have opened the checkpoint, and before a ``state_dict()`` is called.
     """
-    before = dict(state)
-    this = _Load(session, tuple(places), rank_set, share_reads)
+    this = _Load(session, share_reads)
     try:
         this.open()
-        loaded = this.fit(state, prepare)
+        this.fit(state, prepare)
         this.read()
     finally:
-        this.end()
-    for name, value in loaded.items():
-        if _is_stateful(before[name]):
-            before[name].load_state_dict(value)
-        elif value is not before[name] and name in state:
+        this.joint.close()
+    for name, value in this.loaded.items():
+        before = this.before[name]
+        if _is_stateful(before):
+            before.load_state_dict(value)
+        elif value is not before and name in state:
             state[name] = value
 
 
@@ -175,47 +160,42 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, flo
 
 
 def load_values(
-    places: Sequence[Location], stored: Stored, names: Iterable[str], allow_objects: bool = False
+    stored: Stored, names: Iterable[str], allow_objects: bool = False
 ) -> dict[str, Any]:
     """The values stored under ``names``, by these, in this process alone. Raises as :func:`load`."""
     wanted = list(names)
     if not wanted:
         return {}
     fit = Fit.of({"unexpected": "ignore"}, wanted)
-    fitting = Fitting(fit, stored, places[0], allow_objects=allow_objects)
+    fitting = Fitting(fit, stored, allow_objects=allow_objects)
     values = _places_for(fitting)
     requests = fitting.requests(values)
-    read(requests, fitting.unpickle, stored.table, places)
+    stored.read(requests, fitting.unpickle)
     fitting.deliver(requests)
     return values
 
 
-def _everything(
-    fit: Fit, places: tuple[Location, ...], source: object, allow_objects: bool
-) -> dict[str, Any]:
-    fit = replace(fit, unexpected="ignore")
-    with load_session(ALONE, places[0], "load()", DEFAULT_TIMEOUT) as session:
-        this = _Load(session, places, ALONE, False)
-        this.open()
-        fitting = Fitting(fit, this.stored, source, allow_objects=allow_objects)
-        values = this.fit(_places_for(fitting), lambda stored: fitting)
-        this.read()
-    stored = this.stored
+def _everything(fit: Fit, places: tuple[Location, ...], allow_objects: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    fitting: Fitting
+
+    def prepare(stored: Stored) -> Fitting:
+        nonlocal fitting
+        fitting = Fitting(fit, stored, allow_objects=allow_objects)
+        values.update(_places_for(fitting))
+        return fitting
+
+    with load_session(ALONE, places, "load()", DEFAULT_TIMEOUT) as session:
+        load_with(session, values, prepare, share_reads=False)
+    stored = fitting.stored
     paths = {n: renamed_path(stored.path_of(old), old, n) for n, old in fitting.names.items()}
     return nested(values, paths)
 
 
 def _places_for(fitting: Fitting) -> dict[str, Any]:
     """New tensors to load into, by name; None for an object."""
-    found: dict[str, Any] = {}
-    for name, old in fitting.names.items():
-        if old in fitting.stored:
-            entry = fitting.stored[old]
-            new = (
-                None if entry is None else torch.empty(entry.size, dtype=entry.dtype, device="cpu")
-            )
-            found[name] = new
-    return found
+    stored = fitting.stored
+    return {name: stored.new(old) for name, old in fitting.names.items() if old in stored}
 
 
 # ---- one load, step by step --------------------------------------------------------------------------
@@ -248,60 +228,52 @@ class _Load:
 
     stored: Stored
 
-    def __init__(
-        self,
-        session: LoadSession,
-        places: tuple[Location, ...],
-        rank_set: RankSet,
-        share_reads: bool | None,
-    ) -> None:
+    def __init__(self, session: LoadSession, share_reads: bool | None) -> None:
+        self.before: dict[str, Any] = {}
+        """The values of the state at the beginning."""
+        self.loaded: dict[str, Any] = {}
+        """The same with the ``state_dict()`` of each ``Stateful`` in its place."""
         self._session = session
-        self._places = places
-        self._joint = JointReads(share_reads, rank_set, places[0])
+        self._places = session.places
+        self.joint = JointReads(share_reads, session.rank_set, self._places[0])
         self._requests: list[Request] = []
         self._wrappers: Wrappers | None = None
         self._share = b""
-        self._sharing: SharedReads | None = None
 
     def open(self) -> None:
         """Open the checkpoint. All ranks see the same attempt."""
 
         def work() -> bytes:
-            self.stored = Stored(open_nearest(self._places).table)
+            self.stored = Stored(open_nearest(self._places).table, self._places)
             Place(resolved(self._places[0])).warn_if_replaced()
             loaded_from(self._places)
             self._session.account.attempt = self.stored.table.note.attempt.name
             return self._session.account.attempt.encode()
 
         def answer(attempts: Sequence[bytes]) -> Sequence[bytes]:
-            if len(seen := set(attempts)) > 1:
-                names = ", ".join(sorted(each.decode() for each in seen))
-                raise CheckpointReplacedError(
-                    f"{self._places[0]}: ranks see different attempts ({names}): the checkpoint was replaced "
-                    f"meanwhile, or the path is not shared; load again"
-                )
-            return [b""] * len(attempts)
+            self.stored.check_attempts(map(bytes.decode, attempts))
+            return _no_answers(attempts)
 
         self._session.end(Step.OPEN, work, answer)
 
-    def fit(self, state: dict[str, Any], prepare: Prepare) -> dict[str, Any]:
-        """Fit the state; returns it with the ``state_dict()`` of each ``Stateful`` in its place."""
-        loaded: dict[str, Any] = {}
+    def fit(self, state: dict[str, Any], prepare: Prepare) -> None:
+        """Fit the state."""
         asked: list[str] = []
 
         def work() -> bytes:
             self._fitting = fitting = prepare(self.stored)
+            self.before.update(state)
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
-                loaded[name] = value.state_dict() if _is_stateful(value) else value
-            self._requests = fitting.requests(loaded)
+                self.loaded[name] = value.state_dict() if _is_stateful(value) else value
+            self._requests = fitting.requests(self.loaded)
             self._session.account.requests = self._requests
             if wrapped := fitting.wrapped:
                 self._wrappers = Wrappers(wrapped, self.stored, self._read)
                 self._say_unread(self._wrappers.unread)
             asked.extend(sorted(fitting.held))
             digest = blake2b("\0".join(asked).encode(), digest_size=16).digest()
-            return _Fitted(digest, self._joint.offer(self._requests, self.stored.table)).encode()
+            return _Fitted(digest, self.joint.offer(self._requests, self.stored.table)).encode()
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             fitted = list(map(_Fitted.decode, messages))
@@ -318,14 +290,13 @@ class _Load:
         if begin.names_differ:
             self._compare(asked if begin.names_wanted else [])
         self._share = begin.share
-        return loaded
 
     def _compare(self, asked: Sequence[str]) -> None:
         """Of ranks that load different names: look for those that no rank loads."""
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             self._check_unread({name for each in messages for name in json.loads(each)})
-            return [b""] * len(messages)
+            return _no_answers(messages)
 
         self._session.end(Step.NAMES, lambda: json.dumps(list(asked)).encode(), answer)
 
@@ -341,37 +312,28 @@ class _Load:
         def tensors() -> bytes:
             self._fitting.begin()
             if self._wrappers is not None:
-                self._wrappers.load(self._read)
+                self._wrappers.load()
             self._read([each for each in self._requests if each.dtype is not None])
             self._fitting.deliver(self._requests)
             return b""
 
-        self._sharing = self._joint.take(self._share, self.stored.table)
+        self.joint.take(self._share, self.stored.table)
         if self.stored.has_objects:
             self._session.end(Step.OBJECTS, objects, _no_answers)
         self._session.end(Step.READ, tensors, _no_answers)
 
-    def end(self) -> None:
-        """Release what this rank has for others."""
-        self._joint.close()
-        if self._sharing is not None:
-            self._sharing.end()
-
     def _read(self, requests: list[Request]) -> None:
-        take, table, count = self._fitting.unpickle, self.stored.table, self._session.count
-        read(requests, take, table, self._places, sharing=self._sharing, count=count)
+        sharing, count = self.joint.sharing, self._session.count
+        self.stored.read(requests, self._fitting.unpickle, sharing=sharing, count=count)
 
     def _check_unread(self, asked: Collection[str]) -> None:
-        self._say_unread(unread(self.stored.names_with_data(), asked, self.stored.wrappers))
+        self._say_unread(unread(self.stored, asked))
 
     def _say_unread(self, left: Collection[str]) -> None:
-        answer = self._fitting.fit.unexpected
-        if answer == "ignore":
-            return
-        # With no_dist=True every rank loads alone, most likely the same names.
-        alone = self._session.world == 1
-        level = once_per_job(logging.WARNING) if alone else logging.WARNING
-        say_unread(self._fitting.unasked(left), self.stored, self._places[0], answer, level)
+        answer, alone = self._fitting.fit.unexpected, self._session.rank_set.world == 1
+        if answer != "ignore":
+            names = self._fitting.unasked(left)
+            say_unread(names, self.stored, answer, alone)
 
 
 def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:

@@ -1,11 +1,13 @@
-"""What a checkpoint holds, looked up in its columns: a load makes no object for a tensor that it does not ask for."""
+"""What a checkpoint holds, looked up in its columns: a load makes no object for a tensor that it does not ask for. And
+its reads.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
@@ -13,14 +15,24 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates._native import Engine
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    IncompatibleStateError,
+)
 from dcp_datastates.format.key_paths import KeyPath, empties, path_of, with_types
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.ragged import Ints, positions, starts_of
 from dcp_datastates.format.stored_names import Box, wrappers
+from dcp_datastates.io.committed import explain_missing
+from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request, aim
+from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.loading.regions import Shards, cut, overlaps, rows_of
+from dcp_datastates.staging.step_gate import release_memory
+from dcp_datastates.storage.object_path import Location
 
 _DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
 
@@ -33,10 +45,15 @@ class Described(NamedTuple):
 
 
 class Stored(Mapping[str, Described | None]):
-    """The stored tensors by their names; None stands for an object."""
+    """The stored tensors by their names; None stands for an object.
 
-    def __init__(self, table: MetadataTable) -> None:
+    Args:
+        places: where the checkpoint is, the nearest place first.
+    """
+
+    def __init__(self, table: MetadataTable, places: Sequence[Location]) -> None:
         self.table: Final = table
+        self.places: Final = places
         self._catalog: Final = table.catalog
         self._kinds = table.catalog.properties.tolist()
         self._dtypes = [properties.dtype for properties in table.catalog.table]
@@ -77,6 +94,11 @@ class Stored(Mapping[str, Described | None]):
         """Where the value called ``name`` was in the saved state."""
         return path_of(name, self._paths)
 
+    def new(self, name: str) -> torch.Tensor | None:
+        """A new tensor on the host for what is stored under this name; None for an object."""
+        entry = self[name]
+        return None if entry is None else torch.empty(entry.size, dtype=entry.dtype, device="cpu")
+
     def names_with_data(self) -> list[str]:
         """The names of tensors that have elements, and of objects."""
         return self._catalog.names_with_data()
@@ -85,6 +107,14 @@ class Stored(Mapping[str, Described | None]):
     def has_objects(self) -> bool:
         """Whether there is any object."""
         return bool((self._catalog.properties < 0).any())
+
+    def check_attempts(self, attempts: Iterable[str]) -> None:
+        """Raise :class:`CheckpointReplacedError` if the ranks of a load have opened different ``attempts``."""
+        if len(seen := set(attempts)) > 1:
+            raise CheckpointReplacedError(
+                f"{self.places[0]}: ranks see different attempts ({', '.join(sorted(seen))}): the checkpoint was "
+                f"replaced meanwhile, or the path is not shared; load again"
+            )
 
     # ---- what to read --------------------------------------------------------------------------------
 
@@ -156,6 +186,27 @@ class Stored(Mapping[str, Described | None]):
         aim(requests, targets, cast)
         return requests
 
+    def read(
+        self,
+        requests: list[Request],
+        deliver: Callable[[Request], None],
+        *,
+        sharing: Sharing | None = None,
+        count: Callable[[int], None] = lambda nbytes: None,
+        native: Engine | None = None,
+    ) -> None:
+        """:func:`~dcp_datastates.io.restore.restore`, from the nearest place, once no save in flight reads the memory
+        that it overwrites. A data file that is missing is damage, or another save's doing, and the error says which.
+
+        ``native``: the engine; None: the process's own, of the usual size.
+        """
+        source = StoredCheckpoint(self.table, self.places, sharing)
+        native = native or engine(DEFAULT_HOST_CACHE_BYTES)
+        try:
+            restore(requests, source, native, deliver, _release, count)
+        except CheckpointNotFoundError as error:
+            raise explain_missing(self.places[0], self.table.note, error) from error
+
     def _numbers(self, names: Sequence[str]) -> Ints:
         number = self._catalog.number
         return np.array([number[name] for name in names], np.int64)
@@ -165,3 +216,7 @@ class Stored(Mapping[str, Described | None]):
         placement = self.table.placement
         files = [placement.paths[file] for file in placement.files[rows].tolist()]
         return files, placement.begins[rows].tolist(), placement.lengths[rows].tolist()
+
+
+def _release(storages: set[torch.UntypedStorage]) -> None:
+    release_memory(storages, "a load")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Wrappers:
     """
 
     def __init__(self, wanted: Mapping[str, tuple[str, Any]], stored: Stored, read: Read) -> None:
-        self._stored = stored
+        self._stored, self._read = stored, read
         self._wanted = {name: value for name, (_, value) in wanted.items()}
         self._sources = {
             name: _sources(name, value, stored.wrappers[old])
@@ -48,28 +47,104 @@ class Wrappers:
         self._direct: dict[str, torch.Tensor] = {}
         self.unread: list[str] = []
         """Stored parts that the wrappers lack: some classes leave out a part that is None."""
-        parts_in = _Parts(stored, read)
         prefixes = [prefix for each in self._sources.values() for prefix in each]
-        texts = parts_in.new(f"{prefix}.{WRAPPER}" for prefix in prefixes)
-        parts_in.fill(texts)
+        texts = self._new(f"{prefix}.{WRAPPER}" for prefix in prefixes)
+        self._fill(texts)
         for name, value in self._wanted.items():
             for prefix, place in self._sources[name].items():
                 _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
-                self.unread += parts_in.lacking(prefix, value)
+                self.unread += self._lacking(prefix, value)
                 if place == box(value):
-                    self._direct.update(parts_in.matching(name, prefix, value))
+                    self._direct.update(self._matching(name, prefix, value))
 
-    def load(self, read: Read) -> None:
+    def load(self) -> None:
         """Fill them, in place.
 
         Raises :class:`IncompatibleStateError` for shards that cannot be cut as this state needs them; and what ``read``
         raises.
         """
-        parts_in = _Parts(self._stored, read)
-        parts_in.fill(self._direct)
+        self._fill(self._direct)
         for name, value in self._wanted.items():
             if box(value) not in self._sources[name].values():
-                _reshard(name, value, self._sources[name], parts_in)
+                self._reshard(name, value)
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read ``tensors``, by their full names."""
+        shards = shards_of(tensors, tensors.values())
+        self._read(self._stored.into(list(tensors), shards))
+
+    def _new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """New tensors on the host, for parts of these names."""
+        made = {}
+        for name in names:
+            tensor = self._stored.new(name) if name in self._stored else None
+            if tensor is None:
+                raise IncompatibleStateError(f"the checkpoint has no tensor {name!r}")
+            made[name] = tensor
+        return made
+
+    @functools.cached_property
+    def _beside(self) -> dict[str, list[str]]:
+        """The stored names, by all that comes before their last dots."""
+        found: dict[str, list[str]] = {}
+        for name in self._stored:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+    def _lacking(self, prefix: str, value: torch.Tensor) -> list[str]:
+        """The stored parts that ``value`` lacks."""
+        mine = {name for name, _ in _flat(f"{prefix}.", parts(local_tensor(value)))}
+        places = {name.rpartition(".")[0] for name in mine}
+        return [
+            name for place in places for name in self._beside.get(place, ()) if name not in mine
+        ]
+
+    def _matching(self, name: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The inner tensors of ``value``, by the names of the stored parts that fit them."""
+        found = {}
+        for inner, tensor in _flat(f"{prefix}.", parts(local_tensor(value))):
+            entry = self._stored.get(inner)
+            size = None if entry is None else entry.size
+            if inner.endswith(f".{WRAPPER}"):
+                continue
+            if size != tensor.shape:
+                raise IncompatibleStateError(
+                    f"{name!r}: its part {inner!r} has the shape {tuple(tensor.shape)} in the state, and "
+                    f"{'is not stored' if size is None else f'was saved with {tuple(size)}'}; {_way_out(name)}"
+                )
+            found[inner] = tensor
+        return found
+
+    def _reshard(self, name: str, value: torch.Tensor) -> None:
+        """Copy the stored shards into the local shard of ``value``."""
+        place, local = box(value), local_tensor(value).detach()
+        names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        left = volume(place)
+        for prefix, there in self._sources[name].items():
+            both = overlap(place, there)
+            inner = self._new(f"{prefix}.{each}" for each in names)
+            self._fill(inner)
+            try:
+                sizes = torch.Size(end - begin for begin, end in there)
+                strides = torch.empty(sizes, dtype=local.dtype, device="meta").stride()
+                saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
+                    dict(zip(names, inner.values(), strict=True)), context, sizes, strides
+                )
+                if saved.shape != sizes:
+                    raise ValueError(f"it has the shape {tuple(saved.shape)}")
+                _cut(local, place, both).copy_(_cut(saved, there, both))
+            except Exception as error:
+                raise IncompatibleStateError(
+                    f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
+                    f"{type(local).__name__} cannot be cut so ({error}); load it with the shards that were saved"
+                ) from error
+            left -= volume(both)
+        if left:
+            raise IncompatibleStateError(
+                f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
+            )
 
 
 def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
@@ -98,61 +173,6 @@ def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
     }
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The parts in a checkpoint, as tensors of their own."""
-
-    stored: Stored
-    read: Read
-
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read ``tensors``, by their full names."""
-        shards = shards_of(tensors, tensors.values())
-        self.read(self.stored.into(list(tensors), shards))
-
-    def new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """New tensors on the host, for parts of these names."""
-        made = {}
-        for name in names:
-            entry = self.stored.get(name)
-            if entry is None:
-                raise IncompatibleStateError(f"the checkpoint has no tensor {name!r}")
-            made[name] = torch.empty(entry.size, dtype=entry.dtype, device="cpu")
-        return made
-
-    @functools.cached_property
-    def _beside(self) -> dict[str, list[str]]:
-        """The stored names, by all that comes before their last dots."""
-        found: dict[str, list[str]] = {}
-        for name in self.stored:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-        return found
-
-    def lacking(self, prefix: str, value: torch.Tensor) -> list[str]:
-        """The stored parts that ``value`` lacks."""
-        mine = {name for name, _ in _flat(f"{prefix}.", parts(local_tensor(value)))}
-        places = {name.rpartition(".")[0] for name in mine}
-        return [
-            name for place in places for name in self._beside.get(place, ()) if name not in mine
-        ]
-
-    def matching(self, name: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The inner tensors of ``value``, by the names of the stored parts that fit them."""
-        found = {}
-        for inner, tensor in _flat(f"{prefix}.", parts(local_tensor(value))):
-            entry = self.stored.get(inner)
-            size = None if entry is None else entry.size
-            if inner.endswith(f".{WRAPPER}"):
-                continue
-            if size != tensor.shape:
-                raise IncompatibleStateError(
-                    f"{name!r}: its part {inner!r} has the shape {tuple(tensor.shape)} in the state, and "
-                    f"{'is not stored' if size is None else f'was saved with {tuple(size)}'}; {_way_out(name)}"
-                )
-            found[inner] = tensor
-        return found
-
-
 def _flat(prefix: str, nested: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in nested.items():
         if isinstance(value, Mapping):
@@ -174,36 +194,6 @@ def _way_out(name: str) -> str:
         f"load into a tensor of the saved class and form, or load its parts as plain tensors with "
         f"dcp_datastates.load(path, only={name!r})"
     )
-
-
-def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_in: _Parts) -> None:
-    """Copy the stored shards into the local shard of ``value``."""
-    place, local = box(value), local_tensor(value).detach()
-    names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
-    left = volume(place)
-    for prefix, there in sources.items():
-        both = overlap(place, there)
-        inner = parts_in.new(f"{prefix}.{each}" for each in names)
-        parts_in.fill(inner)
-        try:
-            sizes = torch.Size(end - begin for begin, end in there)
-            strides = torch.empty(sizes, dtype=local.dtype, device="meta").stride()
-            saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
-                dict(zip(names, inner.values(), strict=True)), context, sizes, strides
-            )
-            if saved.shape != sizes:
-                raise ValueError(f"it has the shape {tuple(saved.shape)}")
-            _cut(local, place, both).copy_(_cut(saved, there, both))
-        except Exception as error:
-            raise IncompatibleStateError(
-                f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
-                f"{type(local).__name__} cannot be cut so ({error}); load it with the shards that were saved"
-            ) from error
-        left -= volume(both)
-    if left:
-        raise IncompatibleStateError(
-            f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
-        )
 
 
 def _cut(tensor: torch.Tensor, place: Box, part: Box) -> torch.Tensor:

@@ -151,10 +151,9 @@ class Continuing:
         places = self._steps.places(name)
         parts = TrainingState(state, self._rank_set)
         try:
-            with load_session(self._rank_set, places[0], verb, self._timeout) as session:
+            with load_session(self._rank_set, places, verb, self._timeout) as session:
                 parts.load(
                     session,
-                    places,
                     fit,
                     allow_objects=options.get("allow_objects", False),
                     share_reads=options.get("share_reads"),

@@ -98,7 +98,7 @@ def load_parts(
     place, rank_set = locate(path), rank_set_of(None)
     state = TrainingState(parts, rank_set)
     fit = Fit.of(options)
-    with load_session(rank_set, place, "load()", DEFAULT_TIMEOUT) as session:
+    with load_session(rank_set, [place], "load()", DEFAULT_TIMEOUT) as session:
         to_load = fit.names(_stored_names(place))
         # With nothing to load and nothing stored, a name would be an error.
         there = [
@@ -108,7 +108,7 @@ def load_parts(
             or (fit.missing == "error" and state.parts[name].state_dict())
         ]
         if there:
-            state.load(session, [place], Fit.of(options, only=there), there)
+            state.load(session, Fit.of(options, only=there), there)
 
 
 def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:

@@ -38,7 +38,6 @@ from dcp_datastates.manager.per_rank import (
     warn_of_order,
 )
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,6 @@ class TrainingState:
     def load(
         self,
         session: LoadSession,
-        places: Sequence[Location],
         fit: Fit,
         only: Collection[str] | None = None,
         allow_objects: bool = False,
@@ -167,14 +165,13 @@ class TrainingState:
         random generators last, since what comes before may draw from them.
 
         Args:
-            places: of the checkpoint, the nearest first.
             only: the parts to load; None: all.
             allow_objects: as for :class:`Fitting`.
             share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        prepare = partial(self._prepare, loaded, fit, places, allow_objects)
-        load_with(session, places, loaded, prepare, self._rank_set, share_reads)
+        prepare = partial(self._prepare, loaded, fit, allow_objects)
+        load_with(session, loaded, prepare, share_reads)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:
@@ -192,7 +189,6 @@ class TrainingState:
         self,
         loaded: dict[str, Any],
         fit: Fit,
-        places: Sequence[Location],
         allow_objects: bool,
         stored: Stored,
     ) -> Fitting:
@@ -216,11 +212,10 @@ class TrainingState:
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
-        read = partial(load_values, places, allow_objects=allow_objects)
+        read = partial(load_values, allow_objects=allow_objects)
         return Fitting(
             fit.without(left_out),
             stored,
-            places[0],
             filled=filled,
             replaced=replaced,
             lay_out=[partial(part.lay_out, read=read) for part in optimizers],

@@ -61,8 +61,6 @@ _REFUSING_SECONDS: Final = 300.0
 _LAST_SECONDS: Final = 3.0
 """How long the end of the process lets a rank wait for others in vain. Saves in flight have been waited for before."""
 
-_POLL_SECONDS: Final = 0.1
-
 _CLOSE_SECONDS: Final = 10.0
 """How long :meth:`RankContext.close` waits for each of its threads."""
 
@@ -110,24 +108,6 @@ class RankContext:
         Returns False if the process is ending, or no thread can start.
         """
         return self._worker.post(work)
-
-    def await_planned(self, save: SaveOperation, look: Callable[[], None]) -> None:
-        """Return when all saves submitted before are planned; later ones wait until the ranks have agreed on ``save``,
-        for ``commit_timeout`` at most. Calls ``look`` now and then.
-        """
-        begun = threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            until = time.monotonic() + save.config.commit_timeout
-            while not (save.attempt is not None or save.await_end(_POLL_SECONDS)):
-                if time.monotonic() > until:
-                    return
-
-        if not self._worker.post(wait):
-            return
-        while not begun.wait(_POLL_SECONDS):
-            look()
 
     def refuse(self, path: object, error: BaseException) -> None:
         """Tell the other ranks, which wait for this rank, that its call failed."""

@@ -64,6 +64,8 @@ class JointReads:
         self._place = place
         self._own: tuple[socket.socket, Address] | None = None
         """Where the other ranks reach this one. Until it reads, their connections wait in the kernel's queue."""
+        self.sharing: SharedReads | None = None
+        """This rank's shared reads, once it has the first rank's answer; None if it shares nothing."""
 
     def offer(self, requests: Iterable[Request], table: MetadataTable) -> bytes:
         """What this rank tells the first one, before it reads; empty if it shares nothing."""
@@ -78,24 +80,26 @@ class JointReads:
             return b""
         return Offer(tuple(address), runs.ravel()).encode()
 
-    def take(self, share: bytes, table: MetadataTable) -> SharedReads | None:
-        """This rank's shared reads, by the first rank's answer; None if it shares nothing."""
+    def take(self, share: bytes, table: MetadataTable) -> None:
+        """Take the first rank's answer."""
         if self._own is not None and share:
             try:
-                found = SharedReads(Share.decode(share), *self._own, table.note, self._place)
+                own, mine = self._own, Share.decode(share)
+                self.sharing = SharedReads(mine, *own, table.note, self._place)
             except RuntimeError as error:
                 logger.warning("this rank shares no reads: the system gives no thread: %s", error)
             else:
                 self._own = None
-                return found
+                return
         self.close()  # the others are refused immediately
-        return None
 
     def close(self) -> None:
         """Idempotent."""
         if self._own is not None:
             self._own[0].close()
-            self._own = None
+        if self.sharing is not None:
+            self.sharing.end()
+        self._own = self.sharing = None
 
 
 def assigned(offers: Sequence[bytes]) -> list[bytes]:

@@ -158,7 +158,7 @@ def test_ranks_that_see_different_attempts_load_nothing(shared_dir):
 @ranks(2)
 def test_a_rank_that_fails_between_two_steps_lets_the_others_go(shared_dir):
     def come():
-        with load_session(rank_set_of(None), shared_dir, "load()", 300.0) as session:
+        with load_session(rank_set_of(None), [shared_dir], "load()", 300.0) as session:
             if dist.get_rank() == 1:
                 raise ZeroDivisionError("in the program")
             session.end(Step.OPEN, lambda: b"", lambda notes: [b""] * len(notes))

@@ -22,7 +22,7 @@ from dcp_datastates import (
     IncompatibleStateError,
     load,
 )
-from dcp_datastates.dcp.read_requests import request_of
+from dcp_datastates.dcp.reader import request_of
 from dcp_datastates.format.metadata_objects import opened_from
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import Fitting
@@ -67,7 +67,7 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
     stock = DefaultLoadPlanner()
     stock.set_up_planner(dict(state), metadata, True)
     expected = [request_of(item, metadata) for item in stock.create_local_plan().items]
-    fitting = Fitting(Fit.of({}), Stored(opened_from(metadata)), tmp_path / "c")
+    fitting = Fitting(Fit.of({}), Stored(opened_from(metadata), [tmp_path / "c"]))
     assert sorted(map(_read, fitting.requests(dict(state)))) == sorted(map(_read, expected))
 
 
@@ -304,13 +304,11 @@ def test_random_states(examples, tmp_path_factory):
         before = {name: _shown(value) for name, value in here.items()}
         fit = Fit.of({"missing": missing, "unexpected": "ignore"})
         try:
-            with load_session(ALONE, path, "load()", 60) as session:
+            with load_session(ALONE, [path], "load()", 60) as session:
                 load_with(
                     session,
-                    [path],
                     state,
-                    lambda stored: Fitting(fit, stored, path, filled=filled, replaced=replaced),
-                    ALONE,
+                    lambda stored: Fitting(fit, stored, filled=filled, replaced=replaced),
                 )
         except IncompatibleStateError:
             assert expected is None, "it fits"
