@@ -46,26 +46,26 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_497,
+    "": 1_495,
     "checkpoints": 2_747,
     "cli": 1_038,
     "commit": 1_627,
-    "conversion": 2_602,
-    "dcp": 2_230,
+    "conversion": 2_601,
+    "dcp": 2_072,
     "deepspeed": 737,
     "format": 2_946,
     "huggingface": 1_148,
     "io": 2_416,
     "lightning": 687,
-    "loading": 1_994,
-    "manager": 3_873,
+    "loading": 1_913,
+    "manager": 3_867,
     "megatron": 289,
     "monitoring": 225,
     "planning": 2_498,
     "process": 931,
     "ranks": 2_135,
-    "saving": 2_347,
-    "sharing": 757,
+    "saving": 2_327,
+    "sharing": 761,
     "staging": 1_985,
     "storage": 3_776,
     "tiers": 1_685,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 52_001}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 51_999}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
