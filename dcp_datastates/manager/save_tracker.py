@@ -42,6 +42,10 @@ class _Waiting:
     save: _Save
     deletes: Location | None
 
+    def waits_for_failed(self, path: Location | None) -> bool:
+        """Whether it waits for a save to ``path`` that has failed."""
+        return self.save.path == path and is_committed(self.save.handle) is False
+
 
 def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
     """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them."""
@@ -230,23 +234,23 @@ class SaveTracker:
             self.deletions.request(work)
             return
         with self._lock:
-            replaced = [
-                each
-                for each in self._waiting
-                if each.save.path == deletes and is_committed(each.save.handle) is False
-            ]
-            for each in replaced:
-                each.save = save
-            if deletes is not None and replaced:
-                self.deletions.request(partial(_remove_empty, deletes))
-            else:
-                self._waiting.append(_Waiting(work, save, deletes))
+            self._waiting.append(_Waiting(work, save, deletes))
             self._request()
 
     def _request(self) -> None:
         """Request what is due. Also in the commit thread, which must not wait for storage."""
         with self._lock:  # wait() comes after what is requested here
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            deletions = [each for each in waiting if each.deletes is not None]
+            for each in deletions:
+                # If the save to that path has failed, this save replaces what the failed one was to replace.
+                put_off = [other for other in deletions if other.waits_for_failed(each.deletes)]
+                for other in put_off:
+                    other.save = each.save
+                if put_off:
+                    waiting.remove(each)
+                    self.deletions.request(partial(_remove_empty, each.deletes))
+            self._waiting = []
             for each in waiting:
                 committed = is_committed(each.save.handle)
                 if committed:
@@ -255,7 +259,7 @@ class SaveTracker:
                     self._waiting.append(each)
 
 
-def _remove_empty(path: Location) -> None:
+def _remove_empty(path: Location | None) -> None:
     if isinstance(path, Path):
         with contextlib.suppress(OSError):
             path.rmdir()

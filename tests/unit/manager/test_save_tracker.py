@@ -99,6 +99,28 @@ def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+@pytest.mark.parametrize("order", ["fails first", "fails late"])
+def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(
+    order: str, tmp_path: Path
+) -> None:
+    tracker, called = SaveTracker(), []
+    begin(tracker, tmp_path / "1").committed.set_result(None)
+    second = begin(tracker, tmp_path / "2")
+    tracker.when_committed(lambda: called.append(1), deletes=tmp_path / "1")
+    if order == "fails first":
+        second.committed.set_exception(FAILURE)
+    third = begin(tracker, tmp_path / "3")
+    tracker.when_committed(lambda: called.append(2), deletes=tmp_path / "2")
+    if order == "fails late":
+        second.committed.set_exception(FAILURE)
+    tracker.deletions.wait()
+    assert called == []
+    third.committed.set_result(None)
+    tracker.wait()
+    assert called == [1]
+    assert kept(tracker) == 0
+
+
 def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
     tmp_path: Path,
 ) -> None:
