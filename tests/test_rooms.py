@@ -55,7 +55,7 @@ BUDGETS = {
     "deepspeed": 737,
     "format": 2_946,
     "huggingface": 1_148,
-    "io": 2_416,
+    "io": 2_427,
     "lightning": 687,
     "loading": 1_913,
     "manager": 3_871,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 52_021}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 52_036}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

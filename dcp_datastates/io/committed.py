@@ -226,11 +226,22 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
     return "there is nothing"
 
 
+_LARGE: Final = 64 << 20
+_BEGIN_BYTES: Final = 1 << 20
+_END_BYTES: Final = 1 << 10
+
+
 def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
+    """The bytes of ``.metadata``; of a large file of another program, only the beginning and the end."""
     path = directory / METADATA_NAME
-    if not any(each.key == path.key for each in listing.objects):
+    sizes = [each.nbytes for each in listing.objects if each.key == path.key]
+    if not sizes:
         return None
     try:
+        if sizes[0] > _LARGE:
+            end = bytes(path.store.get_range(path.key, sizes[0] - _END_BYTES, sizes[0]))
+            if not metadata.is_ours(end):
+                return bytes(path.store.get_range(path.key, 0, _BEGIN_BYTES)) + end
         return path.store.get(path.key)[0]
     except ObjectMissingError:
         return None

@@ -35,6 +35,7 @@ from dcp_datastates.checkpoints.describe import (
 )
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.local_store import LocalStore
 from dcp_datastates.storage.object_path import stored
 from dcp_datastates.text import columns
 
@@ -118,6 +119,20 @@ def test_files_that_are_missing_or_cut_show(checkpoint):
     assert describe(checkpoint).files[0].found_nbytes == 1000
     file.unlink()
     assert describe(checkpoint).files[0].found_nbytes is None
+
+
+def test_large_metadata_of_another_program_are_not_read_whole(tmp_path, monkeypatch):
+    """As those of stock DCP are at thousands of ranks. Every look at the directory above would read them."""
+    dcp.save(
+        {"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True
+    )
+    with open(tmp_path / "stock" / ".metadata", "r+b") as file:
+        file.truncate(1 << 30)  # a sparse file
+        file.seek(-1, os.SEEK_END)
+        file.write(b".")  # as pickles end
+    monkeypatch.setattr(LocalStore, "get", pytest.fail)
+    with raises(ForeignCheckpointError, "stock"):
+        describe(tmp_path / "stock")
 
 
 def test_nothing_and_damage_and_stock_are_errors(tmp_path, checkpoint):
