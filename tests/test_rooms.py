@@ -51,14 +51,14 @@ BUDGETS = {
     "cli": 1_038,
     "commit": 1_627,
     "conversion": 2_601,
-    "dcp": 2_072,
+    "dcp": 2_073,
     "deepspeed": 737,
     "format": 2_946,
     "huggingface": 1_148,
     "io": 2_427,
     "lightning": 687,
     "loading": 1_913,
-    "manager": 3_871,
+    "manager": 3_862,
     "megatron": 289,
     "monitoring": 225,
     "planning": 2_498,
@@ -69,13 +69,13 @@ BUDGETS = {
     "staging": 1_985,
     "storage": 3_776,
     "tiers": 1_685,
-    "torchtitan": 529,
+    "torchtitan": 533,
     "wire": 604,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 52_036}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_227, "tests": 52_068}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.place import Place
-from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.config import parse_flag, parse_host_cache_size
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
@@ -38,7 +38,7 @@ from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.fit import Answer, Fit, check_flags, say_unread, unread
+from dcp_datastates.loading.fit import Answer, Fit, check_share_reads, say_unread, unread
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import enter
@@ -110,7 +110,8 @@ class DataStatesReader(StorageReader):
     ) -> None:
         enter("DataStatesReader()")
         super().__init__()
-        check_flags(allow_objects, share_reads)
+        parse_flag("allow_objects", allow_objects)
+        check_share_reads(share_reads)
         self._share_reads = share_reads
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options

@@ -195,7 +195,7 @@ class DataStatesStrategyMixin(SavesInBackground):
             names.append(MODEL)
             if self._is_fitting and self._hooks_look:
                 names += map(optimizer_name, range(meta[COUNT]))
-        trusted = weights_only is False
+        trusted = weights_only is False or self._load_options.get("allow_objects", False)
         stored = load(path, only=names, allow_objects=trusted) if names else {}
         if not self._fills_model:
             stored[MODEL] = chosen(stored[MODEL], self._load_options)

@@ -58,17 +58,19 @@ class FitOptions(TypedDict, total=False):
     """Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default is to
     refuse.
     """
+    allow_objects: bool
+    """Whether Python objects may be unpickled that need more than safe types, and may run code; only for checkpoints
+    that you trust. The default is to refuse them by name, before anything changes.
+    """
 
 
 class LoadOptions(FitOptions, total=False):
-    """The options of a restore: :class:`FitOptions` and three more."""
+    """The options of a restore: :class:`FitOptions` and two more."""
 
     only: str | Iterable[str] | None
     """Load only the values under these names: full names, prefixes that end before a dot (``"model"``,
     ``"model.layers.0"``), or either with ``*`` and ``?``. None: all.
     """
-    allow_objects: bool
-    """As for :class:`~dcp_datastates.DataStatesReader`."""
     share_reads: bool | None
     """As for :class:`~dcp_datastates.DataStatesReader`."""
 
@@ -83,6 +85,7 @@ class Fit:
     missing: Answer = "error"
     unexpected: Answer = "warn"
     cast: bool = False
+    allow_objects: bool = False
 
     @staticmethod
     def of_restore(options: LoadOptions) -> Fit:
@@ -103,12 +106,14 @@ class Fit:
             options.get("missing", "error"),
             options.get("unexpected", "warn"),
             options.get("cast", False),
+            options.get("allow_objects", False),
         )
         check_rename(fit.rename)
         for name, answer in (("missing", fit.missing), ("unexpected", fit.unexpected)):
             if answer not in get_args(Answer):
                 raise ConfigurationError(f'{name}={answer!r} must be "error", "warn" or "ignore"')
         parse_flag("cast", fit.cast)
+        parse_flag("allow_objects", fit.allow_objects)
         return fit
 
     def without(self, names: Collection[str]) -> Fit:
@@ -134,9 +139,8 @@ class Fit:
         return names
 
 
-def check_flags(allow_objects: object, share_reads: object) -> None:
-    """Raise :class:`ConfigurationError` if one of these options of a load has a value that cannot work."""
-    parse_flag("allow_objects", allow_objects)
+def check_share_reads(share_reads: object) -> None:
+    """Raise :class:`ConfigurationError` unless it is True, False or None."""
     if share_reads is not None:
         parse_flag("share_reads", share_reads)
 

@@ -60,8 +60,6 @@ class Fitting:
     """
     packed: Collection[str] = ()
     """Names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote."""
-    allow_objects: bool = False
-    """Whether objects may need more than safe types."""
 
     def __post_init__(self) -> None:
         self._source = self.stored.places[0]
@@ -158,7 +156,7 @@ class Fitting:
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
         if request.dtype is None:
-            said, allowed = f"{self._source}: object {request.name!r}", self.allow_objects
+            said, allowed = f"{self._source}: object {request.name!r}", self.fit.allow_objects
             value = unpickled(io.BytesIO(request.data), said, allowed)
             if request.key in self.packed:
                 value = unpickled(io.BytesIO(value), said, allowed, device="cpu")

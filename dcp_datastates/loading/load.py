@@ -21,7 +21,7 @@ from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
-from dcp_datastates.loading.fit import Fit, FitOptions, check_flags, say_unread, unread
+from dcp_datastates.loading.fit import Fit, FitOptions, check_share_reads, say_unread, unread
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
@@ -53,7 +53,6 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    allow_objects: bool = False,
     share_reads: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -81,13 +80,12 @@ def load(
             or ``"model.layers.0"``; ``*`` stands for any text. In lists, skipped elements before a loaded one are None.
         process_group: With ``state``: the ranks that load together; default: all.
         no_dist: With ``state``: this process loads alone, even if there are process groups.
-        allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
         share_reads: As for :class:`~dcp_datastates.DataStatesReader`. Without ``state``, it has no effect.
         storage_options: As for :class:`~dcp_datastates.DataStatesReader`.
         timeout: With ``state``: seconds for which this rank waits for another one that does not come, or makes no
             progress. A wait is logged after five seconds, with the ranks that are missing.
-        options: :class:`FitOptions`: ``exclude``, ``rename``, ``missing``, ``unexpected``, ``cast``. Without ``state``,
-            the last three have no effect.
+        options: :class:`FitOptions`: ``exclude``, ``rename``, ``allow_objects``, ``missing``, ``unexpected``, ``cast``.
+            Without ``state``, the last three have no effect.
 
     Returns:
         ``state``, or the new dict.
@@ -107,7 +105,7 @@ def load(
     check_group(process_group)
     if path is None:
         raise ConfigurationError("path=None: load(path, state) needs the checkpoint's directory")
-    check_flags(allow_objects, share_reads)
+    check_share_reads(share_reads)
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
     fit = Fit.of(options, only)
@@ -115,7 +113,7 @@ def load(
     for place in places:
         check_opens(place)
     if state is None:
-        return _everything(fit, places, allow_objects)
+        return _everything(fit, places)
     if not isinstance(state, dict):
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
@@ -123,7 +121,7 @@ def load(
     rank_set = ALONE if no_dist else rank_set_of(process_group)
 
     def prepare(stored: Stored) -> Fitting:
-        return Fitting(fit, stored, allow_objects=allow_objects)
+        return Fitting(fit, stored)
 
     with load_session(rank_set, places, "load()", timeout) as session:
         load_with(session, state, prepare, share_reads)
@@ -166,8 +164,8 @@ def load_values(
     wanted = list(names)
     if not wanted:
         return {}
-    fit = Fit.of({"unexpected": "ignore"}, wanted)
-    fitting = Fitting(fit, stored, allow_objects=allow_objects)
+    fit = Fit.of({"unexpected": "ignore", "allow_objects": allow_objects}, wanted)
+    fitting = Fitting(fit, stored)
     values = _places_for(fitting)
     requests = fitting.requests(values)
     stored.read(requests, fitting.unpickle)
@@ -175,13 +173,13 @@ def load_values(
     return values
 
 
-def _everything(fit: Fit, places: tuple[Location, ...], allow_objects: bool) -> dict[str, Any]:
+def _everything(fit: Fit, places: tuple[Location, ...]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     fitting: Fitting
 
     def prepare(stored: Stored) -> Fitting:
         nonlocal fitting
-        fitting = Fitting(fit, stored, allow_objects=allow_objects)
+        fitting = Fitting(fit, stored)
         values.update(_places_for(fitting))
         return fitting
 

@@ -152,12 +152,7 @@ class Continuing:
         parts = TrainingState(state, self._rank_set)
         try:
             with load_session(self._rank_set, places, verb, self._timeout) as session:
-                parts.load(
-                    session,
-                    fit,
-                    allow_objects=options.get("allow_objects", False),
-                    share_reads=options.get("share_reads"),
-                )
+                parts.load(session, fit, share_reads=options.get("share_reads"))
         except (IncompatibleStateError, UnsafeObjectError):
             raise  # nothing was changed
         except BaseException:

@@ -155,7 +155,6 @@ class TrainingState:
         session: LoadSession,
         fit: Fit,
         only: Collection[str] | None = None,
-        allow_objects: bool = False,
         share_reads: bool | None = None,
     ) -> None:
         """Load what ``fit`` takes of the checkpoint, all ranks together.
@@ -166,11 +165,10 @@ class TrainingState:
 
         Args:
             only: the parts to load; None: all.
-            allow_objects: as for :class:`Fitting`.
             share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        prepare = partial(self._prepare, loaded, fit, allow_objects)
+        prepare = partial(self._prepare, loaded, fit)
         load_with(session, loaded, prepare, share_reads)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
@@ -189,7 +187,6 @@ class TrainingState:
         self,
         loaded: dict[str, Any],
         fit: Fit,
-        allow_objects: bool,
         stored: Stored,
     ) -> Fitting:
         """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
@@ -212,7 +209,7 @@ class TrainingState:
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
-        read = partial(load_values, allow_objects=allow_objects)
+        read = partial(load_values, allow_objects=fit.allow_objects)
         return Fitting(
             fit.without(left_out),
             stored,
@@ -221,7 +218,6 @@ class TrainingState:
             lay_out=[partial(part.lay_out, read=read) for part in optimizers],
             needed=needed,
             packed=packed_in,
-            allow_objects=allow_objects,
         )
 
     def _part(self, name: str, value: Any) -> Any:

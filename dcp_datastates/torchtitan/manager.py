@@ -110,6 +110,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         unexpected: Answer = "warn"
         """What to do if the checkpoint has values that the state lacks."""
 
+        allow_objects: bool = False
+        """Whether Python objects may be unpickled that may run code; only for checkpoints that you trust."""
+
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
             if self.async_mode not in (modes := ("disabled", "async", "async_with_pinned_mem")):
@@ -134,6 +137,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "rename": self.rename or None,
                 "missing": self.missing,
                 "unexpected": self.unexpected,
+                "allow_objects": self.allow_objects,
                 "cast": True,
             }
 

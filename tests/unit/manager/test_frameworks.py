@@ -87,6 +87,38 @@ def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path: Path
     assert all(map(torch.equal, moments(fresh), moments(optimizer)))
 
 
+class Vocabulary:
+    """More than safe types: unpickling it calls this class."""
+
+    def __init__(self, **words: int) -> None:
+        self.words = words
+
+
+class Tokens(torch.nn.Linear):
+    def __init__(self, words: Vocabulary) -> None:
+        super().__init__(2, 2)
+        self.words = words
+
+    def get_extra_state(self) -> Vocabulary:
+        return self.words
+
+    def set_extra_state(self, state: Vocabulary) -> None:
+        self.words = state
+
+
+def test_objects_that_may_run_code_are_an_option_of_a_frameworks_class(tmp_path: Path) -> None:
+    ds.save(state_of({"model": Tokens(Vocabulary(a=1))}), tmp_path / "x")
+    fresh = Tokens(Vocabulary())
+    with pytest.raises(ds.UnsafeObjectError, match="Vocabulary"):
+        load_parts(tmp_path / "x", {"model": fresh}, ["model"])
+    assert fresh.words.words == {}
+    _, options = pop_options({"allow_objects": True})
+    load_parts(tmp_path / "x", {"model": fresh}, ["model"], **options)
+    assert fresh.words.words == {"a": 1}
+    with pytest.raises(ds.ConfigurationError, match="allow_objects"):
+        pop_options({"allow_objects": "yes"})
+
+
 STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
 
