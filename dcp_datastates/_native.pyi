@@ -180,7 +180,7 @@ class DeviceEvent:
     @property
     def device(self) -> int: ...
     def hold(self, stream: int) -> None:
-        """Have ``stream`` of the same device wait for it; returns at once. RuntimeError in the driver's words."""
+        """Have ``stream`` of the same device wait for it; returns immediately. RuntimeError in the driver's words."""
     def wait(self, timeout: float) -> bool:
         """Wait until the device has nothing to do any more with what came before; False on timeout.
 
@@ -244,11 +244,11 @@ class SaveJob:
     def fail(self, message: str, errno: int, path: str) -> None:
         """Fail the job with an ``io`` fault if it is not finished: the caller could not send a file.
 
-        Returns at once. Everything that waits for the job returns, streams raise. Segments that were taken stay
+        Returns immediately. Everything that waits for the job returns, streams raise. Segments that were taken stay
         valid, and keep their memory until they are dropped; nothing waits for them.
         """
     def cancel(self) -> None:
-        """Fail the job with a ``cancelled`` fault if it is not finished. Returns at once."""
+        """Fail the job with a ``cancelled`` fault if it is not finished. Returns immediately."""
     @property
     def fault(self) -> Fault | None:
         """None while running and after success."""
@@ -336,7 +336,7 @@ class RestoreJob:
     def fail(self, message: str, errno: int, path: str) -> None:
         """Fail the job with an ``io`` fault if it is not finished: the caller could not fetch.
 
-        Returns at once. Nothing waits for outstanding requests any more. They keep their memory until they are
+        Returns immediately. Nothing waits for outstanding requests any more. They keep their memory until they are
         dropped.
         """
     def cancel(self) -> None: ...
@@ -425,7 +425,7 @@ class Engine:
     def slab(self, nbytes: int, order: int, timeout: float) -> Slab | None:
         """Contiguous cache memory for eager copies of save ``order``; waits behind older saves.
 
-        None on timeout, and at once when ``nbytes`` can never fit (slabs together leave at least
+        None on timeout, and immediately when ``nbytes`` can never fit (slabs together leave at least
         two segments to the streams).
         """
     def gather(self, content: Transfer, address: int, nbytes: int) -> None:
@@ -443,7 +443,7 @@ class Engine:
         fences: Sequence[DeviceEvent] = (),
         expected: ExpectedBytes | None = None,
     ) -> SaveJob:
-        """Start writing ``files`` (their directories exist; the files must not) and return at once.
+        """Start writing ``files`` (their directories exist; the files must not) and return immediately.
 
         When all files are written and fdatasynced, ``sync_directories`` are fsynced in the order given;
         then the job is done. ``order`` is the save's sequence number: older saves get segments first.
@@ -494,7 +494,7 @@ class Engine:
         self, content: Transfer, address: int, nbytes: int, device: int, stream: int
     ) -> tuple[DeviceEvent | None, Fault | None]:
         """Have ``stream`` copy the regions of ``content``, all on ``device``, to ``address`` (stream offset 0 of the
-        content), which is ``nbytes`` long. Returns at once, if the memory is the cache's.
+        content), which is ``nbytes`` long. Returns immediately, if the memory is the cache's.
 
         Returns what comes after them, and the fault of a driver that refused: then some may be under way, too, if
         there is an event.

@@ -33,7 +33,7 @@ MAX_COMMIT_TIMEOUT = 86400.0
 """Longest ``commit_timeout``, in seconds."""
 
 MAX_IN_FLIGHT = 32
-"""Most saves that may be in flight at once."""
+"""Most saves that may be in flight together."""
 
 MAX_THREADS = 256
 """Most threads of one kind."""

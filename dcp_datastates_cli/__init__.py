@@ -2,7 +2,7 @@
 
 It is a package beside ``dcp_datastates``, because importing that registers the step hook, for which it imports torch:
 seconds. :mod:`dcp_datastates_cli.main` reads the arguments first, so ``--help``, ``--version`` and usage
-errors answer at once.
+errors answer immediately.
 
 Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. Exit status:
 

@@ -254,7 +254,7 @@ class CommitGroup:
 
         hung = round_.directory is not None and is_hung(round_.directory)
         if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):
-            logger.warning("the cleanup after the save to %s goes on behind it", round_.path)
+            logger.warning("the cleanup after the save to %s goes on", round_.path)
 
 
 _groups_lock = threading.RLock()  # guards _groups

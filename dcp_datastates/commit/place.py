@@ -69,7 +69,7 @@ class Part(Protocol):
         """A number that changes while there is progress."""
 
     def cancel(self) -> None:
-        """Fail the files if they are not durable yet. Returns at once."""
+        """Fail the files if they are not durable yet. Returns immediately."""
 
     def check(self) -> None:
         """Once they are durable: raise :class:`StorageError` unless storage shows each with its size. Asks storage."""

@@ -113,7 +113,7 @@ def convert(
     The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
     safetensors file, or a file of ``torch.save``. A thread holds one tensor at a time; for "torch", all are in memory,
     or mapped. The call is not collective and needs no process group. Of a checkpoint of this package, every byte is
-    verified before it is used; the other formats have no checksums. ``target`` appears at once: if the call fails or
+    verified before it is used; the other formats have no checksums. ``target`` appears whole: if the call fails or
     the process is killed, there is nothing at it, or what was there before.
 
     Args:

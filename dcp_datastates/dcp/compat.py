@@ -183,7 +183,7 @@ def begin_async(turn: Turn) -> dict[Any, Any]:
     except Exception as error:
         save.record_error(error)
     if save.error is not None:
-        reads.fail(save.error)  # frees its memory at once
+        reads.fail(save.error)  # frees its memory immediately
     return state
 
 
@@ -261,7 +261,7 @@ _warned = False
 def warn_if_shared() -> None:
     """Warn, once per process, if DCP's collectives can only run on training's own gloo group.
 
-    DCP's thread and the training thread would then run collectives on one gloo group at once, and their messages would
+    DCP's thread and the training thread would then run collectives on one gloo group together, and their messages would
     get mixed up: with three ranks that all-reduced during the first save, the job hung until gloo's timeout. A group
     with NCCL and gloo is no problem: training's tensors use NCCL.
     """

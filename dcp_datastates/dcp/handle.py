@@ -17,7 +17,7 @@ class SaveHandle(AsyncSaveResponse):
     """A save in progress. Any thread may use the handle at any time. The log has the outcome in any case.
 
     DCP's names work, too: ``staging_completion`` is :attr:`captured`, ``upload_completion`` is :attr:`committed`.
-    Waiting for either starts the save's reads at once, because the waiting thread will not start a backward pass.
+    Waiting for either starts the save's reads immediately, because the waiting thread will not start a backward pass.
     """
 
     def __init__(self, save: SaveOperation) -> None:

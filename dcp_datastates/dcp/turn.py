@@ -1,7 +1,7 @@
 """The order of saves that DCP runs.
 
 DCP starts a thread for each asynchronous save, and does not order them. If two threads run collectives on one process
-group at once, their messages get mixed up. So each save takes a *turn*, which ends with the save's part before the
+group together, their messages get mixed up. So each save takes a *turn*, which ends with the save's part before the
 commit. It begins when all asynchronous saves before it are over. The planning thread of its ranks plans no other save
 until this one is planned, or has failed.
 

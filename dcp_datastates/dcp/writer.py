@@ -5,7 +5,7 @@ A synchronous save and DCP's half of an asynchronous one make the same calls, in
     [reset]  storage_meta  set_up_storage_writer  prepare_local_plan  [prepare_global_plan]
     write_data  [finish]                                         [coordinator only, or if an id is given]
 
-Before an asynchronous save, DCP calls ``stage`` in the training thread. The writer may serve several saves at once, so
+Before an asynchronous save, DCP calls ``stage`` in the training thread. The writer may serve several saves together, so
 it holds no state of a save: each has a :class:`~dcp_datastates.saving.operation.SaveOperation`, found by the calling
 thread.
 """

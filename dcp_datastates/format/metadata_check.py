@@ -168,7 +168,7 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
     beyond = np.flatnonzero(offsets > limits[files] - lengths)
     if len(beyond):
         raise ValueRefused(
-            f"bytes of {_name(catalog, int(beyond[0]))} are said to lie behind the end of their data file"
+            f"bytes of {_name(catalog, int(beyond[0]))} are said to lie beyond the end of their data file"
         )
     begins = offsets + (np.cumsum(limits) - limits)[files]
     # Spans do not overlap if and only if, at each begin, as many spans have ended as have begun before it.

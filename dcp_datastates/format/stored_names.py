@@ -122,7 +122,7 @@ class NamePatterns:
         return rest
 
     def without(self, name: str) -> str:
-        """What is left of ``name`` behind the shortest prefix that fits; ``name`` itself if that leaves nothing."""
+        """What is left of ``name`` after the shortest prefix that fits; ``name`` itself if that leaves nothing."""
         for prefix in sorted(prefixes_of(name), key=len):
             if prefix != name and self.match(prefix):
                 return name[len(prefix) + 1 :]

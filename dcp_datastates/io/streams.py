@@ -46,7 +46,7 @@ class Upload:
         put_stream: PutStream,
         files_at_once: int = MOST_FILES_AT_ONCE,
     ) -> None:
-        """Start the threads. ``names`` are those of the job's files, in their order. Returns at once."""
+        """Start the threads. ``names`` are those of the job's files, in their order. Returns immediately."""
         files: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         for file in enumerate(names):
             files.put(file)
@@ -103,7 +103,7 @@ def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> Non
         release_frames(error)  # they hold requests, and so segments
         raise
     finally:
-        job.cancel()  # does nothing if it is done; after an interrupt, nobody fetches the rest
+        job.cancel()  # does nothing if it is done; after an interrupt, no thread fetches the rest
 
 
 def _unit(job: RestoreJob, read_range: ReadRange, request: ReadRequest) -> Unit:

@@ -283,7 +283,7 @@ class Schedule:
         self._meter.end_save(0.0, None)
 
     def restored(self, step: int) -> None:
-        """The loop goes on behind ``step``, which is saved."""
+        """The loop goes on after ``step``, which is saved."""
         self._step = step
         self._saved_step, self._saved_at, self._left = step, time.monotonic(), None
 

@@ -109,4 +109,4 @@ class Worker:
         except BaseException:
             logger.exception("unexpected error in %s", self._name)
         finally:
-            del work  # an error that somebody keeps may keep this frame
+            del work  # an error that a program keeps may keep this frame

@@ -4,8 +4,8 @@ gloo alone is slow to notice a lost rank and never names it. So every rank write
 coordinator reads all beats, and lists the lost ranks in its own; the other ranks read the coordinator's beat. This
 costs two requests per second and rank, less in a large job. A rank is
 
-- *dead* if its process is gone: ranks on the same machine that have met it (``incarnation.py``) see that at once, and
-  for certain;
+- *dead* if its process is gone: ranks on the same machine that have met it (``incarnation.py``) see that immediately,
+  and for certain;
 - *silent* if its beat has not changed for :data:`SILENCE_SECONDS`: it is dead, stopped, or cut off, or a call has held
   its GIL all the while;
 - *stalled* if it beats, has not voted in a round, and has made no progress towards its vote for the round's

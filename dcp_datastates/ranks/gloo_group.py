@@ -224,7 +224,7 @@ class GlooGroup:
                 pause = min(_LONGEST_PAUSE, 2 * pause)
             self._pending = None
             with said_as_broken("gloo"):
-                work.wait()  # returns at once; raises the operation's error
+                work.wait()  # returns immediately; raises the operation's error
         finally:
             del work  # it holds the group, and a traceback may retain this frame
 
@@ -293,7 +293,7 @@ def _unblock(backend: Any, rank: int, world: int) -> None:
 
     ``abort`` of torch 2.13 leaves operations waiting. A receive that times out does not: gloo then closes all pairs of
     the context, and every pending operation fails ("Application timeout caused pair closure"). This needs an intact
-    pair; on a broken pair the receive fails at once, for another reason.
+    pair; on a broken pair the receive fails immediately, for another reason.
     """
     for offset in range(1, world):
         try:

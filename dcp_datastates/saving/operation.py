@@ -283,7 +283,7 @@ class SaveOperation:
                 return
             # It may have ended, by a save that a signal handler made meanwhile, say.
             if not self._ended.is_set():
-                self.group.announce(ticket.number)  # first: another thread may vote at once
+                self.group.announce(ticket.number)  # first: another thread may vote immediately
                 self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
 
     def ticket(self) -> Ticket:

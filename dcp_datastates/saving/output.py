@@ -278,7 +278,7 @@ _uploads: weakref.WeakSet[_StorePart] = weakref.WeakSet()
 
 def _abort_all() -> None:
     """At the end of the process, when it has waited for its saves: a thread in a store's library must not outlive the
-    interpreter, and parts that nobody completes cost money.
+    interpreter, and parts that are never completed cost money.
     """
     until = time.monotonic() + _LAST_SECONDS
     for part in list(_uploads):

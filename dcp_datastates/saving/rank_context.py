@@ -95,7 +95,7 @@ class RankContext:
     # ---- any thread --------------------------------------------------------------------------
 
     def submit(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
-        """Plan ``save`` after all saves submitted before. Returns at once. ``make`` makes its planning."""
+        """Plan ``save`` after all saves submitted before. Returns immediately. ``make`` makes its planning."""
         # Not a lambda: a traceback would retain its frame, and thereby the arguments.
         if not self._worker.post(functools.partial(self._save, save, make)):
             error = SaveAbandonedError(f"this save was not begun: {self._worker.refusal}")
@@ -252,7 +252,7 @@ class RankContext:
             planning = make(save)
         except Exception as error:
             failure = save.record_error(error)
-            save.reads.fail(failure)  # frees its memory at once
+            save.reads.fail(failure)  # frees its memory immediately
         save.begin()
         return self.plan(save, planning)
 

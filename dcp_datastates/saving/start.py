@@ -99,7 +99,7 @@ def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
     open_used(engine(config.host_cache_bytes))
     group = commit_group(rank_set)
     if group.detector is not None:
-        # From then on the other ranks see at once if this process dies. The failure detector's thread does it, once.
+        # From then on the other ranks see immediately if this process dies. Done once, by the detector's thread.
         group.detector.register(seconds=1.0)
     return group
 

@@ -153,8 +153,8 @@ class DeferredReads:
         """Return when ``optimizer`` may change the tensors that it owns; waits without the GIL.
 
         For tensors on a device, returns when their copies are enqueued, and the calling thread's current stream there
-        waits for the copies; with ``on_host``, when the copies are done. Returns at once if the save has failed or is
-        torn: its future raises. A save whose reads make no progress for the timeout fails.
+        waits for the copies; with ``on_host``, when the copies are done. Returns immediately if the save has failed or
+        is torn: its future raises. A save whose reads make no progress for the timeout fails.
         """
         self._release(
             [

@@ -4,7 +4,7 @@
   ``Optimizer.step()`` waits for the reads, without holding the GIL. The methods of ``torch.UntypedStorage`` that free
   or replace memory in place (a resize, a move to shared memory) wait in the same way.
 * **The window.** Reads start when the next backward pass begins: a hook on a few chosen parameters fires when the first
-  of them has its gradient accumulated. Where no such hook fires, reads start at once.
+  of them has its gradient accumulated. Where no such hook fires, reads start immediately.
 
 The hooks stay installed. While no save is in flight, they only check an empty dict.
 """
@@ -152,7 +152,7 @@ def _on_gradient(_: torch.Tensor) -> None:
 
 def arm_backward() -> bool:
     """Let the next backward pass through a known optimizer's parameters open the windows. Returns False if no gradient
-    can be expected to do so: then the caller opens its window at once.
+    can be expected to do so: then the caller opens its window immediately.
 
     The training thread calls this. Gradients arrive in about the reverse order of the parameters, so this watches the
     last parameters, and some earlier ones in case the last get no gradient.

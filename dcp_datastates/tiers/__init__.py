@@ -1,1 +1,1 @@
-"""Further places of a run's checkpoints: the archive, where they are carried behind training."""
+"""Further places of a run's checkpoints: the archive, where they are carried in the background."""

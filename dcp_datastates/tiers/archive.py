@@ -1,4 +1,4 @@
-"""Carries committed checkpoints to a slower tier, behind training.
+"""Carries committed checkpoints to a slower tier, in the background.
 
 Each rank carries its own files (``carrying.py``). A checkpoint that is to be archived is committed with a pin of its
 attempt, which keeps it from deletion until its copy is committed. The pin is all that a job needs after a restart, to

@@ -236,7 +236,7 @@ def configure_ram(
         rate: The most bytes per second that this process sends to other nodes, such as ``"500MB/s"``. None: no limit.
         directory: A directory that all processes of the node see, and no other node, and to which this user alone may
             write. It is made if it is missing. None: one below ``/dev/shm``.
-        node: The name of what is lost at once: two copies lie in nodes of different names. None: the host's name.
+        node: The name of what is lost together: two copies lie in nodes of different names. None: the host's name.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or the job has named a ``ram://`` store already.

@@ -18,7 +18,7 @@ std::jthread start_thread(const std::string& name, std::function<void()> body);
 enum class IoPriority : std::uint8_t {
     kNormal,
     kLow,   ///< after all others of the usual class
-    kIdle,  ///< when nobody else wants the device
+    kIdle,  ///< when no other process wants the device
 };
 
 /// Sets that of the calling thread, if the system and the device's scheduler know any.

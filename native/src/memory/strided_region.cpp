@@ -143,7 +143,7 @@ class StridedRegion::Cursor {
             const std::uint64_t step = std::min(position / axis.stream_stride, axis.size - 1);
             move(i, step);
             position -= step * axis.stream_stride;
-            if (position >= region.extent_[i]) {  // in the gap behind this step
+            if (position >= region.extent_[i]) {  // in the gap after this step
                 advance(i, 1);
                 return;
             }

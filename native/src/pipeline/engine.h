@@ -33,7 +33,7 @@ class SaveHandle : public Immovable {
     ~SaveHandle();
 
     void cancel() { fail(cancelled()); }
-    /// Returns at once. Nothing if the save is done or has failed.
+    /// Returns immediately. Nothing if the save is done or has failed.
     void fail(Fault fault);
     SaveJob* operator->() const { return job_.get(); }
     /// For a thread that takes pieces, and may outlive the handle.
@@ -52,7 +52,7 @@ class RestoreHandle : public Immovable {
     ~RestoreHandle();
 
     void cancel() { fail(cancelled()); }
-    /// Returns at once. Nothing if the restore is done or has failed.
+    /// Returns immediately. Nothing if the restore is done or has failed.
     void fail(Fault fault);
     RestoreJob* operator->() const { return job_.get(); }
 

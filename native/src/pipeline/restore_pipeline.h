@@ -66,7 +66,7 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<RestoreJob>& job);
 
-    /// Fails `job` and drops what is queued of it. Returns at once.
+    /// Fails `job` and drops what is queued of it. Returns immediately.
     void fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept;
 
     /// What the caller is to fetch next for a streamed job; null when there will be no more. None

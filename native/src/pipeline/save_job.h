@@ -182,7 +182,7 @@ class SaveJob {
     /// The bytes of a unit, without the checksum table.
     [[nodiscard]] std::uint64_t nbytes_of(const Unit& unit) const;
 
-    /// Waits until `time`; true at once if the job has failed before.
+    /// Waits until `time`; true immediately if the job has failed before.
     bool fails_before(Clock::time_point time);
 
     /// Writes a summed unit; with the file's last segment, the checksum table.

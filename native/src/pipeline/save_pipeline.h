@@ -59,7 +59,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
 
-    /// Fails `job` and drops what is queued of it. Returns at once.
+    /// Fails `job` and drops what is queued of it. Returns immediately.
     void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
 
     /// Fails all jobs with a shutdown fault, and takes no more.

@@ -28,7 +28,7 @@ void SaveJob::offer(ReadUnit read) {
     changed_.notify_all();
 }
 
-/// The table goes behind the stream's last bytes. What does not fit there needs no segment: the
+/// The table goes after the stream's last bytes. What does not fit there needs no segment: the
 /// pieces are cut from the table itself.
 std::vector<std::shared_ptr<Piece>> SaveJob::last_pieces(const File& file, Lease memory) {
     const auto table = std::make_shared<const std::vector<std::uint32_t>>(table_of(file.checksums));
