@@ -271,7 +271,7 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
             return native.copy_to_host(*args)
 
     make = EagerCopies.make
-    monkeypatch.setattr(eager_copies, "dense", dense)
+    monkeypatch.setattr(eager_copies.accelerator, "dense", dense)
     monkeypatch.setattr(EagerCopies, "make", lambda self, _, *args: make(self, Watched(), *args))
     save(tmp_path / "a", {"strided": strided}).result()
     assert alive == [True]
