@@ -67,7 +67,10 @@ class Client:
             asked.cancel()
             self._drop(line)
             raise _Overdue(f"the ranks' store has not answered for {ANSWER_SECONDS:g} s")
-        return asked.result()
+        try:
+            return asked.result()
+        finally:
+            del asked, line  # an error keeps this frame
 
     def _drop(self, line: _Line) -> None:
         with self._lock:
@@ -102,6 +105,10 @@ class _Line(Worker):
         except BaseException as error:
             self._store = None  # an answer may still be on its way
             asked.set_exception(error)
+            del (
+                self,
+                asked,
+            )  # the error keeps this frame: without a garbage collection, the store would stay
 
 
 _lines: weakref.WeakSet[_Line] = weakref.WeakSet()
