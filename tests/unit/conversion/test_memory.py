@@ -73,7 +73,8 @@ def test_memory_is_one_tensor_for_each_thread(to, source, tmp_path):
 def test_memory_with_another_dtype(source, tmp_path):
     before = _now()
     convert(source, tmp_path / "out", dtype="bfloat16", threads=1)
-    assert _peak() - before < 2 * NBYTES + 2 * MORE
+    # All would be 5 * 1.5. The tensors of the other dtype are smaller than what the allocator returns.
+    assert _peak() - before < 3 * NBYTES + 2 * MORE
     found = dcp_datastates.load(tmp_path / "out")
     assert found["w0"][0] == found[f"w{COUNT - 1}"][-1] == 1
     assert sum(int(each.count_nonzero()) for each in found.values()) == 2
