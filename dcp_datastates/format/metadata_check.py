@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -110,19 +109,20 @@ def _check_lengths(catalog: Catalog) -> None:
 
 def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
     """Bytes of the largest tensor, and its name."""
-    values = iter(catalog.shapes.tolist())
-    elements = [math.prod(islice(values, ndim)) for ndim in catalog.ndims.tolist()]
-    nbytes = list(map(int.__mul__, elements, itemsize.tolist()))
-    if not nbytes:
+    if not catalog.names:
         return 0, ""
-    largest = max(nbytes)
-    number = nbytes.index(largest)
-    if largest > MAX_BYTES:
-        shape = list(catalog.shape(number))
+    with np.errstate(
+        all="ignore"
+    ):  # of sizes that are made up; without a number where one of them is 0
+        estimates = volumes(catalog.ndims, catalog.shapes.astype(np.float64)) * itemsize
+    number = int(np.nan_to_num(estimates, nan=0.0).argmax())
+    shape = catalog.shape(number)
+    nbytes = math.prod(shape) * int(itemsize[number])
+    if nbytes > MAX_BYTES:
         raise ValueRefused(
-            f"{described(catalog.names[number])}: {described(str(shape))} is larger than any tensor"
+            f"{described(catalog.names[number])}: {described(str(list(shape)))} is larger than any tensor"
         )
-    return largest, catalog.names[number]
+    return nbytes, catalog.names[number]
 
 
 def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:

@@ -317,6 +317,15 @@ def _one(shape: tuple[int, ...], path: tuple[Any, ...] = ("w",)) -> Example:
     return Example(entries, (TensorProperties(),), ("f",), {"w": path, "n": ("n",)})
 
 
+def _beside_nothing(shape: tuple[int, ...]) -> Example:
+    """The same beside a tensor without elements whose other sizes have no product in a float."""
+    example = _one(shape)
+    entries = {"empty": Tensor(0, (*(1 << 60,) * 63, 0), ()), **example.entries}
+    return dataclasses.replace(
+        example, entries=entries, mappings={"empty": ("empty",), **(example.mappings or {})}
+    )
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -327,6 +336,7 @@ def _one(shape: tuple[int, ...], path: tuple[Any, ...] = ("w",)) -> Example:
         (_one((*(1 << 60,) * 63, 0)), None),
         (_one((1 << 40, 1 << 40)), "larger than any tensor"),
         (_one((1 << 40, 1 << 40, 0)), None),
+        (_beside_nothing((1 << 61,)), "larger than any tensor"),
         (_one((1,), ("w", 1 << 20)), None),
         (_one((1,), ("w", 1 << 25)), "longer than what is in them"),
         (_one((1,), ("w", -1)), "negative index"),
