@@ -55,8 +55,7 @@ def validate(model):
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 torch.manual_seed(0)
 model, average = sharded_model(), sharded_model()
-average.load_state_dict(model.state_dict())
-average.requires_grad_(False)
+average.requires_grad_(False).load_state_dict(model.state_dict())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 batches = Batches(24)
@@ -71,7 +70,8 @@ with ds.CheckpointManager("ckpt", every=5, keep=keep, on_signal=(signal.SIGTERM,
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(now.detach(), 0.1)
         metrics = {"validation": validate(average)} if manager.should_save(step) else {}
         manager.save(step, state, metrics=metrics)
         if manager.stopping:
