@@ -204,7 +204,7 @@ class SavesInBackground:
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``);
             those of each load (:class:`~dcp_datastates.loading.fit.FitOptions`: ``rename``, ``missing``,
-            ``unexpected``, ``exclude``, ``cast``), with which a changed program goes on; and those of the framework's
+            ``unexpected``, ``exclude``, ``cast``, ``allow_objects``); and those of the framework's
             class. A type checker cannot know them all; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.

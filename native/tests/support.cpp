@@ -8,6 +8,7 @@
 #include <fstream>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "check.h"
 #include "files/crc32c.h"
@@ -218,8 +219,10 @@ SysResult HookedFileOps::read_cached(int fd, std::span<std::byte> data, std::uin
     const auto instead = observe(Call::kReadCached, fd, offset, data.size());
     if (instead.result) return *instead.result;
     if (!instead.cut) return {.value = -1, .error = EAGAIN};
-    return system_->read_cached(fd, data.first(std::min<std::size_t>(data.size(), *instead.cut)),
-                                offset);
+    data = data.first(std::min<std::size_t>(data.size(), *instead.cut));
+    const auto result = system_->read_cached(fd, data, offset);
+    if (!std::cmp_equal(result.value, data.size())) ++refusals_;
+    return result;
 }
 
 SysResult HookedFileOps::start_writeback(int fd, Range range) {

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -148,6 +149,8 @@ class HookedFileOps final : public FileOps {
 
     [[nodiscard]] std::vector<Event> trace() const;
     [[nodiscard]] std::size_t open_files() const;
+    /// How many times the system's page cache did not have all that it was asked for.
+    [[nodiscard]] int refusals() const { return refusals_; }
 
     SysResult open(const std::string& path, int flags, mode_t mode) override;
     SysResult set_direct(int fd, bool direct) override;
@@ -169,7 +172,8 @@ class HookedFileOps final : public FileOps {
     Instead observe(Call call, int fd, std::uint64_t offset, std::uint64_t size);
 
     const std::shared_ptr<FileOps> system_ = posix_file_ops();
-    const Hook hook_;           // called by any thread
+    const Hook hook_;  // called by any thread
+    std::atomic<int> refusals_ = 0;
     mutable std::mutex mutex_;  // guards what follows
     std::map<int, std::string> paths_;
     std::vector<Event> trace_;
