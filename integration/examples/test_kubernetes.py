@@ -94,7 +94,7 @@ class Cluster:
             "train-0.train": "127.0.0.1",
             "29500": str(port),
             "--nproc-per-node 8": "--nproc-per-node 1",
-            "/app/": f"{ROOT / 'examples'}/",
+            "/app/node_disks.py": str(ROOT / "examples/node_disks.py"),
             "/nvme/": f"{self.disk(node)}/",
             "/shared/": f"{self.root / 'shared'}/",
             "100000": str(steps),
