@@ -292,7 +292,7 @@ STEP = @echo "[set-up of $(VENV)]"
 # Alone and first: pip picks the newest build that satisfies the pin (a local CPU build, where the
 # index has one), and nothing that follows may replace it.
 $(VENV)/torch: $(CONSTRAINTS)
-	$(STEP) "torch $(TORCH)"
+	$(STEP) "torch $(TORCH), the largest of all"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(INSTALL) torch==$(TORCH)
 	@touch $@
@@ -315,7 +315,7 @@ BUILT_ARGS = --config-settings build-dir=$(VENV)/build --config-settings \
 $(VENV)/package: | built-module
 endif
 $(VENV)/package: $(VENV)/build-tools $(NATIVE_SOURCES) pyproject.toml
-	$(STEP) "this package, whose native module is compiled now"
+	$(STEP) "this package: its native module is compiled, for some 40 s of one core"
 	@$(INSTALL) --no-build-isolation $(BUILT_ARGS) --editable .
 	@touch $@
 
@@ -338,7 +338,7 @@ built-module:
 
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed
-	$(STEP) "$(INTEGRATIONS)"
+	$(STEP) "the libraries of $(INTEGRATIONS)"
 	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl \
 	    megatron-core
 	@touch $@

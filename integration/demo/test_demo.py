@@ -1,9 +1,12 @@
-"""What the demo prints: by itself, with runs that are made up, and all of it."""
+"""What the demo installs, and what it prints: with runs that are made up, and by itself."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from support.commands import ROOT, run
 
 from report import Run, Saved, report_losses, report_stalls, say_what_comes_next
 
+MAKEFILE = (ROOT / "Makefile").read_text()
 PAGE = 60
 """Lines; 80 characters wide."""
 
@@ -88,3 +92,50 @@ def test_the_demo_is_one_page(tmp_path: Path) -> None:
     assert "SIGKILL to all ranks" in text
     assert "resumed on 2 ranks" in text
     assert "What to do next" in text
+
+
+def make(*arguments: str) -> str:
+    """What ``make`` prints, without the variables of the one that runs the tests."""
+    ended = subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ended.stdout
+
+
+def steps_of(target: str) -> list[list[str]]:
+    """In an empty environment: of each step of the set-up, what pip installs."""
+    steps: list[list[str]] = []
+    for line in make("--dry-run", target, "VENV=not-there").replace("\\\n", "").splitlines():
+        if line.startswith("echo") and "set-up of not-there" in line:
+            steps.append([])
+        elif " -m pip " in line:
+            words = shlex.split(line)[shlex.split(line).index("install") + 1 :]
+            steps[-1] += [
+                word
+                for before, word in zip(["", *words[:-1]], words, strict=True)
+                if word[0] != "-" and before not in ("--constraint", "--config-settings")
+            ]
+    return steps
+
+
+def test_the_demo_installs_torch_and_the_package_alone() -> None:
+    torch, tools, package = steps_of("demo")
+    assert [name.partition("==")[0] for name in torch] == ["torch"]
+    assert tools == ["cmake", "ninja", "pybind11", "scikit-build-core"]
+    assert package == ["."]
+    assert steps_of("install")[0] == torch, "torch comes first, that nothing replaces it"
+
+
+def test_the_help_lists_what_a_user_may_make() -> None:
+    text = make("help")
+    groups = re.findall(r"^\S.*$", text, re.MULTILINE)
+    assert groups == ["Try it", "Test it", "Measure it", "Publish it", "On a GPU"]
+    listed = set(re.findall(r"^  make ([\w-]+)", text, re.MULTILINE))
+    (phony,) = re.findall(r"^\.PHONY: help(.*?[^\\])$", MAKEFILE, re.DOTALL | re.MULTILINE)
+    assert listed - set(phony.replace("\\", " ").split()) == set()
+    assert {"demo", "test", "lint", "bench", "dist", "gpu-first"} <= listed
