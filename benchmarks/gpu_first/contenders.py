@@ -80,7 +80,7 @@ class Ours(Contender):
     name = "DataStatesWriter"
 
     def __init__(self, cache: int | str, read_window: str = "backward") -> None:
-        self.writer = DataStatesWriter(host_cache_size=cache, read_window=read_window)
+        self.writer = DataStatesWriter(host_cache_size=cache, reads=read_window)
 
     def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
         return dcp_datastates.async_save(state, path, writer=self.writer).upload_completion

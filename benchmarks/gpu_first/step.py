@@ -61,7 +61,7 @@ class Saves:
         }
         self.cache = max(count * nbytes * 3 // 2, 64 << 20)
         self._writer = ds.DataStatesWriter(
-            host_cache_size=self.cache, read_window="immediate", defer="all"
+            host_cache_size=self.cache, reads="all"
         )
 
     def save(self) -> ds.SaveHandle:

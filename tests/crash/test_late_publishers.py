@@ -15,14 +15,12 @@ from support.crashes.failing import armed
 from support.state.checkpoints import save
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates import (
+from dcp_datastates import delete, latest, retain
+from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
     DataStatesError,
     StorageError,
-    delete,
-    latest,
-    retain,
 )
 from dcp_datastates.commit import group as groups
 from dcp_datastates.commit.place import EndedPart, Place, Round

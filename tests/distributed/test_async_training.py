@@ -39,7 +39,7 @@ def test_every_iteration_is_saved_as_it_was(shape, read_window, caching, saves, 
     model, optimizer = fsdp_tp(Block(hidden=512), shape)
     train(model, optimizer)
     group = own_group()
-    ours = writer(read_window=read_window, read_deadline=30)
+    ours = writer(reads=read_window, reads=30)
     planner = DefaultSavePlanner(enable_plan_caching=caching)
     saved = []
     for number in range(saves):

@@ -411,7 +411,7 @@ def differing(path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
 
 def writer(path: Path, **options: Any) -> DataStatesWriter:
     return DataStatesWriter(
-        path, **{"host_cache_size": CACHE, "read_window": "immediate", **options}
+        path, **{"host_cache_size": CACHE, "reads": "immediate", **options}
     )
 
 

@@ -33,7 +33,7 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.results import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.claims import Neighbours

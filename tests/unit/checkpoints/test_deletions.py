@@ -9,7 +9,7 @@ import threading
 import pytest
 from support.jobs.scripts import run_program
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.checkpoints.deletions import Deletions
 
 

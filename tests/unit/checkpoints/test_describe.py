@@ -19,11 +19,11 @@ from support.state.roots import NEWER, uncommitted
 from support.state.states import Opinion, filled
 from support.waiting import little_work
 
-from dcp_datastates import (
+from dcp_datastates import inspect
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignCheckpointError,
-    inspect,
 )
 from dcp_datastates.checkpoints.describe import (
     Checkpoint,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.simulated.object_stores import Fate, MemoryStore, installed
 
-from dcp_datastates import (
+from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSupersededError,
     CommitOutcomeUnknown,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates import (
+from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     SaveFailedError,
     SnapshotTornError,

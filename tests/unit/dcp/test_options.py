@@ -41,7 +41,7 @@ def test_the_options_of_a_load_are_those_that_are_checked():
     ],
 )
 def test_a_misspelled_option_is_named_with_the_one_that_was_meant(call, option, meant, tmp_path):
-    with pytest.raises(ds.ConfigurationError) as refused:
+    with pytest.raises(ds.errors.ConfigurationError) as refused:
         call(tmp_path / "c", **{option: 1})
     assert repr(option) in str(refused.value)
     assert meant is None or f"did you mean {meant!r}" in str(refused.value)

@@ -23,19 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter, track
+from dcp_datastates.config import parse_size
+from dcp_datastates.errors import (
     CheckpointExistsError,
     ConfigurationError,
     DataStatesError,
-    DataStatesReader,
-    DataStatesSavePlanner,
-    DataStatesWriter,
     IncompatibleStateError,
     StorageError,
     UnsupportedStateError,
     UnsupportedTensorError,
-    parse_size,
-    track,
 )
 from dcp_datastates.format.fields import HAS_STRIDES
 

@@ -13,7 +13,7 @@ from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.results import SaveStats
 
 
 @pytest.fixture(autouse=True)

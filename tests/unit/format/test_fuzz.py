@@ -33,7 +33,7 @@ from support.tiers import tries
 from support.waiting import little_work
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, DataStatesError
 from dcp_datastates.errors import UnreadableMetadataError
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata import decode, encode

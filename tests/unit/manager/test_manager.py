@@ -20,13 +20,12 @@ from support.state.loops import Loop, manager
 from support.state.roots import committed_names, save_stock
 
 import dcp_datastates as ds
-from dcp_datastates import (
-    AutoInterval,
+from dcp_datastates import AutoInterval, Keep
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointSkipped,
     ConfigurationError,
     ForeignCheckpointError,
-    Keep,
     StorageError,
 )
 
@@ -119,7 +118,7 @@ def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
     weights = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weights], lr=1.0)
     ds.track(optimizer)
-    with manager(tmp_path, read_deadline=600.0) as checkpoints:
+    with manager(tmp_path, reads=600.0) as checkpoints:
         for step in range(1, 5):
             with torch.no_grad():
                 weights.fill_(step)
@@ -216,7 +215,7 @@ def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
     done = []
     with (
         raises(StorageError, "No space"),
-        manager(tmp_path, strict=True) as checkpoints,
+        manager(tmp_path, max_failures=1) as checkpoints,
         armed(FULL),
     ):
         for step in (1, 2, 3):
@@ -229,13 +228,13 @@ def test_with_strict_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_
     with (
         raises(StorageError, "No space"),
         armed(FULL),
-        manager(tmp_path, strict=True) as checkpoints,
+        manager(tmp_path, max_failures=1) as checkpoints,
     ):
         checkpoints.save(1, {"w": torch.ones(10)})
 
 
 def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
-    checkpoints = manager(tmp_path, strict=True)
+    checkpoints = manager(tmp_path, max_failures=1)
 
     def loop():
         with checkpoints, armed(FULL):
@@ -316,7 +315,7 @@ def test_the_last_save_fails_by_name_if_it_is_not_committed_by_the_deadline(tmp_
         began = time.monotonic()
         loop.close()
         assert time.monotonic() - began < 2.5, "the save takes 3 s"
-    assert isinstance(handle.committed.exception(0), ds.DataStatesError)
+    assert isinstance(handle.committed.exception(0), ds.errors.DataStatesError)
     assert loop.failures == 1
     assert "deadline" in caplog.text
     assert "step-1" in caplog.text

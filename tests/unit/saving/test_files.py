@@ -15,7 +15,7 @@ from dcp_datastates.errors import DataStatesError, UnsupportedStateError, Unsupp
 from dcp_datastates.io import engine
 from dcp_datastates.saving.write import Sources, write_job
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.results import SaveStats
 
 
 class _Planning:

@@ -39,7 +39,7 @@ def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, 
     run.forward_backward()
     expected = clone(run.state())
     future = async_save(
-        run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60
+        run.state(), tmp_path, defer=defer, reads=read_window, reads=60
     )
     run.optimizer.step()
     after = clone(run.state())
@@ -58,7 +58,7 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
     state = {**run.state(), "frozen": frozen}
     state["model"].pop("calls")
     expected = clone(state)
-    future = async_save(state, tmp_path, defer="all", read_deadline=60)
+    future = async_save(state, tmp_path, reads="all")
     run.step()
     future.result(60)
     _check(tmp_path, expected)
@@ -74,7 +74,7 @@ def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_pat
         run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, read_window=read_window, read_deadline=60)
+    future = async_save(run.state(), tmp_path, reads=read_window, reads=60)
     if optimizer == "made after the call":
         torch.optim.SGD(run.model.parameters(), lr=1.0).step()
     else:
@@ -93,7 +93,7 @@ def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
         run.forward_backward()
     states = {str(number): run.state() for number, run in enumerate(runs)}
     expected = clone(states)
-    future = async_save(states, tmp_path, read_window=read_window, read_deadline=60)
+    future = async_save(states, tmp_path, reads=read_window, reads=60)
     for run in reversed(runs):
         run.optimizer.step()
     future.result(60)
@@ -110,7 +110,7 @@ def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_p
             optimizer.step()
         expected = clone({"p": parameter})
         path = tmp_path / str(first)
-        future = async_save({"p": parameter}, path, read_window=read_window, read_deadline=60)
+        future = async_save({"p": parameter}, path, reads=read_window, reads=60)
         optimizers[first].step()
         future.result(60)
         _check(path, expected)
@@ -132,7 +132,7 @@ def test_optimizers_that_step_inside_backward(read_window, tmp_path):
         return {"model": model.state_dict(), "moments": moments}
 
     model(torch.randn(4, 200)).square().sum().backward()
-    ours = writer(read_window=read_window, read_deadline=60)
+    ours = writer(reads=read_window, reads=60)
     saved = []
     for number in range(5):
         expected = clone(state())
@@ -172,7 +172,7 @@ OPENS = {
 def test_what_opens_the_read_window(what, tmp_path):
     run = TrainingRun()
     run.step()
-    ours = writer(tmp_path, read_deadline=0.2 if what == "the deadline" else 3600)
+    ours = writer(tmp_path, reads=0.2 if what == "the deadline" else 3600)
     future = async_save(run.state(), tmp_path, by=ours)
     assert what == "the deadline" or not ours.captured.done(), "reads were to wait"
     OPENS[what](run, ours)
@@ -184,7 +184,7 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
     run, other = TrainingRun(), TrainingRun(seed=1)
     run.step()
     other.step()
-    ours = writer(tmp_path, read_deadline=3600)
+    ours = writer(tmp_path, reads=3600)
     future = async_save(run.state(), tmp_path, by=ours)
     other.optimizer.step()
     assert not ours.captured.done(), (
@@ -198,7 +198,7 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
 def test_hundreds_of_iterations_of_maximal_overlap(iterations, tmp_path):
     run = TrainingRun(width=160)
     run.step()
-    ours = writer(read_deadline=60)
+    ours = writer(reads=60)
     in_flight = []
     for number in range(iterations):
         expected = clone(run.state()) if number % 7 == 0 or number > iterations - 4 else None
