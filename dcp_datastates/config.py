@@ -14,17 +14,18 @@ from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
-Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
-ReadWindow = Literal["backward", "immediate"]
+Reads = Literal["backward", "immediate", "all", "blocking"] | float
+"""When a save reads its tensors; :class:`~dcp_datastates.DataStatesWriter` documents it."""
+
 OnNan = Literal["warn", "refuse"]
 WhenBehind = Literal["wait", "skip"]
 
 EAGER_BELOW_BYTES = 64 * 1024
 """Tensors smaller than this are copied at the call: below it, a copy costs less than a deferral."""
 
-MAX_READ_DEADLINE = 3600.0
-"""Longest ``read_deadline``, in seconds. Every save must end, also one whose backward pass never comes."""
+MAX_READS_SECONDS = 3600.0
+"""Longest wait for a backward pass. Every save must end, also one whose backward pass never comes."""
 
 MIN_COMMIT_TIMEOUT = 1.0
 """Shortest ``commit_timeout``, in seconds: ranks hear of each other once a second."""
@@ -162,6 +163,16 @@ def _seconds(name: str, value: Any, least: float, most: float, why: str) -> floa
     return float(value)
 
 
+def _reads(name: str, value: Any) -> Any:
+    words = get_args(get_args(Reads)[0])
+    if value in words or (type(value) in (int, float) and 0 <= value <= MAX_READS_SECONDS):
+        return value
+    raise ConfigurationError(
+        f"{name}={value!r} is not an option; choose one of {', '.join(map(repr, words))}, or the seconds (0 to "
+        f"{MAX_READS_SECONDS:g}) for which reads wait for a backward pass"
+    )
+
+
 def parse_flag(name: str, value: Any) -> bool:
     """``value``; raises :class:`ConfigurationError` unless it is True or False."""
     if not isinstance(value, bool):
@@ -211,9 +222,7 @@ class BackgroundOptions(TypedDict, total=False):
     """The :class:`WriterOptions` of saves that a framework starts; it determines the others."""
 
     host_cache_size: int | str
-    read_window: ReadWindow
-    read_deadline: float
-    defer: Defer
+    reads: Reads
     commit_timeout: float
     exit_timeout: float
     max_in_flight: int
@@ -237,9 +246,7 @@ class WriterConfig:
     host_cache_bytes: int
     cache_grows: bool = False
     """Whether the cache grows to the size of a state on devices: with ``host_cache_size="auto"``."""
-    read_window: ReadWindow = "backward"
-    read_deadline: float = 1.0
-    defer: Defer = "owned"
+    reads: Reads = "backward"
     overwrite: bool = True
     commit_timeout: float = 300.0
     exit_timeout: float = 600.0
@@ -247,6 +254,13 @@ class WriterConfig:
     when_behind: WhenBehind = "wait"
     audit: bool = False
     on_nan: OnNan = "warn"
+
+    @property
+    def read_deadline(self) -> float:
+        """The seconds after the call at which reads begin at the latest."""
+        if isinstance(self.reads, str):
+            return 1.0 if self.reads == "backward" else 0.0
+        return self.reads
 
     @staticmethod
     def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
@@ -258,14 +272,7 @@ class WriterConfig:
 
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
-    "read_window": partial(_one_of, kind=ReadWindow),
-    "read_deadline": partial(
-        _seconds,
-        least=0,
-        most=MAX_READ_DEADLINE,
-        why="reads that wait for longer hold up the commit",
-    ),
-    "defer": partial(_one_of, kind=Defer),
+    "reads": _reads,
     "overwrite": parse_flag,
     "commit_timeout": partial(
         _seconds,

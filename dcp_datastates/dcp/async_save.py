@@ -115,7 +115,7 @@ def save(
     """
     enter("save()")
     if writer is None:
-        options = {"read_window": "immediate", "defer": "all", **options}
+        options = {"reads": "all", **options}
     made = _call(state_dict, path, writer, planner, process_group, metrics, options)
     made.committed.result()
     return made.stats

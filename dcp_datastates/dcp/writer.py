@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterConfig
+from dcp_datastates.config import Reads, WriterConfig
 from dcp_datastates.dcp.compat import (
     DcpSave,
     StagedStateDict,
@@ -67,32 +67,38 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             GiB, or less if the ranks of a machine together would take more than a quarter of the memory that they may
             use (physical, or a cgroup's limit). For a state on CUDA devices, it grows to what this rank writes, within
             that quarter. Memory is allocated on first use. All writers of the process share the cache; the largest size
-            requested counts. A checkpoint may be larger: then its reads wait for storage.
-        read_window: When deferred reads start: ``"backward"``, with the next backward pass;
-            ``"immediate"``, at the call.
-        read_deadline: Seconds after the call at which deferred reads start in any case (0 to 3600).
-        defer: ``"owned"``, as above; ``"all"``, the caller guarantees that before :attr:`captured` only an optimizer's
-            ``step()`` changes tensors; ``"none"``, copy all tensors at the call.
+            requested counts. A checkpoint may be larger: then its reads wait for storage. Raise it, up to a rank's
+            state, if ``optimizer.step()`` waits for that.
+        reads: When the tensors are read. ``"backward"``: what an optimizer owns, in the background, from the next
+            backward pass on, or a second after the call; the rest in the call. Seconds (0 to 3600) in place of that
+            second: if reads disturb a longer forward pass. ``"immediate"``: from the call on; if a step is shorter than
+            the reads. ``"all"``: the rest, too, in the background from the call on; only if you know that until
+            :attr:`captured` nothing but an optimizer's ``step()`` changes a tensor. ``"blocking"``: all in the call; if
+            the program writes to weights elsewhere (:class:`SnapshotTornError` says so).
         overwrite: Whether a save may replace a committed checkpoint at the path. The old checkpoint can be loaded until
-            the new one is committed, whatever happens.
+            the new one is committed, whatever happens. False if a path must be new.
         process_group: The ranks that save together, the same group that DCP gets; None means all. Only its list of
             ranks is used; no collective runs on it.
-        no_dist: This process saves alone, like DCP's option of that name.
+        no_dist: This process saves alone, like DCP's option of that name: for a state that no other rank has.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
             takes all from the environment.
         commit_timeout: Seconds without progress after which a live rank fails the save (a rank that has not called
             ``async_save``, say; in ``dcp.async_save`` after 10 s, if training waits for it). A rank that is dead, or
-            silent for a minute, fails the save in any case.
+            silent for a minute, fails the save in any case. Raise it if storage stalls for longer.
         exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
-            fail, and the log names them.
-        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.
-        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save. The ranks agree on
-            that, and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a
-            save that DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
-        audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
+            fail, and the log names them. Lower it if the job is killed sooner than that.
+        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies. More
+            bridge longer pauses of storage.
+        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save, if training must
+            not wait. The ranks agree on that, and the future of a save that is left out raises
+            :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that were
+            behind; on others it raises :class:`SaveAbandonedError`.)
+        audit: For one run, after a :class:`SnapshotTornError`: compare every byte that is read later with a copy made
+            at the call, to name every write.
         on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
-            log names them, once per process for the same names; ``"refuse"``: the save fails.
+            log names them, once per process for the same names; ``"refuse"``: the save fails, if a checkpoint with NaN
+            must not replace a good one.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
@@ -112,9 +118,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         path: str | os.PathLike[str] | ObjectPath | None = None,
         *,
         host_cache_size: int | str = "auto",
-        read_window: str = "backward",
-        read_deadline: float = 1.0,
-        defer: str = "owned",
+        reads: Reads = "backward",
         overwrite: bool = True,
         process_group: Any = None,
         commit_timeout: float = 300.0,
@@ -130,9 +134,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         super().__init__()
         self.config = WriterConfig.checked(
             host_cache_size=host_cache_size,
-            read_window=read_window,
-            read_deadline=read_deadline,
-            defer=defer,
+            reads=reads,
             overwrite=overwrite,
             commit_timeout=commit_timeout,
             exit_timeout=exit_timeout,

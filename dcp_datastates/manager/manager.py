@@ -75,11 +75,11 @@ class CheckpointManager:
             fails by name, and :meth:`close` returns. None: it waits for the outcome.
         save_last: Whether :meth:`close` saves the step of the last call of :meth:`save`, with the state as it is then,
             if that call did not save. An error in the ``with`` block prevents this.
-        strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
-            raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
-        max_failures: This many failed saves in a row end the loop; ``strict`` means 1. ``"auto"``: 5, or one more than
-            ``max_in_flight``. None: failures never end it. Where the saves in flight could make it so many, a save that
-            is due waits for them.
+        max_failures: This many failed saves in a row end the loop: the next save that is due, or the end of the
+            ``with`` block, raises the last error, on all ranks. Others are logged and counted (:attr:`failures`).
+            ``"auto"``: 5, or one more than ``max_in_flight``. 1 if no step may go on without its checkpoint: then each
+            save waits for the one before it. None if the loop must never end for that. Where the saves in flight could
+            make it so many, a save that is due waits for them.
         on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
             rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
             for one.
@@ -112,7 +112,6 @@ class CheckpointManager:
         on_signal: Iterable[int] = (),
         deadline: float | str | None = None,
         save_last: bool = True,
-        strict: bool = False,
         max_failures: MaxFailures = "auto",
         on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
@@ -135,7 +134,6 @@ class CheckpointManager:
         self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
-        self._strict = parse_flag("strict", strict)
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
@@ -145,7 +143,7 @@ class CheckpointManager:
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self._writer = DataStatesWriter(process_group=process_group, **options)
-        most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
+        most = most_failures(max_failures, self._writer.config.max_in_flight)
         self._saves = SaveTracker(most, on_save)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
@@ -236,7 +234,7 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Save if a save is due. Call this at each step, after the optimizer's.
 
-        It does not wait for the commit. (With ``strict``, it waits for the save before it.)
+        It does not wait for the commit. (With ``max_failures=1``, it waits for the save before it.)
 
         Args:
             step: The step that is done, which becomes the checkpoint's number. It must be greater than that of the call
@@ -254,7 +252,7 @@ class CheckpointManager:
         Raises:
             ConfigurationError: ``step`` or ``state`` cannot work, or a restore has failed half way.
             RankLostError, NoAnswerError: the ranks exchange numbers, and a rank was lost or did not make the call.
-            DataStatesError: with ``strict``, the error of an earlier save.
+            DataStatesError: the error of an earlier save, as ``max_failures`` says.
         """
         step = self._checked(step)
         self._unsaved = None
@@ -301,7 +299,7 @@ class CheckpointManager:
         except BaseException as error:
             self._schedule.not_saved()
             # With one rank, async_save itself raises what else fails the save on all ranks.
-            if self._strict or not isinstance(error, (OSError, SaveStalledError)):
+            if self._saves.most == 1 or not isinstance(error, (OSError, SaveStalledError)):
                 raise
             self._saves.failed(self.path(step), error)
             logger.error("step %d is not saved: %s", step, error)
@@ -394,7 +392,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.
 
-        With ``strict`` or ``max_failures``, raises the error of a failed save.
+        Raises the error of a failed save as ``max_failures`` says.
         """
         enter("CheckpointManager.wait()")
         try:
@@ -408,7 +406,7 @@ class CheckpointManager:
         """Save the last step (``save_last``), then wait for the outcome of every save, for deletions, and, for at most
         ``exit_timeout``, for the archive. Idempotent.
 
-        With ``strict`` or ``max_failures``, raises the error of a failed save.
+        Raises the error of a failed save as ``max_failures`` says.
         """
         self._end(self._save_last)
 

@@ -47,11 +47,14 @@ class _Waiting:
         return self.save.path == path and is_committed(self.save.handle) is False
 
 
-def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
-    """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them."""
-    if strict:
-        return 1
-    return max(_MOST_FAILURES, max_in_flight + 1) if given == "auto" else given
+def most_failures(given: MaxFailures, max_in_flight: int) -> int | None:
+    """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them.
+
+    Raises :class:`ConfigurationError`.
+    """
+    if given == "auto":
+        return max(_MOST_FAILURES, max_in_flight + 1)
+    return given if given is None else parse_count("max_failures", given, "; None for no limit")
 
 
 def parse_count(name: str, value: Any, more: str = "") -> int:
@@ -90,9 +93,7 @@ class SaveTracker:
         on_save: Callable[[int, SaveRecord], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
     ) -> None:
-        if max_failures is not None:
-            parse_count("max_failures", max_failures, "; None for no limit")
-        self._most = max_failures
+        self.most = max_failures
         self._on_save, self._on_failure = on_save, on_failure
         self._records: list[SaveRecord] = []  # of which the hook is not told yet
         self.deletions = Deletions()
@@ -134,7 +135,7 @@ class SaveTracker:
         with self._lock:
             self.failures += 1
             self._in_a_row += 1
-            self._last = None if self._most is None else error
+            self._last = None if self.most is None else error
             if isinstance(error, ConfigurationError):
                 self._hopeless = error
         if self._on_failure is not None:
@@ -187,7 +188,7 @@ class SaveTracker:
         they decide that: all ranks see the same.
         """
         self.take()
-        if self._most is not None and self._in_a_row + len(self._open) >= self._most:
+        if self.most is not None and self._in_a_row + len(self._open) >= self.most:
             self.finish()
         self._raise_at_limit()
 
@@ -199,7 +200,7 @@ class SaveTracker:
 
     def _raise_at_limit(self) -> None:
         failure = self._hopeless
-        if failure is None and self._most is not None and self._in_a_row >= self._most:
+        if failure is None and self.most is not None and self._in_a_row >= self.most:
             failure = self._last
         if failure is not None:
             self._in_a_row, self._last, self._hopeless = 0, None, None

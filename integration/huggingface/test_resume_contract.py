@@ -113,7 +113,9 @@ def test_a_module_was_renamed(run: Any, entrance: str, tmp_path: Path) -> None:
     expected = saved(run, tmp_path, net, adamw(net))
     model = NAMES[entrance][0]
     other = Net(9, body="trunk")
-    with pytest.raises(ds.errors.IncompatibleStateError, match=r"Give such options to \w+\(") as caught:
+    with pytest.raises(
+        ds.errors.IncompatibleStateError, match=r"Give such options to \w+\("
+    ) as caught:
         run(tmp_path, other, adamw(other), True)
     assert 'missing="warn"' in str(caught.value)
     other = Net(9, body="trunk")

@@ -158,7 +158,9 @@ def test_every_option_is_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_an_error_names_the_options_of_the_strategy(tmp_path: Path) -> None:
     use = Use("single", tmp_path)
     path = use.save(Net())
-    with pytest.raises(ds.errors.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"):
+    with pytest.raises(
+        ds.errors.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"
+    ):
         use.resume(Longer(), path)
 
 

@@ -182,7 +182,7 @@ def test_a_failed_save_does_not_end_the_training_and_evicts_nothing(
 def test_strict_ends_the_training_on_all_ranks(tmp_path: Path) -> None:
     first = {"DCP_DATASTATES_FAILPOINTS": "flush.open.before@1=error:ENOSPC"}
     ended = job(
-        "train", 2, tmp_path, first, folder=str(tmp_path / "strict"), options={"max_failures": 1}
+        "train", 2, tmp_path, first, folder=str(tmp_path / "ended"), options={"max_failures": 1}
     )
     for one in ended:
         assert "StorageError" in one.error

@@ -140,8 +140,8 @@ def test_options_are_checked_when_the_strategy_is_made() -> None:
     for made in (DataStatesSaveStrategy, use_by_default):
         with pytest.raises(ds.errors.ConfigurationError, match="host_cache_size"):
             made(host_cache_size="much")
-        with pytest.raises(ds.errors.ConfigurationError, match="did you mean 'read_deadline'"):
-            made(read_deadlin=1.0)
+        with pytest.raises(ds.errors.ConfigurationError, match="did you mean 'exit_timeout'"):
+            made(exit_timout=1.0)
         with pytest.raises(ds.errors.ConfigurationError, match="has no option 'no_dist'"):
             made(no_dist=True)
 

@@ -475,7 +475,7 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
     ("options", "said"),
     [
         ({"host_cache_size": "1MiB"}, "host_cache_size='1MiB' is below"),
-        ({"read_window": "sometimes"}, "read_window='sometimes'"),
+        ({"reads": "sometimes"}, "reads='sometimes'"),
         ({"verify": "trust"}, "verify='trust'"),
         ({"missing": "never"}, "missing='never'"),
     ],

@@ -25,8 +25,8 @@ from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates import config
-from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError
 from dcp_datastates.commit import group
+from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError
 from dcp_datastates.storage.bounded import is_hung
 
 BOUND = 0.25

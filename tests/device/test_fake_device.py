@@ -137,11 +137,11 @@ def test_buffers_are_as_they_were_in_the_stream(cuda: FakeCuda, tmp_path: Path) 
         assert differing(tmp_path / f"{index}", expected) == []
 
 
-@pytest.mark.parametrize("defer", ["none", "all"])
-def test_defer(cuda: FakeCuda, tmp_path: Path, defer: str) -> None:
+@pytest.mark.parametrize("reads", ["blocking", "all"])
+def test_reads(cuda: FakeCuda, tmp_path: Path, reads: str) -> None:
     cuda.configure(seed=7)
     stepper = Stepper(cuda, model())
-    with saved_as_now(stepper, tmp_path / "a", defer=defer):
+    with saved_as_now(stepper, tmp_path / "a", reads=reads):
         stepper.step()
 
 

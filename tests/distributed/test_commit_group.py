@@ -32,6 +32,9 @@ from support.waiting import await_that, lines
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_datastates
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.commit.place import Round
+from dcp_datastates.dcp import compat
 from dcp_datastates.errors import (
     CheckpointSkipped,
     ConfigurationError,
@@ -41,9 +44,6 @@ from dcp_datastates.errors import (
     StorageError,
     UnsupportedTensorError,
 )
-from dcp_datastates.commit.group import commit_group
-from dcp_datastates.commit.place import Round
-from dcp_datastates.dcp import compat
 from dcp_datastates.ranks.rank_set import rank_set_of
 
 
@@ -193,9 +193,7 @@ def test_a_group_that_dcp_does_not_use_is_found_and_explained(shared_dir):
     halves = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
     half = dist.get_rank() // 2
     with raises(ConfigurationError, "2 ranks", "commits with 4", "process_group="):
-        async_save(
-            _state(1), shared_dir / f"c{half}", group=halves[half], reads=0.1
-        ).result(20)
+        async_save(_state(1), shared_dir / f"c{half}", group=halves[half], reads=0.1).result(20)
 
 
 @ranks(4)
@@ -229,9 +227,9 @@ def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
-            dcp.async_save(
-                _state(number), storage_writer=writer(shared_dir / "c", reads=0)
-            ).result(60)
+            dcp.async_save(_state(number), storage_writer=writer(shared_dir / "c", reads=0)).result(
+                60
+            )
     said = [str(each.message) for each in caught if "new_group" in str(each.message)]
     assert len(said) == 1, said
     assert "process_group=" in said[0]

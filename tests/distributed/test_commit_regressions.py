@@ -20,8 +20,8 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates.errors import RankLostError
 from dcp_datastates.commit import group as groups
+from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks import connection
 from dcp_datastates.ranks.rank_set import rank_set_of
 

@@ -25,8 +25,8 @@ from support.state.checkpoints import (
 from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates.errors import RankLostError, SnapshotTornError
 from dcp_datastates.commit.group import commit_group
+from dcp_datastates.errors import RankLostError, SnapshotTornError
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.failure_detector import Loss
 

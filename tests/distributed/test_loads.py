@@ -16,6 +16,7 @@ from support.waiting import await_that, lines
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from dcp_datastates import CheckpointManager, load
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -24,7 +25,6 @@ from dcp_datastates.errors import (
     RankLostError,
     UnsafeObjectError,
 )
-from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import restore
 from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.process import waiting

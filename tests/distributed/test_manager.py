@@ -19,13 +19,13 @@ from support.waiting import await_that, lines
 from torch.distributed.fsdp import fully_shard
 
 from dcp_datastates import AutoInterval, CheckpointManager, Keep, PerRank, RngState
+from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
     RankLostError,
 )
-from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
 from dcp_datastates.manager.frameworks import BackgroundSaves

@@ -47,7 +47,7 @@ class _Training:
             path,
             planner=planner,
             host_cache_size=CACHE,
-            reads=read_deadline,
+            reads=reads,
             max_in_flight=max_in_flight,
         )
 

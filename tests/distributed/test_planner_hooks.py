@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
-from dcp_datastates.errors import DataStatesError
 from dcp_datastates.dcp.planner import options_in_columns
+from dcp_datastates.errors import DataStatesError
 
 
 class _Renaming(DataStatesSavePlanner):

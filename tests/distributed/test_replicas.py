@@ -69,17 +69,17 @@ def _found(path):
 
 @ranks(3)
 @pytest.mark.parametrize(
-    ("defer", "how"),
+    ("reads", "how"),
     sampled(
-        itertools.product(["owned", "none"], ["save", "async_save"]),
-        keep=[("owned", "async_save"), ("none", "save")],
+        itertools.product(["immediate", "blocking"], ["save", "async_save"]),
+        keep=[("immediate", "async_save"), ("blocking", "save")],
     ),
 )
-def test_what_no_optimizer_owns_is_never_a_mixture(defer, how, shared_dir):
+def test_what_no_optimizer_owns_is_never_a_mixture(reads, how, shared_dir):
     model, planner = _Model(), DataStatesSavePlanner()
     mine = torch.full((4 * SHAPE[0], SHAPE[1]), float(dist.get_rank()))
     for _ in range(3):
-        _save(how, model.state(statistics=mine), shared_dir / "c", planner, defer=defer)
+        _save(how, model.state(statistics=mine), shared_dir / "c", planner, reads=reads)
         found = _found(shared_dir / "c")
         assert len(found["statistics"].unique()) == 1, "parts of several ranks' tensors"
         assert_same({name: found[name] for name in model.weights}, model.state())

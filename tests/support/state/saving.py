@@ -138,7 +138,8 @@ def report_of(future: Future[Any], limit: float) -> Report:
             time.monotonic(),
             type(found[0]).__name__ if found else type(error).__name__,
             "; ".join(f"{type(cause).__name__}: {cause}" for cause in found) or repr(error),
-            bool(found) and all(isinstance(c, dcp_datastates.errors.DataStatesError) for c in found),
+            bool(found)
+            and all(isinstance(c, dcp_datastates.errors.DataStatesError) for c in found),
         )
     return Report(True, time.monotonic())
 

@@ -17,6 +17,9 @@ from support.state.metadata import decision_of, with_format
 from support.state.roots import NEWER, OLDER, uncommitted
 
 from dcp_datastates import delete, pin, unpin
+from dcp_datastates.checkpoints.delete import delete_committed
+from dcp_datastates.checkpoints.find import open_found
+from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointSupersededError,
@@ -24,9 +27,6 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.checkpoints.delete import delete_committed
-from dcp_datastates.checkpoints.find import open_found
-from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours

@@ -20,11 +20,6 @@ from support.state.states import Opinion, filled
 from support.waiting import little_work
 
 from dcp_datastates import inspect
-from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-)
 from dcp_datastates.checkpoints.describe import (
     Checkpoint,
     Directory,
@@ -32,6 +27,11 @@ from dcp_datastates.checkpoints.describe import (
     Object,
     Tensor,
     describe,
+)
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
 )
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt

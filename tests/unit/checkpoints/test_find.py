@@ -24,9 +24,9 @@ from support.state.roots import (
 )
 
 from dcp_datastates import latest
-from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.checkpoints import listing
 from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.text import step_of
 
 

@@ -104,7 +104,9 @@ def test_what_is_missing_or_no_checkpoint_is_named(store, path, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="mem://bucket/run/step-1"):
         convert(path, tmp_path / "out", "torch")
     store.put("run/step-1", b"text")
-    with pytest.raises(dcp_datastates.errors.ForeignCheckpointError, match="mem://bucket/run/step-1"):
+    with pytest.raises(
+        dcp_datastates.errors.ForeignCheckpointError, match="mem://bucket/run/step-1"
+    ):
         convert(path, tmp_path / "out", "torch")
     assert os.listdir(tmp_path) == []
 

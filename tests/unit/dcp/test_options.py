@@ -30,7 +30,7 @@ def test_the_options_of_a_load_are_those_that_are_checked():
     ("call", "option", "meant"),
     [
         (lambda path, **o: ds.async_save(STATE, path, **o), "host_cach_size", "host_cache_size"),
-        (lambda path, **o: ds.save(STATE, path, **o), "read_windw", "read_window"),
+        (lambda path, **o: ds.save(STATE, path, **o), "read", "reads"),
         (
             lambda path, **o: ds.CheckpointManager(path, every=1, **o),
             "max_in_fligt",

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import DataStatesSavePlanner
-from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.dcp.object_planning import ObjectPlanning
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.wire.secret import signed
 

@@ -100,15 +100,14 @@ def test_a_host_cache_no_machine_has_is_refused_by_its_size(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "way_out"),
     [
-        ("read_window", "forward", "'backward'"),
-        ("read_window", None, "'immediate'"),
-        ("defer", "some", "'owned'"),
-        ("defer", True, "'none'"),
-        ("defer", [], "'owned'"),
-        ("read_deadline", -1, "0"),
-        ("read_deadline", float("nan"), "seconds"),
-        ("read_deadline", float("inf"), "seconds"),
-        ("read_deadline", "soon", "seconds"),
+        *(
+            (
+                "reads",
+                value,
+                "'backward', 'immediate', 'all', 'blocking', or the seconds (0 to 3600)",
+            )
+            for value in ("forward", None, True, [], -1, 3601, float("nan"), float("inf"), "1")
+        ),
         ("overwrite", "yes", "True"),
         ("overwrite", None, "False"),
     ],

@@ -16,8 +16,8 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import configure_engine
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.config import IoPriority
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io import engine as process_engine
 
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[platform.machine()]

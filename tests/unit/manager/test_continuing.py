@@ -14,9 +14,9 @@ from support.state.roots import committed_names
 
 import dcp_datastates as ds
 from dcp_datastates import Keep
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.storage.object_path import locate
 
 KINDS = ["directory", "store"]

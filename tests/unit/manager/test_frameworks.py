@@ -186,9 +186,9 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_strict_raises(tmp_path: Path) -> None:
+def test_the_first_failure_raises_if_it_ends_the_training(tmp_path: Path) -> None:
     with pytest.raises(ds.errors.UnsupportedTensorError):
-        BackgroundSaves({}, strict=True).start(REFUSED, tmp_path / "path")
+        BackgroundSaves({}, 1).start(REFUSED, tmp_path / "path")
 
 
 def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
@@ -217,8 +217,8 @@ def test_options_are_taken_and_checked() -> None:
     keywords = {**saves, "precision": "32", **loads}
     assert pop_options(keywords) == (saves, loads)
     assert keywords == {"precision": "32"}
-    with pytest.raises(ds.errors.ConfigurationError, match="strict"):
-        BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
+    with pytest.raises(ds.errors.ConfigurationError, match="max_failures"):
+        BackgroundSaves({}, max_failures="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_signal_while_storage_is_behind_saves_all_the_same(tmp_path):
     assert f"step-{step}" in committed_names(tmp_path)
 
 
-def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
+def test_the_only_failure_that_may_be_ends_the_loop_at_the_next(tmp_path):
     done = []
     with (
         raises(StorageError, "No space"),
@@ -224,7 +224,7 @@ def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
     assert done == [1]
 
 
-def test_with_strict_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_path):
+def test_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_path):
     with (
         raises(StorageError, "No space"),
         armed(FULL),
@@ -261,7 +261,7 @@ def test_steps_do_not_go_back(tmp_path):
         {"every": 0},
         {"keep": 0},
         {"verify": "much"},
-        {"strict": 1},
+        {"max_failures": 0},
         {"on_save": 3},
         {"save_last": "no"},
         {"on_signal": ("TERM",)},

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dcp_datastates.results import LOAD_PHASES, PHASES, SaveStats
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -16,12 +17,16 @@ from support.state.checkpoints import CACHE, async_save, save, writer
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, DataStatesError
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveAbandonedError
+from dcp_datastates.errors import (
+    CheckpointSkipped,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    DataStatesError,
+    SaveAbandonedError,
+)
 from dcp_datastates.monitoring import register_metrics
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
-from dcp_datastates.results import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.tiers import archive
 
 STATE = {"w": torch.arange(100_000.0)}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from dcp_datastates.results import PHASES, SaveStats, Timeline
 from support.crashes.failing import armed
 from support.state.checkpoints import CACHE, async_save, save, writer
 from support.state.metadata import parts_of
@@ -16,21 +17,20 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSkipped,
+    CommitOutcomeUnknown,
     ConfigurationError,
     StorageError,
 )
-from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import CommitOutcomeUnknown
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving import start
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.results import PHASES, SaveStats, Timeline
 
 STATE = {"w": torch.arange(100_000.0)}
 
@@ -97,9 +97,7 @@ def test_each_api_leaves_one_record_whose_phases_add_up(name, tmp_path):
 
 def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
     state, optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", reads=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     assert handle.record is None
     optimizer.step()
     handle.result()
@@ -112,9 +110,7 @@ def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
 
 def test_the_wait_for_the_window_is_not_taken_for_reading(tmp_path):
     state, _optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", reads=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     await_that(lambda: "reading" in repr(handle))
     handle.result()  # opens it
     assert handle.record.phases["reading"] == pytest.approx(handle.stats.read_seconds, abs=1e-3)

@@ -16,8 +16,8 @@ from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates._native import SEGMENT_BYTES
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.output import check_fits
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 

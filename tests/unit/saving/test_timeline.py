@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from dcp_datastates.results import PHASES, Timeline
 
 

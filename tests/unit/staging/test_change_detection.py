@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -22,7 +21,7 @@ from support.tiers import sampled
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.staging.change_detection import Portion
 
-deferring = pytest.mark.parametrize("defer", ["owned", "none"])
+deferring = pytest.mark.parametrize("reads", [3600, "blocking"])
 
 
 def _all_data(run):
@@ -124,15 +123,13 @@ def test_a_torn_save_names_the_way_out_and_leaves_the_old_checkpoint_and_the_nex
 @deferring
 @pytest.mark.parametrize("seed", sampled(range(3), keep=[0]))
 def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
-    defer, seed, tmp_path
+    reads, seed, tmp_path
 ):
     run = TrainingRun(seed=seed)
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(
-        run.state(), tmp_path, defer=defer, reads=3600 if defer == "owned" else 1
-    )
+    future = async_save(run.state(), tmp_path, reads=reads)
     for parameter in run.model.parameters():
         parameter.data = torch.full_like(parameter.data, 5.0)
     garbage = [
@@ -143,25 +140,21 @@ def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
     try:
         future.result(60)
     except BaseException:
-        assert defer == "owned"
+        assert reads != "blocking"
         assert not committed(tmp_path)
     else:
         assert_same(load(zeros(expected), tmp_path), expected)
 
 
 @pytest.mark.parametrize(
-    ("defer", "read_window"),
-    sampled(
-        itertools.product(["owned", "none"], ["backward", "immediate"]),
-        keep=[("owned", "immediate"), ("none", "backward")],
-    ),
+    "reads", sampled(["backward", "immediate", "blocking"], keep=["immediate", "blocking"])
 )
-def test_buffers_that_forward_changes_are_those_at_the_call(defer, read_window, tmp_path):
+def test_buffers_that_forward_changes_are_those_at_the_call(reads, tmp_path):
     run = TrainingRun()
     run.step()
     names = ("norm.running_mean", "norm.num_batches_tracked", "calls")
     expected = clone({name: run.state()["model"][name] for name in names})
-    future = async_save(run.state(), tmp_path, defer=defer, reads=read_window)
+    future = async_save(run.state(), tmp_path, reads=reads)
     for _ in range(3):
         run.forward_backward()
     changed = {name: run.state()["model"][name] for name in names}

@@ -19,7 +19,7 @@ from support.tiers import sampled, tries
 
 from dcp_datastates import track
 
-windows = pytest.mark.parametrize("read_window", ["backward", "immediate"])
+windows = pytest.mark.parametrize("reads", [60, "immediate"])
 
 
 def _check(path, expected):
@@ -27,20 +27,18 @@ def _check(path, expected):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "defer", "read_window"),
+    ("optimizer", "reads"),
     sampled(
-        itertools.product(OPTIMIZERS, ["owned", "none"], ["backward", "immediate"]),
-        keep=lambda case: case[0] == "adamw foreach" or case[1:] == ("owned", "backward"),
+        itertools.product(OPTIMIZERS, [60, "immediate", "blocking"]),
+        keep=lambda case: case[0] == "adamw foreach" or case[1] == 60,
     ),
 )
-def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, tmp_path):
+def test_a_step_right_after_the_call_is_not_seen(optimizer, reads, tmp_path):
     run = TrainingRun(optimizer)
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(
-        run.state(), tmp_path, defer=defer, reads=read_window, reads=60
-    )
+    future = async_save(run.state(), tmp_path, reads=reads)
     run.optimizer.step()
     after = clone(run.state())
     future.result(60)
@@ -66,7 +64,7 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
 
 @windows
 @pytest.mark.parametrize("optimizer", ["unknown", "tracked", "made after the call"])
-def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_path):
+def test_the_first_save_of_an_optimizer_is_right(optimizer, reads, tmp_path):
     run = TrainingRun()
     if optimizer == "tracked":
         track(run.optimizer)
@@ -74,7 +72,7 @@ def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_pat
         run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, reads=read_window, reads=60)
+    future = async_save(run.state(), tmp_path, reads=reads)
     if optimizer == "made after the call":
         torch.optim.SGD(run.model.parameters(), lr=1.0).step()
     else:
@@ -84,7 +82,7 @@ def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_pat
 
 
 @windows
-def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
+def test_several_optimizers_each_step_by_themselves(reads, tmp_path):
     runs = [
         TrainingRun(name, seed=seed) for seed, name in enumerate(("adamw foreach", "sgd momentum"))
     ]
@@ -93,7 +91,7 @@ def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
         run.forward_backward()
     states = {str(number): run.state() for number, run in enumerate(runs)}
     expected = clone(states)
-    future = async_save(states, tmp_path, reads=read_window, reads=60)
+    future = async_save(states, tmp_path, reads=reads)
     for run in reversed(runs):
         run.optimizer.step()
     future.result(60)
@@ -101,7 +99,7 @@ def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
 
 
 @windows
-def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_path):
+def test_a_parameter_of_two_optimizers_is_held_back_from_both(reads, tmp_path):
     for first in (0, 1):
         parameter = torch.nn.Parameter(torch.randn(500_000))
         optimizers = [torch.optim.SGD([parameter], lr=1.0) for _ in range(2)]
@@ -110,14 +108,14 @@ def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_p
             optimizer.step()
         expected = clone({"p": parameter})
         path = tmp_path / str(first)
-        future = async_save({"p": parameter}, path, reads=read_window, reads=60)
+        future = async_save({"p": parameter}, path, reads=reads)
         optimizers[first].step()
         future.result(60)
         _check(path, expected)
 
 
 @windows
-def test_optimizers_that_step_inside_backward(read_window, tmp_path):
+def test_optimizers_that_step_inside_backward(reads, tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6)))
     optimizers = in_backward(model)
@@ -132,7 +130,7 @@ def test_optimizers_that_step_inside_backward(read_window, tmp_path):
         return {"model": model.state_dict(), "moments": moments}
 
     model(torch.randn(4, 200)).square().sum().backward()
-    ours = writer(reads=read_window, reads=60)
+    ours = writer(reads=reads)
     saved = []
     for number in range(5):
         expected = clone(state())
@@ -169,7 +167,7 @@ OPENS = {
 
 
 @pytest.mark.parametrize("what", OPENS)
-def test_what_opens_the_read_window(what, tmp_path):
+def test_what_opens_the_reads(what, tmp_path):
     run = TrainingRun()
     run.step()
     ours = writer(tmp_path, reads=0.2 if what == "the deadline" else 3600)

@@ -52,7 +52,7 @@ def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
         value, written = INFERENCE[kind]()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     track(optimizer, also=written if owned else ())
-    ours = writer(reads=3600, defer="owned" if owned else "all")
+    ours = writer(reads=3600 if owned else "all")
     with torch.inference_mode(inside):
         handle = dcp_datastates.async_save({"w": value}, tmp_path, writer=ours)
     with torch.inference_mode():

@@ -104,7 +104,9 @@ def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path
     """Nothing tells of it: neither a storage's address nor its size, nor a counter."""
     mapped = Mapped(32 << 20)
     mapped.tensor.fill_(7.0)
-    ours = writer(tmp_path, reads="all")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    track(optimizer, also=[mapped.tensor])
+    ours = writer(tmp_path, reads=3600)
     future = async_save({"w": mapped.tensor}, tmp_path, by=ours)
     mapped.unmap()
     assert ours.committed.exception(60) is not None

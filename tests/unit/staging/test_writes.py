@@ -51,16 +51,14 @@ def test_a_write_around_the_reads_is_never_committed_in_part(
 ) -> None:
     """Before the reads, right after the call (the reads may come before it, after it, or both), or after them."""
     audit = when == "before, audited"
-    window = "backward" if when.startswith("before") else "immediate"
+    reads = 600 if when.startswith("before") else "immediate"
     wrong = []
     for number, (name, write) in enumerate(writes_to(kind, all_writes).items()):
         tensor = KINDS[kind].make()
         owner = Owner(tensor)
         expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
-        handle = _saved(
-            KINDS[kind].given(tensor), path, reads=window, reads=600, audit=audit
-        )
+        handle = _saved(KINDS[kind].given(tensor), path, reads=reads, audit=audit)
         if when == "after":
             handle.captured.result(60)
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
@@ -122,9 +120,7 @@ def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
 ) -> None:
     tensor = plain()
     owner = Owner(tensor)
-    handle = _saved(
-        tensor.detach(), tmp_path, reads=600, audit=True
-    )
+    handle = _saved(tensor.detach(), tmp_path, reads=600, audit=True)
     UNKNOWN[write](tensor)
     with pytest.raises(SnapshotTornError) as raised:
         handle.result()

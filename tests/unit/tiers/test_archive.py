@@ -18,13 +18,13 @@ from support.state.states import filled
 
 import dcp_datastates
 from dcp_datastates import latest, load, retain, verify
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import (
     CheckpointExistsError,
     ConfigurationError,
     DataStatesError,
     StorageError,
 )
-from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying, run_identity
 
