@@ -253,7 +253,7 @@ def _said(each: Listed) -> str:
     return "unknown" if each.unjudged else "no"
 
 
-def describe(
+def inspect(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
     """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints; or the URL of one.

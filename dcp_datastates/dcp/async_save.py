@@ -33,6 +33,7 @@ from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import enter
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
@@ -41,7 +42,6 @@ from dcp_datastates.saving.start import stage_save, state_to_plan
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import ObjectPath
 
 _PRIME_TIMEOUT_SECONDS: Final = 300.0

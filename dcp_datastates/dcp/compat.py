@@ -27,13 +27,13 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import stage_in_place, state_to_plan
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, locate
 
 logger = logging.getLogger(__name__)

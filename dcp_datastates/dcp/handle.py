@@ -8,8 +8,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.results import SaveRecord, SaveStats
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.object_path import Location
 
 

@@ -30,8 +30,8 @@ from dcp_datastates.deepspeed.placeholders import (
 from dcp_datastates.errors import ConfigurationError, UnsupportedStateError
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.ranks.rank_set import rank_set_of
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.object_path import Location
 

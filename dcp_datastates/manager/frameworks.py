@@ -203,7 +203,8 @@ class SavesInBackground:
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``reads``,
             ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``); those of each load
             (:class:`~dcp_datastates.loading.fit.FitOptions`: ``rename``, ``missing``, ``unexpected``, ``exclude``,
-            ``cast``, ``allow_objects``); and those of the framework's class. A type checker cannot know them all; the call refuses a misspelled one.
+            ``cast``, ``allow_objects``); and those of the framework's class. A type checker cannot know them all; the
+            call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 

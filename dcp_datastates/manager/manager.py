@@ -39,8 +39,8 @@ from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import enter, in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_root
-from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, locate_all
 
 logger = logging.getLogger(__name__)

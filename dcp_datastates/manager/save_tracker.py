@@ -17,8 +17,8 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.outcome import record_of_call
-from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location
 
 MaxFailures = int | Literal["auto"] | None

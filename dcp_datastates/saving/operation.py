@@ -37,10 +37,10 @@ from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveRecord, SaveStats
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung

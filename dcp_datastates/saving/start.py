@@ -17,13 +17,13 @@ from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit

@@ -45,8 +45,8 @@ _VERSION: Final = operator.attrgetter("_version")
 
 _WAYS_OUT: Final = (
     'Wait for writer.captured before such writes, or use reads="blocking". Usual causes: clipping or averaging of '
-    "weights outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer around "
-    "another one (SAM), load_state_dict(). audit=True finds every such write"
+    "weights outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer "
+    "around another one (SAM), load_state_dict(). audit=True finds every such write"
 )
 
 

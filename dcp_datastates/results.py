@@ -1,15 +1,46 @@
-"""What one save cost, as measured on this rank: while it runs (:class:`SaveStats`), and at its end
-(:class:`SaveRecord`); and what one load cost (:class:`LoadRecord`).
+"""What this package's functions return, and what it calls hooks with.
+
+:class:`SaveStats` and :class:`SaveRecord` say what one save cost on this rank, while it runs and at its end;
+:class:`LoadRecord` what one load cost. ``inspect`` returns a ``Checkpoint`` or a ``Directory``, ``verify`` a ``Report``
+of each ``Damage``, ``convert`` a ``Conversion``, and ``diff`` a ``Comparison`` of each ``Difference``: these are
+imported when they are first used.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+if TYPE_CHECKING:
+    from dcp_datastates.checkpoints.describe import Checkpoint as Checkpoint
+    from dcp_datastates.checkpoints.describe import Directory as Directory
+    from dcp_datastates.checkpoints.verify import Report as Report
+    from dcp_datastates.conversion.compare import Comparison as Comparison
+    from dcp_datastates.conversion.compare import Difference as Difference
+    from dcp_datastates.conversion.convert import Conversion as Conversion
+    from dcp_datastates.format.contents import Damage as Damage
+
+_PLACES: Final = {
+    "Checkpoint": "checkpoints.describe",
+    "Comparison": "conversion.compare",
+    "Conversion": "conversion.convert",
+    "Damage": "format.contents",
+    "Difference": "conversion.compare",
+    "Directory": "checkpoints.describe",
+    "Report": "checkpoints.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dcp_datastates.{_PLACES[name]}"), name)
+
 
 PHASES: Final = {
     "call": "the call, until it returns",
