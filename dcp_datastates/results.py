@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from dcp_datastates.conversion.convert import Conversion as Conversion
     from dcp_datastates.format.contents import Damage as Damage
 
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "Conversion",
+    "Damage",
+    "Difference",
+    "Directory",
+    "LoadRecord",
+    "Report",
+    "SaveRecord",
+    "SaveStats",
+]
+
 _PLACES: Final = {
     "Checkpoint": "checkpoints.describe",
     "Comparison": "conversion.compare",
