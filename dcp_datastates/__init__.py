@@ -42,6 +42,7 @@ flight. What a save does not need is imported when it is first used.
 import importlib as _importlib
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -80,20 +81,6 @@ if _TYPE_CHECKING:
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
     from dcp_datastates.tiers.ram_nodes import configure_ram as configure_ram
 
-_AT_IMPORT = (
-    "DataStatesSavePlanner",
-    "DataStatesWriter",
-    "SaveHandle",
-    "async_save",
-    "configure_engine",
-    "errors",
-    "on_save",
-    "prime",
-    "save",
-    "track",
-)
-"""With :data:`_PLACES`, the public names. There is no ``__all__``: ``help()`` would print each object of it in full."""
-
 _PLACES = {
     "AutoInterval": "manager.AutoInterval",
     "CheckpointManager": "manager.CheckpointManager",
@@ -116,7 +103,7 @@ _PLACES = {
     "unpin": "checkpoints.pins.unpin",
     "verify": "checkpoints.verify.verify",
 }
-"""Of what is imported when it is first used."""
+"""Of what is imported when it is first used. There is no ``__all__``: ``help()`` would print each object of it."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -129,9 +116,9 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        {*_AT_IMPORT, *_PLACES, "__doc__", "__file__", "__name__", "__path__", "__version__"}
-    )
+    modules = {name for name, each in globals().items() if isinstance(each, _ModuleType)}
+    here = {name for name in globals() if not name.startswith("_")} - modules
+    return sorted({*here, *_PLACES, "errors", "__doc__", "__file__", "__path__", "__version__"})
 
 
 def _ram_store(root: str) -> "_ObjectStore":

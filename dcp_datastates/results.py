@@ -17,13 +17,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from dcp_datastates.checkpoints.describe import Checkpoint as Checkpoint
-    from dcp_datastates.checkpoints.describe import Directory as Directory
-    from dcp_datastates.checkpoints.verify import Report as Report
-    from dcp_datastates.conversion.compare import Comparison as Comparison
-    from dcp_datastates.conversion.compare import Difference as Difference
-    from dcp_datastates.conversion.convert import Conversion as Conversion
-    from dcp_datastates.format.contents import Damage as Damage
+    from dcp_datastates.checkpoints.describe import Checkpoint, Directory
+    from dcp_datastates.checkpoints.verify import Damage, Report
+    from dcp_datastates.conversion.compare import Comparison, Difference
+    from dcp_datastates.conversion.convert import Conversion
 
 __all__ = [
     "Checkpoint",
@@ -42,7 +39,7 @@ _PLACES: Final = {
     "Checkpoint": "checkpoints.describe",
     "Comparison": "conversion.compare",
     "Conversion": "conversion.convert",
-    "Damage": "format.contents",
+    "Damage": "checkpoints.verify",
     "Difference": "conversion.compare",
     "Directory": "checkpoints.describe",
     "Report": "checkpoints.verify",
@@ -145,12 +142,7 @@ class SaveStats:
 
     Attributes:
         stage_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
-        gate_seconds: Time for which ``optimizer.step()`` waited for this save's reads.
-        room_seconds: Time for which the call waited because ``max_in_flight`` saves were in flight.
-        cache_seconds: Time for which the copies waited for room in the host cache: that of the engine's copy threads,
-            added up, and that of the call.
-        eager_bytes: Bytes copied at the call.
-        deferred_bytes: Bytes read after the call.
+        gate_seconds, room_seconds, cache_seconds, eager_bytes, deferred_bytes: As in :class:`SaveRecord`.
         bytes_written: The size of this rank's files.
         read_seconds: Time from the opening of the read window to the last read.
         total_seconds: Time from the opening of the read window to durable files.

@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
@@ -253,6 +253,7 @@ def _said(each: Listed) -> str:
     return "unknown" if each.unjudged else "no"
 
 
+@public("inspect()")
 def inspect(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
@@ -263,7 +264,6 @@ def inspect(
     (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
     metadata are damaged, or :class:`StorageError`.
     """
-    enter("inspect()")
     directory = locate(path, options=storage_options)
     try:
         return _checkpoint(directory, open_committed(directory))

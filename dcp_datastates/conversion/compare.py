@@ -18,7 +18,7 @@ from dcp_datastates.conversion.selection import Selection, open_source, select
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import NamePatterns, Rename
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
@@ -105,6 +105,7 @@ class Comparison:
         return "\n".join([*lines, f"  … and {more} more"] if more > 0 else lines)
 
 
+@public("diff()")
 def diff(
     a: str | os.PathLike[str] | ObjectPath,
     b: str | os.PathLike[str] | ObjectPath,
@@ -139,7 +140,6 @@ def diff(
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeObjectError, StorageError: a checkpoint cannot be read.
         IncompatibleStateError: a key fits nothing in either.
     """
-    enter("diff()")
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)

@@ -31,7 +31,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.agreement import SaveName
@@ -48,6 +48,7 @@ _PRIME_TIMEOUT_SECONDS: Final = 300.0
 """How long the other ranks may take to call :func:`prime`."""
 
 
+@public("async_save()")
 def async_save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None = None,
@@ -88,10 +89,10 @@ def async_save(
         SaveStalledError: the call waited for an older save that made no progress for ``commit_timeout`` seconds.
         Exception: an object's ``state_dict()`` raised it. The other ranks' saves fail, too.
     """
-    enter("async_save()")
     return SaveHandle(_call(state_dict, path, writer, planner, process_group, metrics, options))
 
 
+@public("save()")
 def save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None = None,
@@ -113,7 +114,6 @@ def save(
     Raises:
         DataStatesError: the error that failed the save, of the same type on every rank; else as :func:`async_save`.
     """
-    enter("save()")
     if writer is None:
         options = {"reads": "all", **options}
     made = _call(state_dict, path, writer, planner, process_group, metrics, options)
@@ -121,6 +121,7 @@ def save(
     return made.stats
 
 
+@public("prime()")
 def prime(
     state_dict: Mapping[str, Any],
     *,
@@ -143,7 +144,6 @@ def prime(
         ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
         DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
     """
-    enter("prime()")
     step_gate.open_windows()
     end_here()
     context = context_of(commit_group(rank_set_of(process_group)))

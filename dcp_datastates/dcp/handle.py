@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.process.forks import public, refuse_in_child
 from dcp_datastates.results import SaveRecord, SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.object_path import Location
@@ -69,6 +69,7 @@ class SaveHandle(AsyncSaveResponse):
         """What came of the save on this rank, and what it cost; None until the outcome is known."""
         return self._save.record
 
+    @public("SaveHandle.result()")
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is committed on all ranks.
 

@@ -35,7 +35,7 @@ from dcp_datastates.dcp.compat import (
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveStats
@@ -113,6 +113,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     _synchronize_after_execute = False  # dcp.async_save must not wait for the reads
     _closed = False
 
+    @public("DataStatesWriter()")
     def __init__(
         self,
         path: str | os.PathLike[str] | ObjectPath | None = None,
@@ -130,7 +131,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        enter("DataStatesWriter()")
         super().__init__()
         self.config = WriterConfig.checked(
             host_cache_size=host_cache_size,
@@ -181,19 +181,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         newest = self._saves.newest
         return None if newest is None else newest.stats
 
+    @public("DataStatesWriter.wait()")
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
 
         Raises the error of a failed save by :func:`dcp_datastates.async_save` whose outcome was not asked for.
         """
-        enter("DataStatesWriter.wait()")
         step_gate.open_windows()
         end_here(asynchronous=False)
         self._saves.wait()
 
+    @public("DataStatesWriter.close()")
     def close(self) -> None:
         """Call :meth:`wait`, then refuse further saves. Idempotent. The process's engine stays."""
-        enter("DataStatesWriter.close()")
         try:
             self.wait()
         finally:
@@ -202,6 +202,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     # ---- AsyncStager ---------------------------------------------------------------------------
 
+    @public("DataStatesWriter.stage()")
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
         """Stage ``state_dict``: copy the eager tensors, arm the step gate and the read window, return.
 
@@ -209,7 +210,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         alone may have (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`, :class:`StorageError`) are
         raised here only with one rank; with several, the future raises them on all ranks.
         """
-        enter("DataStatesWriter.stage()")
         if not self._no_dist:
             warn_if_shared()
         self.enter()
@@ -231,9 +231,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self.add(save)
         return StagedStateDict(Turn(save), self._here)
 
+    @public("DataStatesWriter.synchronize_staging()")
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises its error."""
-        enter("DataStatesWriter.synchronize_staging()")
         step_gate.open_windows()
         self.captured.result()
 
@@ -253,18 +253,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """The path, for DCP's logs."""
         return "" if self._path is None else str(self._path)
 
+    @public("DataStatesWriter.reset()")
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the path of the save that begins in this thread.
 
         DCP calls this in the thread that runs the save. A relative path is below the working directory at the call of
         ``async_save``.
         """
-        enter("DataStatesWriter.reset()")
         self._here.path = checkpoint_id
 
+    @public("DataStatesWriter.storage_meta()")
     def storage_meta(self) -> StorageMeta:
         """Begin the save of this thread: that whose staged state DCP has just read, or a new one. DCP's first call."""
-        enter("DataStatesWriter.storage_meta()")
         here = self._here
         running, here.next = here.next, None
         path, here.path = here.path, None
@@ -283,9 +283,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise save.error
         return WriterMeta(str(save.directory()))
 
+    @public("DataStatesWriter.set_up_storage_writer()")
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
-        enter("DataStatesWriter.set_up_storage_writer()")
         running = self._running()
         running.rank, running.is_coordinator = int(kwargs.get("rank") or 0), is_coordinator
         if not kwargs.get("use_collectives", True):

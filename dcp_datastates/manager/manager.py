@@ -36,7 +36,7 @@ from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
-from dcp_datastates.process.forks import enter, in_child
+from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.results import SaveRecord
@@ -103,6 +103,7 @@ class CheckpointManager:
         ConfigurationError: an option cannot work.
     """
 
+    @public("CheckpointManager()")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -126,7 +127,6 @@ class CheckpointManager:
         archive_rate: int | str | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
-        enter("CheckpointManager()")
         check_options("CheckpointManager", options, WriterOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
@@ -180,6 +180,7 @@ class CheckpointManager:
 
     # ---- looking: each rank asks the file system for itself ----------------------------------------------
 
+    @public("CheckpointManager.steps()")
     def steps(self) -> list[int]:
         """The steps that have committed checkpoints, in order."""
         return self._steps.committed()
@@ -196,6 +197,7 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------
 
+    @public("CheckpointManager.should_save()")
     def should_save(self, step: SupportsIndex) -> bool:
         """Whether :meth:`save` will save at ``step``, its next step. Use it for work that only a save needs.
 
@@ -205,6 +207,7 @@ class CheckpointManager:
         """
         return self._schedule.is_due(self._checked(step), self._signals.came)
 
+    @public("CheckpointManager.poll()")
     def poll(self) -> bool:
         """Whether the next :meth:`save` will save and end the loop, because a signal has come: for evaluations and
         compilations, in which :meth:`save` is not called.
@@ -215,15 +218,14 @@ class CheckpointManager:
 
         Raises as :meth:`save`, if the ranks cannot tell each other.
         """
-        enter("CheckpointManager.poll()")
         return bool(self._signals.watched) and self._schedule.poll(self._signals.came)
 
     def _checked(self, step: SupportsIndex) -> int:
-        enter("CheckpointManager.save()")
         if self._closed:
             raise ConfigurationError("the manager is closed; save within its with block")
         return self._schedule.checked(step)
 
+    @public("CheckpointManager.save()")
     def save(
         self,
         step: SupportsIndex,
@@ -319,6 +321,7 @@ class CheckpointManager:
 
     # ---- restoring -----------------------------------------------------------------------------------
 
+    @public("CheckpointManager.restore_latest()")
     def restore_latest(
         self,
         state: Mapping[str, Any],
@@ -353,6 +356,7 @@ class CheckpointManager:
             self._schedule.restored(step)
         return step
 
+    @public("CheckpointManager.restore()")
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
 
@@ -370,6 +374,7 @@ class CheckpointManager:
 
     # ---- keeping -------------------------------------------------------------------------------------
 
+    @public("CheckpointManager.pin()")
     def pin(self, step: int, name: str = "keep") -> None:
         """Keep the checkpoint of ``step`` from deletion, as :func:`dcp_datastates.pin`. Every rank calls this.
 
@@ -379,6 +384,7 @@ class CheckpointManager:
             handle.result()
         self._on_each(step, lambda path: pin(path, name), "pin")
 
+    @public("CheckpointManager.unpin()")
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
         self._on_each(step, lambda path: unpin(path, name), "unpin")
@@ -389,12 +395,12 @@ class CheckpointManager:
         purpose = f"that a checkpoint is {key}ned"
         from_first_of(self._rank_set, work_on_all, key, purpose, DEFAULT_TIMEOUT)
 
+    @public("CheckpointManager.wait()")
     def wait(self) -> None:
         """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.
 
         Raises the error of a failed save as ``max_failures`` says.
         """
-        enter("CheckpointManager.wait()")
         try:
             self._saves.finish(self._signals.until)
         finally:
@@ -410,6 +416,7 @@ class CheckpointManager:
         """
         self._end(self._save_last)
 
+    @public()
     def _end(self, save_last: bool) -> None:
         if self._closed or in_child():  # a child leaves the with block of its parent
             return

@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.process.forks import public, refuse_in_child
 from dcp_datastates.process.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class SharedFuture(Future[None]):
         super().__init__()
         self.set_running_or_notify_cancel()
 
+    @public(_ASKING)
     def result(self, timeout: float | None = None) -> None:
-        refuse_in_child(_ASKING)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
