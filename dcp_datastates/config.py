@@ -37,7 +37,6 @@ MAX_IN_FLIGHT = 32
 """Most saves that may be in flight together."""
 
 MAX_THREADS = 256
-"""Most threads of one kind."""
 
 MIN_COPY_RATE = 64 << 20
 """Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
@@ -180,10 +179,15 @@ def parse_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_count(name: str, value: Any, most: int, least: int = 1) -> int:
-    """The count; raises :class:`ConfigurationError` if the option ``name`` is none, or out of bounds."""
+def check_count(
+    name: str, value: Any, most: float = math.inf, least: int = 1, more: str = ""
+) -> int:
+    """The count; raises :class:`ConfigurationError`, with ``more``, if the option ``name`` is none or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigurationError(f"{name}={value!r} must be an int between {least} and {most}")
+        kind = (
+            f"an int between {least} and {most}" if most < math.inf else "a whole number, 1 or more"
+        )
+        raise ConfigurationError(f"{name}={value!r} must be {kind}{more}")
     return value
 
 

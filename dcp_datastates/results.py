@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from dcp_datastates.checkpoints.describe import Checkpoint, Directory
-    from dcp_datastates.checkpoints.verify import Damage, Report
+    from dcp_datastates.checkpoints.verify import Report
     from dcp_datastates.conversion.compare import Comparison, Difference
     from dcp_datastates.conversion.convert import Conversion
+    from dcp_datastates.format.contents import Damage
 
 __all__ = [
     "Checkpoint",
@@ -39,7 +40,7 @@ _PLACES: Final = {
     "Checkpoint": "checkpoints.describe",
     "Comparison": "conversion.compare",
     "Conversion": "conversion.convert",
-    "Damage": "checkpoints.verify",
+    "Damage": "format.contents",
     "Difference": "conversion.compare",
     "Directory": "checkpoints.describe",
     "Report": "checkpoints.verify",
@@ -232,15 +233,10 @@ class LoadRecord:
     """What came of one load on this rank, and what it cost. Made once, when the load ends.
 
     Attributes:
-        path: The checkpoint's path or URL.
-        step: The number at the end of the path's name; None without one.
-        rank: This rank, among those that load together.
-        world: How many they are.
+        path, step, rank, world, began_at, seconds: As in :class:`SaveRecord`.
         api: The user's call: ``load()``, ``restore()`` or ``restore_latest()``.
         attempt: The name of the attempt that was loaded; None if the load failed before it was known.
         error: The type and message of the error; None if all was loaded.
-        began_at: The time of the call, in seconds since the epoch by this machine's clock.
-        seconds: From the call to its end.
         phases: The seconds of each phase of :data:`LOAD_PHASES` that was begun, by name, in order. Each phase ends when
             the next begins; their sum is ``seconds``.
         read_bytes: Bytes that this rank has read from files, or received from ranks that read for it.

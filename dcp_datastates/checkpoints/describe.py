@@ -124,11 +124,11 @@ class Checkpoint:
     """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
     """How many ranks wrote data files."""
-    files: tuple[DataFile, ...]
-    dtypes: tuple[DtypeTotal, ...]
+    files: tuple[DataFile, ...] = field(repr=False)
+    dtypes: tuple[DtypeTotal, ...] = field(repr=False)
     """Totals by dtype, largest first."""
-    tensors: tuple[Tensor, ...]
-    objects: tuple[Object, ...]
+    tensors: tuple[Tensor, ...] = field(repr=False)
+    objects: tuple[Object, ...] = field(repr=False)
     uncommitted: tuple[UncommittedAttempt, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the save was given."""
@@ -214,7 +214,7 @@ class Directory:
     path: Location
     latest: str | None
     """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
-    checkpoints: tuple[Listed, ...]
+    checkpoints: tuple[Listed, ...] = field(repr=False)
 
     def __str__(self) -> str:
         """As :meth:`text`, with the first checkpoints."""

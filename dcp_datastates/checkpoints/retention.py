@@ -194,12 +194,11 @@ def _is_older(attempt: Attempt, path: Location, good: list[Found]) -> bool:
         after = None if newer.committed is None else newer.committed.note.after
         same = attempt.incarnation == newer.attempt.incarnation
         if not same and (after is None or after < attempt):
-            logger.warning(
+            text = (
                 "not deleting checkpoint %s: it seems to be older than %s, but that was saved without seeing it, so "
-                "the order is in doubt; dcp_datastates.delete deletes it",
-                path,
-                newer.path,
+                "the order is in doubt; dcp_datastates.delete deletes it"
             )
+            logger.warning(text, path, newer.path)
             return False
     return True
 

@@ -19,8 +19,6 @@ from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import count, size
 
-__all__ = ["Damage", "Report", "verify"]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -47,6 +45,9 @@ class Report:
     def whole(self) -> bool:
         """Whether no byte is damaged."""
         return not self.damages
+
+    def __repr__(self) -> str:
+        return f"Report({str(self).splitlines()[0]})"
 
     def __str__(self) -> str:
         """The verdict, the extent of the check, and each damage, one line each."""

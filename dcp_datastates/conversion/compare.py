@@ -90,6 +90,9 @@ class Comparison:
         """Whether names, shapes, dtypes, bytes and objects are the same."""
         return not self.differences
 
+    def __repr__(self) -> str:
+        return f"Comparison({str(self).splitlines()[0]})"
+
     def __str__(self) -> str:
         """The verdict, the extent of the comparison, and the worst differences, one line each."""
         verdict = "the same" if self.same else f"{count(len(self.differences), 'name')} differ"

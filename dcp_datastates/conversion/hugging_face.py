@@ -126,12 +126,12 @@ def _check_opens(folder: Path, given: str) -> None:
         names = []
     model = _class(names[0]) if names and isinstance(names[0], str) else None
     if model is None:
-        logger.warning(
-            "it was not tried whether from_pretrained() opens the folder: %s",
+        why = (
             f"transformers has no {names[0]!r} here"
             if names
-            else "its configuration names no model",
+            else "its configuration names no model"
         )
+        logger.warning("it was not tried whether from_pretrained() opens the folder: %s", why)
         return
     try:
         _, report = model.from_pretrained(

@@ -206,18 +206,15 @@ def _call(
         context.refuse(path, error)
         raise
     try:
-        context.submit(save, functools.partial(_planning_of, context.planner, planner))
+        context.submit(
+            save,
+            lambda it: _planning(context.planner, planner, state_to_plan(it), str(it.directory())),
+        )
     except BaseException as error:  # an interrupt: the planning thread may not have the save
         save.fail(save.record_error(error))
         save.end()
         raise
     return save
-
-
-def _planning_of(
-    default: PlanCache, planner: SavePlanner | None, save: SaveOperation
-) -> SavePlanning:
-    return _planning(default, planner, state_to_plan(save), str(save.directory()))
 
 
 def _planning(

@@ -270,7 +270,7 @@ def warn_if_shared() -> None:
         return
     if dist.get_world_size() == 1 or dist.get_backend(dist.group.WORLD) != "gloo":
         return
-    if _is_another_group_there():
+    if len(dist.distributed_c10d._world.pg_map) > 1:  # it may have passed another one to DCP
         return
     _warned = True
     warnings.warn(
@@ -280,11 +280,6 @@ def warn_if_shared() -> None:
         "dcp_datastates.async_save, which brings its own.",
         stacklevel=3,
     )
-
-
-def _is_another_group_there() -> bool:
-    """Whether the job has another group than the default one, which it may have passed to DCP."""
-    return len(dist.distributed_c10d._world.pg_map) > 1
 
 
 # ---- the metadata that DCP is given --------------------------------------------------------------

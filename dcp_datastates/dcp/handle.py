@@ -96,5 +96,10 @@ class SaveHandle(AsyncSaveResponse):
         refuse_in_child("SaveHandle.give_up()")
         self._save.give_up(why)
 
+    @property
+    def doing(self) -> str:
+        """What the save is doing or waiting for, or what came of it, in words; for people."""
+        return self._save.doing
+
     def __repr__(self) -> str:
-        return f"SaveHandle({str(self._save.path)!r}, {self._save.doing})"
+        return f"SaveHandle({str(self._save.path)!r}, {self.doing})"

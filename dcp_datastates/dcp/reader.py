@@ -266,6 +266,11 @@ class DataStatesReader(StorageReader):
             wrappers.load()
         read(tensors)
 
+    def __repr__(self) -> str:
+        load = self._present
+        loads = "no load yet" if load is None else f"has opened {load.stored.table.note.attempt}"
+        return f"DataStatesReader({self.checkpoint_id!r}, {loads})"
+
     def _check_unread(self, load: _Load, asked: set[str]) -> None:
         self._say_unread(load, unread(load.stored, asked))
 

@@ -371,6 +371,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     ) -> Location:
         return writable(path, self.config, self._alone, below, self._storage_options)
 
+    def __repr__(self) -> str:
+        newest = self._saves.newest
+        saves = "no save yet" if newest is None else f"newest save: {newest.path}, {newest.doing}"
+        return f"DataStatesWriter({self.checkpoint_id!r}, {'closed, ' * self._closed}{saves})"
+
     def __reduce__(self) -> Any:
         raise ConfigurationError(
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "

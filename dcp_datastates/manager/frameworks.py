@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, cast
 
@@ -20,6 +19,7 @@ from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.tested import minor
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
@@ -56,18 +56,9 @@ def needed(package: str, library: str, install: str) -> Iterator[None]:
 def tell_if_untested(name: str, version: str) -> None:
     """Log a warning if the release of a framework differs from the tested one, by major and minor number."""
     tested = TESTED_FRAMEWORKS[name]
-    if _minor(version) != _minor(tested):
-        logger.log(
-            once_per_job(logging.WARNING),
-            "%s %s is another release than the one that dcp_datastates was tested with (%s)",
-            name,
-            version,
-            tested,
-        )
-
-
-def _minor(version: str) -> list[str]:
-    return re.findall(r"\d+", version)[:2]
+    if minor(version) != minor(tested):
+        text = "%s %s is another release than the one that dcp_datastates was tested with (%s)"
+        logger.log(once_per_job(logging.WARNING), text, name, version, tested)
 
 
 _FILES: Final = "files"

@@ -434,6 +434,13 @@ class CheckpointManager:
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))
             self._writer.close()
 
+    def __repr__(self) -> str:
+        saves, newest = self._saves.in_flight(), self._saves.newest_commit
+        newest = next((each.path for each in saves[::-1] if each.doing == "committed"), newest)
+        flying = [each for each in saves if not each.doing.startswith(("committed", "failed"))]
+        found = f"newest commit: {newest and newest.name}, in flight: {flying}"
+        return f"CheckpointManager({str(self.root)!r}, {found}{', closed' * self._closed})"
+
     def __enter__(self) -> CheckpointManager:
         return self
 

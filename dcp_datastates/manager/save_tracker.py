@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.config import check_count
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import enter
@@ -48,20 +49,12 @@ class _Waiting:
 
 
 def most_failures(given: MaxFailures, max_in_flight: int) -> int | None:
-    """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them.
-
-    Raises :class:`ConfigurationError`.
-    """
+    """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them."""
     if given == "auto":
         return max(_MOST_FAILURES, max_in_flight + 1)
-    return given if given is None else parse_count("max_failures", given, "; None for no limit")
-
-
-def parse_count(name: str, value: Any, more: str = "") -> int:
-    """``value``; raises :class:`ConfigurationError`, with ``more``, unless it is a whole number, 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number, 1 or more{more}")
-    return value
+    return (
+        given if given is None else check_count("max_failures", given, more="; None for no limit")
+    )
 
 
 def is_committed(handle: SaveHandle | None) -> bool | None:

@@ -54,8 +54,8 @@ def enter(call: str) -> None:
 
 
 def public(call: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function the ``call`` of the API: :func:`enter` comes first (not without a name: a child may make the
-    call), and the traceback of an error of this package ends here.
+    """Make a function the ``call`` of the API: :func:`enter` comes first (without a name, a child may make the call),
+    and the traceback of an error of this package ends here.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

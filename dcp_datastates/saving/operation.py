@@ -365,11 +365,12 @@ class SaveOperation:
 
     def _told(self, committed: Future[None]) -> None:
         self._store = None
-        self.doing = "over"
-        if (error := self.committed.peek()) is not None:
+        error = self.committed.peek()
+        self.doing = "committed" if error is None else f"failed: {type(error).__name__}: {error}"
+        if error is not None:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
-            conclude(record, self.committed.peek())
+            conclude(record, error)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name
