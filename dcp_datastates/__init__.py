@@ -117,8 +117,8 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     modules = {name for name, each in globals().items() if isinstance(each, _ModuleType)}
-    here = {name for name in globals() if not name.startswith("_")} - modules
-    return sorted({*here, *_PLACES, "errors", "__doc__", "__file__", "__path__", "__version__"})
+    public = {name for name in {*globals(), *_PLACES} - modules if not name.startswith("_")}
+    return sorted({*public, "errors", "__doc__", "__file__", "__path__", "__version__"})
 
 
 def _ram_store(root: str) -> "_ObjectStore":

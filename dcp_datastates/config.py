@@ -114,7 +114,7 @@ def parse_duration(duration: float | str, *, name: str = "duration") -> float:
     Raises :class:`ConfigurationError`, naming the option ``name``, for anything else, and for 0.
     """
     seconds = math.nan
-    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+    if _is_number(duration):
         seconds = float(duration)
     elif isinstance(duration, str) and (match := _SIZE.fullmatch(duration)):
         seconds = float(match[1]) * _SECONDS.get(match[2].upper(), math.nan)
@@ -150,21 +150,19 @@ def _one_of(name: str, value: Any, kind: Any) -> Any:
 
 
 def _seconds(name: str, value: Any, least: float, most: float, why: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not least <= value <= most
-    ):
-        raise ConfigurationError(
-            f"{name}={value!r} must be seconds between {least:g} and {most:g}: {why}"
-        )
+    if not _is_number(value) or not least <= value <= most:
+        text = f"{name}={value!r} must be seconds between {least:g} and {most:g}: {why}"
+        raise ConfigurationError(text)
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _reads(name: str, value: Any) -> Any:
     words = get_args(get_args(Reads)[0])
-    if value in words or (type(value) in (int, float) and 0 <= value <= MAX_READS_SECONDS):
+    if value in words or (_is_number(value) and 0 <= value <= MAX_READS_SECONDS):
         return value
     raise ConfigurationError(
         f"{name}={value!r} is not an option; choose one of {', '.join(map(repr, words))}, or the seconds (0 to "
@@ -184,10 +182,8 @@ def check_count(
 ) -> int:
     """The count; raises :class:`ConfigurationError`, with ``more``, if the option ``name`` is none or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        kind = (
-            f"an int between {least} and {most}" if most < math.inf else "a whole number, 1 or more"
-        )
-        raise ConfigurationError(f"{name}={value!r} must be {kind}{more}")
+        bounds = f", {least} or more" if most == math.inf else f" between {least} and {most}"
+        raise ConfigurationError(f"{name}={value!r} must be an int{bounds}{more}")
     return value
 
 

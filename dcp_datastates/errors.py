@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 
 from dcp_datastates.text import printable
 
-logger = logging.getLogger(__name__)
-
 
 class DataStatesError(Exception):
     """Base of all errors of this package. Its text has escapes for control characters in names."""
@@ -169,7 +167,7 @@ def brief(error: DataStatesError) -> DataStatesError:
     """``error``, to be raised again from a call of the API: without the frames that it came through, and without what
     led to it if its text says that. The log has the whole traceback, at the level DEBUG.
     """
-    logger.debug("a call raised", exc_info=error)
+    logging.getLogger(__name__).debug("a call raised", exc_info=error)
     led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if isinstance(led, (DataStatesError, OSError)) and str(led) in str(error):
         error.__cause__, error.__suppress_context__ = None, True

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal
@@ -236,10 +236,7 @@ def _compare_tensors(
                     _said(one, name),
                     _said(other, name),
                     a.numel(),
-                    apart.differing,
-                    apart.largest,
-                    apart.relative,
-                    apart.nans,
+                    *astuple(apart),
                 )
             )
         done(a.nbytes + b.nbytes)

@@ -96,8 +96,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
 
     def __repr__(self) -> str:
-        options = f"enable_plan_caching={self._caches}, split_replicas={self._split}"
-        return f"{type(self).__name__}({options})"
+        return f"{type(self).__name__}(enable_plan_caching={self._caches}, split_replicas={self._split})"
 
     def take_state(self) -> Mapping[str, Any] | None:
         """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""

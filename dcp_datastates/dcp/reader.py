@@ -199,7 +199,7 @@ class DataStatesReader(StorageReader):
         load.stored.check_attempts(str(attempt) for attempt, _ in noted)
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         if len(plans) > 1:
-            self._check_unread(load, asked)
+            self._say_unread(load, unread(load.stored, asked))
         else:
             load.asked = asked
         for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
@@ -224,7 +224,8 @@ class DataStatesReader(StorageReader):
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
             held = getattr(planner, "state_dict", None)
-            self._check_unread(load, load.asked.union(held if isinstance(held, dict) else ()))
+            asked = load.asked.union(held if isinstance(held, dict) else ())
+            self._say_unread(load, unread(stored, asked))
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
@@ -270,9 +271,6 @@ class DataStatesReader(StorageReader):
         load = self._present
         loads = "no load yet" if load is None else f"has opened {load.stored.table.note.attempt}"
         return f"DataStatesReader({self.checkpoint_id!r}, {loads})"
-
-    def _check_unread(self, load: _Load, asked: set[str]) -> None:
-        self._say_unread(load, unread(load.stored, asked))
 
     def _say_unread(self, load: _Load, left: list[str]) -> None:
         names, alone = self._fit.exclude.others(left), load.asked is not None

@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 _NAME: Final = "dcp_datastates-callbacks"
 
-_POLL_SECONDS: Final = 0.01
-
 _worker = Worker(_NAME)
 _resolving: Final[dict[object, None]] = {}
 """Futures with an outcome, whose callbacks come. No lock: single dict operations are atomic."""
@@ -91,7 +89,7 @@ def finish_callbacks(seconds: float) -> bool:
         return True
     until = time.monotonic() + seconds
     while _resolving and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.01)
     done = threading.Event()
     return not _worker.post(done.set) or done.wait(max(0.0, until - time.monotonic()))
 
