@@ -26,7 +26,7 @@ from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
 from dcp_datastates.loading.session import load_session
 from dcp_datastates.manager.models import names_below
-from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, most_failures
+from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -237,7 +237,7 @@ class BackgroundSaves(SaveTracker):
     """
 
     def __init__(self, options: BackgroundOptions, max_failures: MaxFailures = "auto") -> None:
-        super().__init__(most_failures(max_failures, WriterConfig.checked(**options).max_in_flight))
+        super().__init__(max_failures, max_in_flight=WriterConfig.checked(**options).max_in_flight)
         self._options = options
         self._said: tuple[int, str] | None = None
 

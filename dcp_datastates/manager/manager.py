@@ -25,12 +25,7 @@ from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import (
-    MaxFailures,
-    SaveTracker,
-    is_committed,
-    most_failures,
-)
+from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -143,8 +138,8 @@ class CheckpointManager:
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self._writer = DataStatesWriter(process_group=process_group, **options)
-        most = most_failures(max_failures, self._writer.config.max_in_flight)
-        self._saves = SaveTracker(most, on_save)
+        in_flight = self._writer.config.max_in_flight
+        self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
@@ -435,11 +430,8 @@ class CheckpointManager:
             self._writer.close()
 
     def __repr__(self) -> str:
-        saves, newest = self._saves.in_flight(), self._saves.newest_commit
-        newest = next((each.path for each in saves[::-1] if each.doing == "committed"), newest)
-        flying = [each for each in saves if not each.doing.startswith(("committed", "failed"))]
-        found = f"newest commit: {newest and newest.name}, in flight: {flying}"
-        return f"CheckpointManager({str(self.root)!r}, {found}{', closed' * self._closed})"
+        closed = ", closed" * self._closed
+        return f"CheckpointManager({str(self.root)!r}, {self._saves.standing()}{closed})"
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -82,11 +82,13 @@ class SaveTracker:
 
     def __init__(
         self,
-        max_failures: int | None = None,
+        max_failures: MaxFailures = None,
         on_save: Callable[[int, SaveRecord], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
+        *,
+        max_in_flight: int = 1,
     ) -> None:
-        self.most = max_failures
+        self.most = most_failures(max_failures, max_in_flight)
         self._on_save, self._on_failure = on_save, on_failure
         self._records: list[SaveRecord] = []  # of which the hook is not told yet
         self.deletions = Deletions()
@@ -106,6 +108,13 @@ class SaveTracker:
     def in_flight(self, path: Location | None = None) -> list[SaveHandle]:
         """The saves whose outcome the loop does not know, the oldest first; to ``path``, if there is one."""
         return [handle for save, handle in list(self._open.items()) if path in (None, save.path)]
+
+    def standing(self) -> str:
+        """The newest commit and the saves in flight, in words. Asks nothing, and tells no hook."""
+        saves, newest = self.in_flight(), self.newest_commit
+        newest = next((each.path for each in saves[::-1] if each.doing == "committed"), newest)
+        flying = [each for each in saves if not each.doing.startswith(("committed", "failed"))]
+        return f"newest commit: {newest and newest.name}, in flight: {flying}"
 
     def begin(self, path: Location, call: Callable[[], SaveHandle]) -> SaveHandle:
         """Make ``call``, which begins a save to ``path``: a deletion of ``path`` that waits is cancelled. Raises what

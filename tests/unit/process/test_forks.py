@@ -30,7 +30,7 @@ HARMLESS = {
     *("Keep", "AutoInterval", "PerRank", "RngState", "Trainable"),
     *("SaveHandle", "DataStatesSavePlanner"),  # values
     *("validate_checkpoint_id", "checkpoint_id", "rank_set", "config", "path", "path_of", "root", "interval"),
-    *("close", "failures", "stats", "record", "last_save", "enter", "add", "should_synchronize_after_execute"),
+    *("close", "failures", "stats", "record", "doing", "last_save", "enter", "add", "should_synchronize_after_execute"),
     *("captured", "committed", "archived", "staging_completion", "upload_completion"),  # futures, which are asked below
     *("prepare_local_plan", "prepare_global_plan", "write_data", "finish"),  # DCP has made other calls before
 }
