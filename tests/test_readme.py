@@ -18,6 +18,7 @@ from support.commands import (
 from support.jobs.scripts import run_program
 
 import dcp_datastates as ds
+from dcp_datastates import results as of_calls
 
 SECURITY = (ROOT / "SECURITY.md").read_text()
 QUICK_START = "Quick start"
@@ -70,8 +71,15 @@ def test_every_test_that_shows_a_promise_is_there(named):
 def test_the_reference_has_every_public_name():
     pages = (ROOT / "docs/reference").glob("*.md")
     text = "".join(page.read_text() for page in pages)
-    found = re.findall(r"^::: dcp_datastates\.(\w+)$", text, re.MULTILINE)
-    assert sorted(found) == sorted(ds.__all__)
+    found = re.findall(r"^::: dcp_datastates\.((?:errors\.|results\.)?\w+)$", text, re.MULTILINE)
+    errors = {
+        f"errors.{name}"
+        for name, value in vars(ds.errors).items()
+        if isinstance(value, type) and issubclass(value, ds.errors.DataStatesError)
+    }
+    results = {f"results.{name}" for name in of_calls.__all__}
+    public = {name for name in dir(ds) if not name.startswith("_")} - {"errors"}
+    assert sorted(found) == sorted(public | errors | results)
 
 
 @pytest.mark.parametrize("document", documents())
@@ -81,8 +89,8 @@ def test_names_in_documents_exist(document):
     errors = re.findall(r"\b((?:[A-Z][a-z]+)+(?:Error|Skipped|Unknown))\b", text)
     ours = [name for name in errors if not hasattr(builtins, name)]
     modules = {path.stem for path in (ROOT / "dcp_datastates").iterdir()}
-    missing = {name for name in [*called, *ours] if not hasattr(ds, name) and name not in modules}
-    assert not missing
+    known = {*dir(ds), *vars(ds.errors), *modules}
+    assert not {*called, *ours} - known
 
 
 def test_commands_in_documents_exist():

@@ -87,7 +87,7 @@ def _ours(**options: Any) -> Callable[[State], Save]:
 
         def save(path: Path) -> Started:
             handle = ds.async_save(
-                _nested(state), path, planner=planner, read_window="immediate", **options
+                _nested(state), path, planner=planner, reads="immediate", **options
             )
             return Started(handle.result, gate=lambda: handle.stats.gate_seconds)
 
@@ -101,7 +101,7 @@ def _ours_by_dcp(planner: Callable[[], Any]) -> Callable[[State], Save]:
         kept = planner()
 
         def save(path: Path) -> Started:
-            writer = ds.DataStatesWriter(path, read_window="immediate")
+            writer = ds.DataStatesWriter(path, reads="immediate")
             future: Any = dcp.async_save(_nested(state), storage_writer=writer, planner=kept)
 
             def gate() -> float:

@@ -26,7 +26,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.process.futures import SharedFuture
-from dcp_datastates.stats import Timeline
+from dcp_datastates.results import Timeline
 from dcp_datastates.storage import (
     attempts,
     claims,

@@ -59,7 +59,7 @@ class Save:
 def train(job: Job, run: Run, checkpoints: Path, tell: Callable[[Run], None]) -> None:
     """Save after every iteration; each save waits for the one before."""
     group = dist.new_group(backend="gloo")  # stock must not share the group that trains
-    manager = CheckpointManager(checkpoints, every=1, keep=RETAINED, strict=True)
+    manager = CheckpointManager(checkpoints, every=1, keep=RETAINED, max_failures=1)
     state = {"model": job.model, "optimizer": job.optimizer, "schedule": job.schedule}
     if run.phase == "resumed":
         run.resumed_from = manager.restore_latest(state) or 0

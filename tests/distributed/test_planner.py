@@ -44,13 +44,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import (
-    ConfigurationError,
-    DataStatesError,
-    DataStatesReader,
-    DataStatesSavePlanner,
-    DataStatesWriter,
-)
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 
 
 def _everything(path):

@@ -6,12 +6,11 @@ import json
 
 import pytest
 import torch
+from dcp_datastates.results import PHASES
 from support.commands import run_cli
 from support.state.checkpoints import save
 from support.state.files import flip_bit
 from support.state.metadata import decision_of, rewritten
-
-from dcp_datastates.stats import PHASES
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from dcp_datastates.results import SaveStats
 from support.state.checkpoints import CACHE
 from support.state.plans import item, thing
 
@@ -15,7 +16,6 @@ from dcp_datastates.errors import DataStatesError, UnsupportedStateError, Unsupp
 from dcp_datastates.io import engine
 from dcp_datastates.saving.write import Sources, write_job
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.stats import SaveStats
 
 
 class _Planning:
