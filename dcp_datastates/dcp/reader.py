@@ -269,7 +269,9 @@ class DataStatesReader(StorageReader):
 
     def __repr__(self) -> str:
         load = self._present
-        loads = "no load yet" if load is None else f"has opened {load.stored.table.note.attempt.name}"
+        loads = (
+            "no load yet" if load is None else f"has opened {load.stored.table.note.attempt.name}"
+        )
         return f"DataStatesReader({self.checkpoint_id!r}, {loads})"
 
     def _say_unread(self, load: _Load, left: list[str]) -> None:

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dcp_datastates.results import LOAD_PHASES, PHASES
 from support.crashes.failing import armed_on
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
@@ -19,6 +18,7 @@ import dcp_datastates
 from dcp_datastates import CheckpointManager
 from dcp_datastates.errors import CheckpointSkipped, DataStatesError
 from dcp_datastates.monitoring import trace_of
+from dcp_datastates.results import LOAD_PHASES, PHASES
 
 
 def _state():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from dcp_datastates.results import SaveStats
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,6 +30,7 @@ from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write

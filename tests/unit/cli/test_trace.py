@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from dcp_datastates.results import PHASES
 from support.commands import run_cli
 from support.state.checkpoints import save
 from support.state.files import flip_bit
 from support.state.metadata import decision_of, rewritten
+
+from dcp_datastates.results import PHASES
 
 
 @pytest.fixture

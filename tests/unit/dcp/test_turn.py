@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from dcp_datastates.results import SaveStats
 
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp import turn
 from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 

@@ -6,9 +6,9 @@ import dataclasses
 import json
 
 import pytest
-from dcp_datastates.results import PHASES, SaveRecord
 
 from dcp_datastates.format.save_trace import ENTRY_BYTES, join, pack, records
+from dcp_datastates.results import PHASES, SaveRecord
 
 PACKED = list(PHASES)[:7]
 

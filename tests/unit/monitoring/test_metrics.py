@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dcp_datastates.results import LOAD_PHASES, PHASES, SaveStats
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -26,6 +25,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.monitoring import register_metrics
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.tiers import archive
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from dcp_datastates.results import PHASES, SaveRecord
 from support.state.checkpoints import CACHE, raises, save
 from support.state.metadata import rewritten
 
 import dcp_datastates
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, UnreadableMetadataError
 from dcp_datastates.monitoring import chrome_trace, trace_of
+from dcp_datastates.results import PHASES, SaveRecord
 
 STATE = {"w": torch.arange(100_000.0)}
 

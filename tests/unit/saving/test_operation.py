@@ -7,7 +7,6 @@ from concurrent.futures import wait
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_datastates.results import SaveStats
 from support.crashes.failing import armed
 from support.jobs.scripts import run_script
 from support.state.checkpoints import CACHE, async_save, save, writer
@@ -19,6 +18,7 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import StorageError
 from dcp_datastates.io.engine import engine
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from dcp_datastates.results import SaveStats, Timeline
 
 from dcp_datastates.errors import CheckpointSkipped, SaveFailedError, StorageError
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.results import SaveStats, Timeline
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 
 PATH = Path("/ckpt/step-7")

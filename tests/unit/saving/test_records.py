@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from dcp_datastates.results import PHASES, SaveStats, Timeline
 from support.crashes.failing import armed
 from support.state.checkpoints import CACHE, async_save, save, writer
 from support.state.metadata import parts_of
@@ -28,6 +27,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import PHASES, SaveStats, Timeline
 from dcp_datastates.saving import start
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
