@@ -29,7 +29,7 @@ PROGRAMS = {
     for block in blocks(document)
     if block.language == "python"
 }
-RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/recipes.md", FSDP1)}
+RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/index.md", FSDP1)}
 """Which ``test_examples.py`` runs."""
 
 
@@ -46,7 +46,7 @@ def test_the_programs_that_the_examples_run_are_printed():
 
 @pytest.mark.parametrize(("document", "heading"), sorted(PROGRAMS - RUN_BY_EXAMPLES))
 def test_all_other_programs_run(document, heading, tmp_path):
-    if document == "docs/megatron.md":
+    if document == "integration/megatron/README.md":
         pytest.importorskip("megatron.core")
     run_program(program(heading, document), tmp_path, timeout=150).assert_clean()
 
@@ -94,7 +94,7 @@ def test_commands_in_documents_exist():
 
 
 def test_the_table_of_functions_names_what_they_take():
-    for name, *_ in table_cells("docs/api.md", "name"):
+    for name, *_ in table_cells("docs/reference/api.md", "name"):
         for call in re.findall(r"`(\w+(?:\(.*?\))?)`", name):
             function, _, rest = call.partition("(")
             taken = inspect.signature(getattr(ds, function)).parameters
@@ -107,7 +107,7 @@ def test_the_table_of_functions_names_what_they_take():
 
 def test_options_and_their_defaults_are_those_of_the_writer():
     taken = inspect.signature(ds.DataStatesWriter).parameters
-    for option, default, *_ in table_cells("docs/api.md", "option"):
+    for option, default, *_ in table_cells("docs/reference/api.md", "option"):
         name = option.strip("`")
         assert name in taken, f"the writer has no option {name}"
         if default.startswith("`"):
