@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 _FIGURE = re.compile(
-    r"(?P<printed>-?[\d,]*\.?\d+)[^\d|<\n]*"
+    r"(?P<printed>-?[\d,]*\.?\d+)[^\d|<]*"
     r"<!-- from (?P<file>\S+): (?P<keys>[^*]+?)(?: \* (?P<factor>\S+))? -->"
 )
 _MARK = "<!-- from "
