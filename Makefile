@@ -62,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test \
-    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
+    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs look clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
@@ -88,6 +88,7 @@ help:
 	@echo "make tidy             static analysis of all C++"
 	@echo "make format           rewrite the sources in the house format"
 	@echo "make docs             the documents and the API reference as a site: build/docs/index.html"
+	@echo "make look             pictures of the site in a browser: build/docs/screens (needs Chromium)"
 	@echo "make dist             a wheel and an sdist in dist/, and a look at what they hold"
 	@echo "make wheel            the same, and each saves and loads in an empty environment"
 	@echo "make clean            remove .venv and build/"
@@ -265,7 +266,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
-    $(wildcard examples/*.py) dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
+    $(wildcard docs/*.css docs/design/*.svg examples/*.py) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs
@@ -273,6 +274,10 @@ docs: $(VENV)/docs
 	mkdir -p build/docs-source
 	cp --parents $(DOCUMENTS) build/docs-source
 	$(BIN)/python -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+
+# The site in a browser, on a desk and on a telephone: pictures in build/docs/screens. It needs Chromium.
+look: docs
+	$(BIN)/python docs/look.py
 
 # --- set-up -------------------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ def test_fsdp1_goes_on_with_equal_losses_after_a_kill_and_without_fsdp(tmp_path)
     for line in (DDP_LINE, SPARSELY, ROUNDED):
         assert line in QUICK_START
     exact = QUICK_START.replace(SPARSELY, "if True:").replace(ROUNDED, "{loss.item()}")
-    fsdp1 = exact.replace(DDP_LINE, program("FSDP1", "docs/recipes.md"))
+    fsdp1 = exact.replace(DDP_LINE, program("FSDP1", "docs/index.md"))
 
     def train(name, text, steps, world):
         """Run the program to ``steps`` in a directory of this name."""

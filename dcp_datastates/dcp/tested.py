@@ -18,7 +18,7 @@ TESTED: Final = (
     "2.13.0",
     "2.15.0",
 )
-"""Oldest first. docs/status.md lists what was run with each, and when."""
+"""Oldest first. docs/limits.md#tested-versions lists what was run with each, and when."""
 
 
 def tell_if_untested(version: str) -> None:

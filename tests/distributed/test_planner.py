@@ -25,16 +25,7 @@ from support.state.checkpoints import (
     raises,
     zeros,
 )
-from support.state.planners import (
-    SMALL,
-    own_step,
-    owned,
-    save_by,
-    saver,
-    spied,
-    spy,
-    state_of,
-)
+from support.state.planners import SMALL, own_step, owned, save_by, saver, spied, spy, state_of
 from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
