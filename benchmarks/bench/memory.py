@@ -73,6 +73,8 @@ def _row(saver: Saver, case: str, scale: float, directory: Path) -> Row:
         found = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
         row.error = found.pop("error", "" if found else f"the process ended with {done.returncode}")
         row.samples = [found] if found else []
+    except subprocess.TimeoutExpired:
+        row.error = f"not done after {MOST_SECONDS} s"
     except Exception as error:
         row.error = describe_error(error)
     return row
