@@ -62,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test \
-    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
+    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs look clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
@@ -71,6 +71,7 @@ help:
 	@echo "  make demo             train on 4 ranks, save every iteration, kill, resume on 2; beside stock's saves: 2 minutes"
 	@echo "  make install          what 'make test' needs, in .venv"
 	@echo "  make docs             the documents and the API reference as a site: build/docs/index.html"
+	@echo "  make look             pictures of the site in a browser: build/docs/screens (needs Chromium)"
 	@echo "  make clean            remove .venv and build/"
 	@echo
 	@echo "Test it"
@@ -275,7 +276,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
-    $(wildcard examples/*) dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
+    $(wildcard docs/*.css docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs
@@ -283,6 +284,10 @@ docs: $(VENV)/docs
 	mkdir -p build/docs-source
 	cp --parents $(DOCUMENTS) build/docs-source
 	$(BIN)/python -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+
+# The site in a browser, on a desk and on a telephone: pictures in build/docs/screens. It needs Chromium.
+look: docs
+	$(BIN)/python docs/look.py
 
 # --- set-up -------------------------------------------------------------------------------------
 

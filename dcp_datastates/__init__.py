@@ -1,145 +1,92 @@
-"""Lazy asynchronous checkpointing for ``torch.distributed.checkpoint``, after DataStates-LLM.
+"""Lazy asynchronous checkpointing for ``torch.distributed.checkpoint`` (DCP), after DataStates-LLM.
 
-``DataStatesWriter`` and ``DataStatesReader`` are a storage backend for DCP. Importing the package
-registers one hook before every ``Optimizer.step()``, which costs nothing while no save is in flight.
-What a save does not need (loads, checkpoints, the manager, conversion, tiers) is imported when it is first used.
+Save and load
+    async_save              save while training continues; returns a SaveHandle
+    SaveHandle              waits for the save, and knows what came of it
+    save                    save, and return when the checkpoint is committed
+    load                    fill a state in place, or return all that was saved
+    track                   name an optimizer before its first step
+    prime                   plan the first save before it
+
+Training loops
+    CheckpointManager       saves when one is due, deletes, stops at signals, resumes
+    Keep                    the rules by which it and retain() keep checkpoints
+    AutoInterval            saves as often as the costs of a save allow
+    PerRank, RngState       values that differ between ranks
+    Trainable               a model of which only the trained parameters are saved
+
+Checkpoints
+    latest                  the newest one below a directory that can be loaded
+    inspect, verify         describe what is there; check every byte
+    retain, delete          delete old ones; delete one
+    pin, unpin              keep one from deletion
+    copy, convert, diff     copy; change the format; compare two
+
+Within DCP's own functions
+    DataStatesWriter        storage_writer= of its save() and async_save()
+    DataStatesReader        storage_reader= of its load()
+    DataStatesSavePlanner   planner= of both
+
+The process
+    errors                  the module of all errors: errors.DataStatesError is the base
+    on_save, on_load        call a function with the record of each save or load
+    configure_engine        threads, and limits of their rates
+    configure_ram           the memory of nodes that ram:// uses
+
+``help(dcp_datastates.save)``, and so on, has the arguments. What functions return is in ``dcp_datastates.results``.
+
+Importing the package registers one hook before every ``Optimizer.step()``, which costs nothing while no save is in
+flight. What a save does not need is imported when it is first used.
 """
 
-import importlib
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from dcp_datastates.config import parse_size
-from dcp_datastates.dcp.async_save import async_save, prime, save
-from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.planner import DataStatesSavePlanner
-from dcp_datastates.dcp.writer import DataStatesWriter
-from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CheckpointReplacedError,
-    CheckpointSkipped,
-    CheckpointSupersededError,
-    CommitOutcomeUnknown,
-    ConfigurationError,
-    DataStatesError,
-    ForeignCheckpointError,
-    ForkedProcessError,
-    IncompatibleStateError,
-    NoAnswerError,
-    RankLostError,
-    ReplicasDifferError,
-    SaveAbandonedError,
-    SaveFailedError,
-    SaveStalledError,
-    SnapshotTornError,
-    StorageError,
-    UnreadableMetadataError,
-    UnsafeObjectError,
-    UnsupportedStateError,
-    UnsupportedTensorError,
-)
-from dcp_datastates.io.engine import configure_engine
-from dcp_datastates.saving.outcome import on_save
-from dcp_datastates.staging.ownership import track
-from dcp_datastates.stats import LoadRecord, SaveRecord, SaveStats
+from dcp_datastates import errors as errors
+from dcp_datastates.dcp.async_save import async_save as async_save
+from dcp_datastates.dcp.async_save import prime as prime
+from dcp_datastates.dcp.async_save import save as save
+from dcp_datastates.dcp.handle import SaveHandle as SaveHandle
+from dcp_datastates.dcp.planner import DataStatesSavePlanner as DataStatesSavePlanner
+from dcp_datastates.dcp.writer import DataStatesWriter as DataStatesWriter
+from dcp_datastates.io.engine import configure_engine as configure_engine
+from dcp_datastates.saving.outcome import on_save as on_save
+from dcp_datastates.staging.ownership import track as track
 from dcp_datastates.storage.object_path import register as _register
 
-if TYPE_CHECKING:
-    from dcp_datastates.checkpoints.copy import copy
-    from dcp_datastates.checkpoints.delete import delete
-    from dcp_datastates.checkpoints.describe import describe as inspect
-    from dcp_datastates.checkpoints.find import latest
-    from dcp_datastates.checkpoints.keep import Keep
-    from dcp_datastates.checkpoints.pins import pin, unpin
-    from dcp_datastates.checkpoints.retention import retain
-    from dcp_datastates.checkpoints.verify import Damage, Report, verify
-    from dcp_datastates.conversion.compare import Comparison, Difference, diff
-    from dcp_datastates.conversion.convert import Conversion, convert
-    from dcp_datastates.dcp.reader import DataStatesReader
-    from dcp_datastates.loading.load import load
-    from dcp_datastates.loading.record import on_load
-    from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
+if _TYPE_CHECKING:
+    from dcp_datastates.checkpoints.copy import copy as copy
+    from dcp_datastates.checkpoints.delete import delete as delete
+    from dcp_datastates.checkpoints.describe import inspect as inspect
+    from dcp_datastates.checkpoints.find import latest as latest
+    from dcp_datastates.checkpoints.keep import Keep as Keep
+    from dcp_datastates.checkpoints.pins import pin as pin
+    from dcp_datastates.checkpoints.pins import unpin as unpin
+    from dcp_datastates.checkpoints.retention import retain as retain
+    from dcp_datastates.checkpoints.verify import verify as verify
+    from dcp_datastates.conversion.compare import diff as diff
+    from dcp_datastates.conversion.convert import convert as convert
+    from dcp_datastates.dcp.reader import DataStatesReader as DataStatesReader
+    from dcp_datastates.loading.load import load as load
+    from dcp_datastates.loading.record import on_load as on_load
+    from dcp_datastates.manager import AutoInterval as AutoInterval
+    from dcp_datastates.manager import CheckpointManager as CheckpointManager
+    from dcp_datastates.manager import PerRank as PerRank
+    from dcp_datastates.manager import RngState as RngState
+    from dcp_datastates.manager import Trainable as Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
-    from dcp_datastates.tiers.ram_nodes import configure_ram
-
-__all__ = [
-    "AutoInterval",
-    "CheckpointCorruptError",
-    "CheckpointExistsError",
-    "CheckpointManager",
-    "CheckpointNotFoundError",
-    "CheckpointReplacedError",
-    "CheckpointSkipped",
-    "CheckpointSupersededError",
-    "CommitOutcomeUnknown",
-    "Comparison",
-    "ConfigurationError",
-    "Conversion",
-    "Damage",
-    "DataStatesError",
-    "DataStatesReader",
-    "DataStatesSavePlanner",
-    "DataStatesWriter",
-    "Difference",
-    "ForeignCheckpointError",
-    "ForkedProcessError",
-    "IncompatibleStateError",
-    "Keep",
-    "LoadRecord",
-    "NoAnswerError",
-    "PerRank",
-    "RankLostError",
-    "ReplicasDifferError",
-    "Report",
-    "RngState",
-    "SaveAbandonedError",
-    "SaveFailedError",
-    "SaveHandle",
-    "SaveRecord",
-    "SaveStalledError",
-    "SaveStats",
-    "SnapshotTornError",
-    "StorageError",
-    "Trainable",
-    "UnreadableMetadataError",
-    "UnsafeObjectError",
-    "UnsupportedStateError",
-    "UnsupportedTensorError",
-    "async_save",
-    "configure_engine",
-    "configure_ram",
-    "convert",
-    "copy",
-    "delete",
-    "diff",
-    "inspect",
-    "latest",
-    "load",
-    "on_load",
-    "on_save",
-    "parse_size",
-    "pin",
-    "prime",
-    "retain",
-    "save",
-    "track",
-    "unpin",
-    "verify",
-]
+    from dcp_datastates.tiers.ram_nodes import configure_ram as configure_ram
 
 _PLACES = {
     "AutoInterval": "manager.AutoInterval",
     "CheckpointManager": "manager.CheckpointManager",
-    "Comparison": "conversion.compare.Comparison",
-    "Conversion": "conversion.convert.Conversion",
     "DataStatesReader": "dcp.reader.DataStatesReader",
-    "Damage": "checkpoints.verify.Damage",
-    "Difference": "conversion.compare.Difference",
     "Keep": "checkpoints.keep.Keep",
     "PerRank": "manager.PerRank",
-    "Report": "checkpoints.verify.Report",
     "RngState": "manager.RngState",
     "Trainable": "manager.Trainable",
     "configure_ram": "tiers.ram_nodes.configure_ram",
@@ -147,7 +94,7 @@ _PLACES = {
     "copy": "checkpoints.copy.copy",
     "delete": "checkpoints.delete.delete",
     "diff": "conversion.compare.diff",
-    "inspect": "checkpoints.describe.describe",
+    "inspect": "checkpoints.describe.inspect",
     "latest": "checkpoints.find.latest",
     "load": "loading.load.load",
     "on_load": "loading.record.on_load",
@@ -156,20 +103,22 @@ _PLACES = {
     "unpin": "checkpoints.pins.unpin",
     "verify": "checkpoints.verify.verify",
 }
-"""Of what is imported when it is first used."""
+"""Of what is imported when it is first used. There is no ``__all__``: ``help()`` would print each object of it."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     module, _, attribute = _PLACES.get(name, "").rpartition(".")
     if not module:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    found = getattr(_importlib.import_module(f"{__name__}.{module}"), attribute)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    modules = {name for name, each in globals().items() if isinstance(each, _ModuleType)}
+    public = {name for name in {*globals(), *_PLACES} - modules if not name.startswith("_")}
+    return sorted({*public, "errors", "__doc__", "__file__", "__path__", "__version__"})
 
 
 def _ram_store(root: str) -> "_ObjectStore":
@@ -181,6 +130,6 @@ def _ram_store(root: str) -> "_ObjectStore":
 _register("ram", _ram_store)
 
 try:
-    __version__ = version("dcp_datastates")
-except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = _version("dcp_datastates")
+except _PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"

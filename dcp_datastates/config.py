@@ -14,17 +14,18 @@ from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
-Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
-ReadWindow = Literal["backward", "immediate"]
+Reads = Literal["backward", "immediate", "all", "blocking"] | float
+"""When a save reads its tensors; :class:`~dcp_datastates.DataStatesWriter` documents it."""
+
 OnNan = Literal["warn", "refuse"]
 WhenBehind = Literal["wait", "skip"]
 
 EAGER_BELOW_BYTES = 64 * 1024
 """Tensors smaller than this are copied at the call: below it, a copy costs less than a deferral."""
 
-MAX_READ_DEADLINE = 3600.0
-"""Longest ``read_deadline``, in seconds. Every save must end, also one whose backward pass never comes."""
+MAX_READS_SECONDS = 3600.0
+"""Longest wait for a backward pass. Every save must end, also one whose backward pass never comes."""
 
 MIN_COMMIT_TIMEOUT = 1.0
 """Shortest ``commit_timeout``, in seconds: ranks hear of each other once a second."""
@@ -36,7 +37,6 @@ MAX_IN_FLIGHT = 32
 """Most saves that may be in flight together."""
 
 MAX_THREADS = 256
-"""Most threads of one kind."""
 
 MIN_COPY_RATE = 64 << 20
 """Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
@@ -114,7 +114,7 @@ def parse_duration(duration: float | str, *, name: str = "duration") -> float:
     Raises :class:`ConfigurationError`, naming the option ``name``, for anything else, and for 0.
     """
     seconds = math.nan
-    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+    if _is_number(duration):
         seconds = float(duration)
     elif isinstance(duration, str) and (match := _SIZE.fullmatch(duration)):
         seconds = float(match[1]) * _SECONDS.get(match[2].upper(), math.nan)
@@ -150,16 +150,24 @@ def _one_of(name: str, value: Any, kind: Any) -> Any:
 
 
 def _seconds(name: str, value: Any, least: float, most: float, why: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not least <= value <= most
-    ):
-        raise ConfigurationError(
-            f"{name}={value!r} must be seconds between {least:g} and {most:g}: {why}"
-        )
+    if not _is_number(value) or not least <= value <= most:
+        text = f"{name}={value!r} must be seconds between {least:g} and {most:g}: {why}"
+        raise ConfigurationError(text)
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _reads(name: str, value: Any) -> Any:
+    words = get_args(get_args(Reads)[0])
+    if value in words or (_is_number(value) and 0 <= value <= MAX_READS_SECONDS):
+        return value
+    raise ConfigurationError(
+        f"{name}={value!r} is not an option; choose one of {', '.join(map(repr, words))}, or the seconds (0 to "
+        f"{MAX_READS_SECONDS:g}) for which reads wait for a backward pass"
+    )
 
 
 def parse_flag(name: str, value: Any) -> bool:
@@ -169,10 +177,13 @@ def parse_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_count(name: str, value: Any, most: int, least: int = 1) -> int:
-    """The count; raises :class:`ConfigurationError` if the option ``name`` is none, or out of bounds."""
+def check_count(
+    name: str, value: Any, most: float = math.inf, least: int = 1, more: str = ""
+) -> int:
+    """The count; raises :class:`ConfigurationError`, with ``more``, if the option ``name`` is none or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigurationError(f"{name}={value!r} must be an int between {least} and {most}")
+        bounds = f", {least} or more" if most == math.inf else f" between {least} and {most}"
+        raise ConfigurationError(f"{name}={value!r} must be an int{bounds}{more}")
     return value
 
 
@@ -211,9 +222,7 @@ class BackgroundOptions(TypedDict, total=False):
     """The :class:`WriterOptions` of saves that a framework starts; it determines the others."""
 
     host_cache_size: int | str
-    read_window: ReadWindow
-    read_deadline: float
-    defer: Defer
+    reads: Reads
     commit_timeout: float
     exit_timeout: float
     max_in_flight: int
@@ -237,9 +246,7 @@ class WriterConfig:
     host_cache_bytes: int
     cache_grows: bool = False
     """Whether the cache grows to the size of a state on devices: with ``host_cache_size="auto"``."""
-    read_window: ReadWindow = "backward"
-    read_deadline: float = 1.0
-    defer: Defer = "owned"
+    reads: Reads = "backward"
     overwrite: bool = True
     commit_timeout: float = 300.0
     exit_timeout: float = 600.0
@@ -247,6 +254,13 @@ class WriterConfig:
     when_behind: WhenBehind = "wait"
     audit: bool = False
     on_nan: OnNan = "warn"
+
+    @property
+    def read_deadline(self) -> float:
+        """The seconds after the call at which reads begin at the latest."""
+        if isinstance(self.reads, str):
+            return 1.0 if self.reads == "backward" else 0.0
+        return self.reads
 
     @staticmethod
     def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
@@ -258,14 +272,7 @@ class WriterConfig:
 
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
-    "read_window": partial(_one_of, kind=ReadWindow),
-    "read_deadline": partial(
-        _seconds,
-        least=0,
-        most=MAX_READ_DEADLINE,
-        why="reads that wait for longer hold up the commit",
-    ),
-    "defer": partial(_one_of, kind=Defer),
+    "reads": _reads,
     "overwrite": parse_flag,
     "commit_timeout": partial(
         _seconds,

@@ -7,6 +7,7 @@ programs expect for its cause. Inside DCP's collectives they arrive wrapped in D
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterable, Mapping
 
@@ -160,3 +161,14 @@ def release_frames(error: BaseException) -> None:
         seen.add(id(each))
         traceback.clear_frames(each.__traceback__)
         chain += [each.__cause__, each.__context__]
+
+
+def brief(error: DataStatesError) -> DataStatesError:
+    """``error``, to be raised again from a call of the API: without the frames that it came through, and without what
+    led to it if its text says that. The log has the whole traceback, at the level DEBUG.
+    """
+    logging.getLogger(__name__).debug("a call raised", exc_info=error)
+    led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if isinstance(led, (DataStatesError, OSError)) and str(led) in str(error):
+        error.__cause__, error.__suppress_context__ = None, True
+    return error.with_traceback(None)

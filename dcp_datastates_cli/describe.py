@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
+from dcp_datastates.checkpoints.describe import Checkpoint, Directory, inspect
 from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, print_json, say
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
-    found = describe(options.path)
+    found = inspect(options.path)
     unjudged = isinstance(found, Directory) and any(each.unjudged for each in found.checkpoints)
     if options.json:  # of many tensors, each takes a while
         print_json(_document(found, options.tensors))

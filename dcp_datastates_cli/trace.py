@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from dcp_datastates.monitoring.trace import chrome_trace, trace_of
-from dcp_datastates.stats import SaveRecord
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.text import columns, count, duration, size
 from dcp_datastates_cli.output import OK, answer
 

@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 _PACKAGE = "dcp_datastates"
+_ERRORS = ("Error", "Skipped", "Unknown")
 _LITERAL = re.compile(r"^::\n+|(?<=\w:):$", re.MULTILINE)
 """The marks before a literal block, which Markdown knows by its indentation."""
 
@@ -29,6 +30,7 @@ def _link(name: str, scope: griffe.Object) -> str:
         target = scope.resolve(name)
     except griffe.NameResolutionError:
         # A full name, or a public one that the module does not import.
-        target = name if name.startswith(("torch.", f"{_PACKAGE}.")) else f"{_PACKAGE}.{name}"
+        place = f"{_PACKAGE}.errors" if name.endswith(_ERRORS) else _PACKAGE
+        target = name if name.startswith(("torch.", f"{_PACKAGE}.")) else f"{place}.{name}"
     label = name.removeprefix(f"{_PACKAGE}.")
     return f'<autoref identifier="{target}" optional><code>{label}</code></autoref>'

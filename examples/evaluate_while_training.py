@@ -26,6 +26,6 @@ while count:
         with torch.no_grad():
             print(f"{path.name}: mean output {model(batch).mean().item():.6f}", flush=True)
         ds.unpin(path, "evaluation")
-    except ds.CheckpointNotFoundError:
+    except ds.errors.CheckpointNotFoundError:
         continue  # the run has deleted it in between
     seen, count = path, count - 1

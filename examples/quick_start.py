@@ -21,27 +21,31 @@ if "RANK" in os.environ:  # started by torchrun
     rank, world = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-state = {"model": model, "optimizer": optimizer, "step": -1}
 
+
+def loss_of(step: int) -> torch.Tensor:
+    data = torch.Generator().manual_seed(step * world + rank)
+    inputs = torch.randn(32, 64, generator=data)
+    labels = torch.randint(10, (32,), generator=data)
+    return F.cross_entropy(model(inputs), labels)
+
+
+state = {"model": model, "optimizer": optimizer, "step": -1}
 keep = ds.Keep(last=3)  # deletes older checkpoints
 with ds.CheckpointManager("ckpt", every=1, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
     done = manager.restore_latest(state)  # whatever the number of ranks that saved it
-    if done is not None:
-        print(f"rank {rank}: going on from {manager.path(done)}")
+    print(f"rank {rank} goes on after step {done}")  # None: there is no checkpoint yet
     for step in range(state["step"] + 1, int(sys.argv[1])):
-        data = torch.Generator().manual_seed(step * world + rank)
-        inputs = torch.randn(32, 64, generator=data)
-        labels = torch.randint(10, (32,), generator=data)
-        loss = F.cross_entropy(model(inputs), labels)
+        loss = loss_of(step)
         loss.backward()  # the previous save's tensors are read from here on
         optimizer.step()  # waits only if one of them has not been read yet
         optimizer.zero_grad()
         state["step"] = step
+        manager.save(step, state)  # returns immediately
+        if manager.stopping:  # a rank got SIGTERM; this step is being saved
+            break
         if step % 20 == 0 and rank == 0:
             print(f"step {step}: loss {loss.item():.3f}, checkpoints of {manager.steps()}")
-        manager.save(step, state)  # returns immediately
-        if manager.stopping:  # a rank got the signal; this step is being saved
-            break
 # the end of the block waits until all is committed
 if dist.is_initialized():
     dist.destroy_process_group()

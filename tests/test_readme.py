@@ -5,31 +5,29 @@ from __future__ import annotations
 import builtins
 import inspect
 import re
+import runpy
 
 import pytest
-from support.commands import (
-    ROOT,
-    blocks,
-    documents,
-    program,
-    run_cli,
-    table_cells,
-)
+from support.commands import ROOT, blocks, documents, program, run_cli, table_cells
 from support.jobs.scripts import run_program
 
 import dcp_datastates as ds
+from dcp_datastates import results as of_calls
 
 SECURITY = (ROOT / "SECURITY.md").read_text()
 QUICK_START = "Quick start"
 FSDP1 = "FSDP1"
 
+MEGATRON = "integration/megatron/README.md"
+PAGES = [*documents(), "benchmarks/README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES += [page.relative_to(ROOT).as_posix() for page in ROOT.glob("integration/*/README.md")]
 PROGRAMS = {
     (block.document, block.heading)
-    for document in documents()
+    for document in [*documents(), MEGATRON]
     for block in blocks(document)
     if block.language == "python"
 }
-RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/recipes.md", FSDP1)}
+RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/index.md", FSDP1)}
 """Which ``test_examples.py`` runs."""
 
 
@@ -40,13 +38,9 @@ def test_the_quick_start_is_an_example():
     assert program(QUICK_START) == "# train.py\n" + rest
 
 
-def test_the_programs_that_the_examples_run_are_printed():
-    assert RUN_BY_EXAMPLES <= PROGRAMS
-
-
 @pytest.mark.parametrize(("document", "heading"), sorted(PROGRAMS - RUN_BY_EXAMPLES))
 def test_all_other_programs_run(document, heading, tmp_path):
-    if document == "docs/megatron.md":
+    if document == MEGATRON:
         pytest.importorskip("megatron.core")
     run_program(program(heading, document), tmp_path, timeout=150).assert_clean()
 
@@ -55,10 +49,36 @@ def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_index_lists_every_page():
+def test_the_pages_are_few_and_the_first_lists_all():
     index = (ROOT / "docs/index.md").read_text()
     listed = {f"docs/{target}" for target in re.findall(r"\]\(([^)#]+\.md)\)", index)}
     assert set(documents()) - {"README.md", "docs/index.md"} <= listed
+    assert len(set(documents()) - {"README.md"}) <= 20
+
+
+def test_pages_that_the_code_names_are_there():
+    sources = [
+        each for room in ("dcp_datastates*", "tests") for each in ROOT.glob(f"{room}/**/*.py")
+    ]
+    named = {
+        page for each in sources for page in re.findall(r"\bdocs/[\w/-]+\.md", each.read_text())
+    }
+    assert len(named) > 5
+    assert {page for page in named if not (ROOT / page).is_file()} == set()
+
+
+def test_figures_are_those_of_the_measurements():
+    figures = runpy.run_path(str(ROOT / "docs/figures.py"))["figures"]
+    found = [figure for page in PAGES for figure in figures((ROOT / page).read_text())]
+    assert len(found) > 80
+    assert [printed for printed, measured in found if printed != measured] == []
+    source = "benchmarks/results/bench-2026-11-25.json: tables > saves.large > facts > raw"
+    assert list(figures(f"3.28 GB/s<!-- from {source} -->")) == [("3.28", "3.27")]
+
+
+def test_the_picture_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs/design/draw_planning.py"))["picture"]()
+    assert (ROOT / "docs/design/planning.svg").read_text() == f"{drawn}\n"
 
 
 @pytest.mark.parametrize("named", sorted(set(re.findall(r"`(tests/[^`]+)`", SECURITY))))
@@ -70,8 +90,15 @@ def test_every_test_that_shows_a_promise_is_there(named):
 def test_the_reference_has_every_public_name():
     pages = (ROOT / "docs/reference").glob("*.md")
     text = "".join(page.read_text() for page in pages)
-    found = re.findall(r"^::: dcp_datastates\.(\w+)$", text, re.MULTILINE)
-    assert sorted(found) == sorted(ds.__all__)
+    found = re.findall(r"^::: dcp_datastates\.((?:errors\.|results\.)?\w+)$", text, re.MULTILINE)
+    errors = {
+        f"errors.{name}"
+        for name, value in vars(ds.errors).items()
+        if isinstance(value, type) and issubclass(value, ds.errors.DataStatesError)
+    }
+    results = {f"results.{name}" for name in of_calls.__all__}
+    public = {name for name in dir(ds) if not name.startswith("_")} - {"errors"}
+    assert sorted(found) == sorted(public | errors | results)
 
 
 @pytest.mark.parametrize("document", documents())
@@ -81,8 +108,8 @@ def test_names_in_documents_exist(document):
     errors = re.findall(r"\b((?:[A-Z][a-z]+)+(?:Error|Skipped|Unknown))\b", text)
     ours = [name for name in errors if not hasattr(builtins, name)]
     modules = {path.stem for path in (ROOT / "dcp_datastates").iterdir()}
-    missing = {name for name in [*called, *ours] if not hasattr(ds, name) and name not in modules}
-    assert not missing
+    known = {*dir(ds), *vars(ds.errors), *modules}
+    assert not {*called, *ours} - known
 
 
 def test_commands_in_documents_exist():
@@ -94,7 +121,7 @@ def test_commands_in_documents_exist():
 
 
 def test_the_table_of_functions_names_what_they_take():
-    for name, *_ in table_cells("docs/api.md", "name"):
+    for name, *_ in table_cells("docs/reference/api.md", "name"):
         for call in re.findall(r"`(\w+(?:\(.*?\))?)`", name):
             function, _, rest = call.partition("(")
             taken = inspect.signature(getattr(ds, function)).parameters
@@ -107,7 +134,7 @@ def test_the_table_of_functions_names_what_they_take():
 
 def test_options_and_their_defaults_are_those_of_the_writer():
     taken = inspect.signature(ds.DataStatesWriter).parameters
-    for option, default, *_ in table_cells("docs/api.md", "option"):
+    for option, default, *_ in table_cells("docs/reference/api.md", "option"):
         name = option.strip("`")
         assert name in taken, f"the writer has no option {name}"
         if default.startswith("`"):
@@ -115,7 +142,7 @@ def test_options_and_their_defaults_are_those_of_the_writer():
             assert default.strip("`").removesuffix(".0") == printed
 
 
-@pytest.mark.parametrize("document", documents())
+@pytest.mark.parametrize("document", PAGES)
 def test_links_lead_somewhere(document):
     here = (ROOT / document).parent
     for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):

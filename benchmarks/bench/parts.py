@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench import loads, saves, training
+from bench import loads, memory, saves, training
 from bench.samples import Table, summary
 from bench.savers import start_process_group
 
@@ -60,6 +60,10 @@ def _loads(sizes: Sizes, directory: Path) -> Iterator[Table]:
     yield loads.measure("many64k", many, sizes.other_rounds, directory, one=True)
 
 
+def _memory(sizes: Sizes, directory: Path) -> Iterator[Table]:
+    yield memory.measure("llm", sizes.scales["llm"], directory)
+
+
 def _training(sizes: Sizes, directory: Path) -> Iterator[Table]:
     table = training.measure_intervals(
         sizes.train_scale, sizes.train_rounds, directory, sizes.sleep
@@ -71,6 +75,7 @@ def _training(sizes: Sizes, directory: Path) -> Iterator[Table]:
 
 PARTS: dict[str, Callable[[Sizes, Path], Iterator[Table]]] = {
     "saves": _saves,
+    "memory": _memory,
     "loads": _loads,
     "training": _training,
 }

@@ -84,27 +84,32 @@ def number(value: float) -> str:
 
 
 def readme(document: dict[str, Any]) -> list[str]:
-    """The table of the README: saves and loads of large tensors."""
+    """The table of the README: saves of an LLM's shapes, and the memory that they take."""
     tables = {table["key"]: table for table in document["tables"]}
-    saves = tables.get("saves.large")
+    saves = tables.get("saves.llm")
     if saves is None or not saves["facts"]:
-        return ["Saves of large tensors were not measured."]
+        return ["Saves of an LLM's shapes were not measured."]
+    memory = {row["name"]: row["figures"] for row in tables.get("memory.llm", {"rows": []})["rows"]}
     facts = saves["facts"]
     about = (
         f"One rank, {facts['gb']:.2f} GB in {facts['tensors']:.0f} tensors, {document['machine']['cpus']} cores, a "
-        f"disk of {facts['raw']:.2f} GB/s (raw, in the same run); the call, {facts['pause']:.1f} s of an accelerator's "
-        f"work, `optimizer.step()`. Medians of {_most(saves)} (`make bench`, {document['date'][:10]}):"
+        f"disk of {facts['raw']:.2f} GB/s (raw, in the same run). Each round: the call, {facts['pause']:.1f} s of an "
+        f"idle host, as if a GPU computed, `optimizer.step()`. Medians of {_most(saves)} (`make bench`, "
+        f"{document['date'][:10]}):"
     )
-    heads = ["writer", "stall of training", "until durable", "of the raw disk", "processor"]
+    heads = ["writer", "stall of training", "until durable", "share of the disk's speed"]
+    heads += ["CPU seconds per GB", "host memory"]
     lines = [about, "", *_rows(heads)]
     for row in saves["rows"]:
         if figures := row["figures"]:
             name = row["name"].replace("ours", "`dcp_datastates`", 1) if row["own"] else row["name"]
+            peak = memory.get(row["name"], {}).get("peak")
             cells = (
                 f"{number(figures['stall']['median'])} ms",
                 f"{figures['durable']['median']:.2f} s",
                 f"{figures['of_raw']['median']:.0f} %",
-                f"{figures['cpu']['median']:.2f} s/GB",
+                f"{figures['cpu']['median']:.2f}",
+                f"{number(peak['median'])} MiB" if peak else "",
             )
             lines.append(f"| {' | '.join([name, *cells])} |")
     return lines

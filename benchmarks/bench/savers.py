@@ -87,7 +87,7 @@ def _ours(**options: Any) -> Callable[[State], Save]:
 
         def save(path: Path) -> Started:
             handle = ds.async_save(
-                _nested(state), path, planner=planner, read_window="immediate", **options
+                _nested(state), path, planner=planner, reads="immediate", **options
             )
             return Started(handle.result, gate=lambda: handle.stats.gate_seconds)
 
@@ -101,7 +101,7 @@ def _ours_by_dcp(planner: Callable[[], Any]) -> Callable[[State], Save]:
         kept = planner()
 
         def save(path: Path) -> Started:
-            writer = ds.DataStatesWriter(path, read_window="immediate")
+            writer = ds.DataStatesWriter(path, reads="immediate")
             future: Any = dcp.async_save(_nested(state), storage_writer=writer, planner=kept)
 
             def gate() -> float:
@@ -253,7 +253,7 @@ def start_process_group() -> None:
 OURS = "ours"
 SAVERS = (
     Saver(OURS, _ours(), own=True, warm_ups=3, loads_as="ours"),
-    Saver("ours, the step at once", _ours(), own=True, warm_ups=3, pauses=False),
+    Saver("ours, the step directly after the call", _ours(), own=True, warm_ups=3, pauses=False),
     Saver("ours, host cache of 64 MiB", _ours(host_cache_size="64MiB"), own=True, warm_ups=3),
     Saver("ours by `dcp.async_save`", _ours_by_dcp(ds.DataStatesSavePlanner), own=True, warm_ups=3),
     Saver("the same, DCP's planner", _ours_by_dcp(dcp.DefaultSavePlanner), own=True),

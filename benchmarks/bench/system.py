@@ -24,14 +24,33 @@ def cpu_seconds() -> float:
 
 def _running(process: int) -> float:
     total = 0.0
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
+    for child in _children(process):
         try:
-            for child in children.read_text().split():
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                total += sum(map(int, fields[11:15])) / _TICK + _running(int(child))
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
+        total += sum(map(int, fields[11:15])) / _TICK + _running(child)
     return total
+
+
+def _children(process: int) -> Iterator[int]:
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            yield from map(int, children.read_text().split())
+        except OSError:  # the thread has ended meanwhile
+            continue
+
+
+def resident_bytes(process: int | None = None) -> int:
+    """Of this process and its descendants: pages that are shared with others count by halves, thirds, …"""
+    process = process or os.getpid()
+    try:
+        rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+    except OSError:  # it has ended meanwhile
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+    own = int(found[1]) << 10 if found else 0
+    return own + sum(resident_bytes(child) for child in _children(process))
 
 
 class Peak:

@@ -79,8 +79,8 @@ class StockPinned(Contender):
 class Ours(Contender):
     name = "DataStatesWriter"
 
-    def __init__(self, cache: int | str, read_window: str = "backward") -> None:
-        self.writer = DataStatesWriter(host_cache_size=cache, read_window=read_window)
+    def __init__(self, cache: int | str, reads: str = "backward") -> None:
+        self.writer = DataStatesWriter(host_cache_size=cache, reads=reads)
 
     def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
         return dcp_datastates.async_save(state, path, writer=self.writer).upload_completion

@@ -60,9 +60,7 @@ class Saves:
             f"{index}": torch.ones(nbytes // 4, device=options.device) for index in range(count)
         }
         self.cache = max(count * nbytes * 3 // 2, 64 << 20)
-        self._writer = ds.DataStatesWriter(
-            host_cache_size=self.cache, read_window="immediate", defer="all"
-        )
+        self._writer = ds.DataStatesWriter(host_cache_size=self.cache, reads="all")
 
     def save(self) -> ds.SaveHandle:
         return ds.async_save(self._state, self._path, writer=self._writer)

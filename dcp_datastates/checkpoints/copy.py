@@ -29,7 +29,7 @@ from dcp_datastates.format.layout import ChecksumTable, blocks
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import (
     attempts,
@@ -50,6 +50,7 @@ _PARTS_IN_FLIGHT: Final = 4
 _PHASE: Final = "copy"
 
 
+@public("copy()")
 def copy(
     source: str | os.PathLike[str] | ObjectPath,
     target: str | os.PathLike[str] | ObjectPath,
@@ -82,7 +83,6 @@ def copy(
         StorageError: it cannot be read or written.
         ConfigurationError: an argument cannot work.
     """
-    enter("copy()")
     threads = thread_count(threads)
     here, there = locate(source, options=source_options), locate(target, options=target_options)
     if here == there:

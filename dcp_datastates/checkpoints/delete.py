@@ -23,7 +23,7 @@ from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.pins import DELETING, pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Contents
@@ -41,6 +41,7 @@ class NotDeleted(StorageError):
         super().__init__(errno.EBUSY, reason, str(path))
 
 
+@public("delete()")
 def delete(
     path: str | os.PathLike[str] | ObjectPath, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
@@ -63,7 +64,6 @@ def delete(
         StorageError: the checkpoint is pinned; a save to the path is in flight, or may be; the metadata cannot be read,
             or have a version that this release does not know; or the system refused to delete a file or directory.
     """
-    enter("delete()")
     directory = locate(path, options=storage_options)
     if is_link(directory):
         raise ConfigurationError(

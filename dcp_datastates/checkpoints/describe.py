@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
@@ -124,11 +124,11 @@ class Checkpoint:
     """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
     """How many ranks wrote data files."""
-    files: tuple[DataFile, ...]
-    dtypes: tuple[DtypeTotal, ...]
+    files: tuple[DataFile, ...] = field(repr=False)
+    dtypes: tuple[DtypeTotal, ...] = field(repr=False)
     """Totals by dtype, largest first."""
-    tensors: tuple[Tensor, ...]
-    objects: tuple[Object, ...]
+    tensors: tuple[Tensor, ...] = field(repr=False)
+    objects: tuple[Object, ...] = field(repr=False)
     uncommitted: tuple[UncommittedAttempt, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the save was given."""
@@ -214,7 +214,7 @@ class Directory:
     path: Location
     latest: str | None
     """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
-    checkpoints: tuple[Listed, ...]
+    checkpoints: tuple[Listed, ...] = field(repr=False)
 
     def __str__(self) -> str:
         """As :meth:`text`, with the first checkpoints."""
@@ -253,7 +253,8 @@ def _said(each: Listed) -> str:
     return "unknown" if each.unjudged else "no"
 
 
-def describe(
+@public("inspect()")
+def inspect(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
     """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints; or the URL of one.
@@ -263,7 +264,6 @@ def describe(
     (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
     metadata are damaged, or :class:`StorageError`.
     """
-    enter("inspect()")
     directory = locate(path, options=storage_options)
     try:
         return _checkpoint(directory, open_committed(directory))

@@ -19,7 +19,7 @@ from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, 
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.io.stored_files import sizes
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import Location, locate_all
 
@@ -55,6 +55,7 @@ def latest(
 ) -> list[Location] | None: ...
 
 
+@public("latest()")
 def latest(
     root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -93,7 +94,6 @@ def latest(
         StorageError: ``root``, or a checkpoint that may be the newest, cannot be read.
         NoAnswerError: the first rank did not answer in time.
     """
-    enter("latest()")
     roots = locate_all(root, storage_options)
     check_verification(verify)
     is_one = isinstance(root, str | os.PathLike)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from dcp_datastates.checkpoints.inventory import is_committed, names_at
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 
@@ -22,6 +22,7 @@ _PREFIX: Final = "pin."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+@public("pin()")
 def pin(
     path: str | os.PathLike[str] | ObjectPath,
     name: str = "keep",
@@ -43,7 +44,6 @@ def pin(
         ConfigurationError: ``name`` is no plain name.
         StorageError: the directory cannot be written.
     """
-    enter("pin()")
     file = _file(path, name, storage_options)
     if not is_committed(file.parent):
         open_committed(file.parent)  # raises, and says what is there instead
@@ -77,6 +77,7 @@ def _pin(pin: ObjectPath) -> None:
     )
 
 
+@public("unpin()")
 def unpin(
     path: str | os.PathLike[str] | ObjectPath,
     name: str = "keep",
@@ -87,7 +88,6 @@ def unpin(
 
     Raises :class:`ConfigurationError` if ``name`` is no plain name, :class:`StorageError` if the system refuses.
     """
-    enter("unpin()")
     file = _file(path, name, storage_options)
     with local.explained("unpinning the checkpoint", file):
         file.store.delete([file.key])

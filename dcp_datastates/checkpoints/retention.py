@@ -23,7 +23,7 @@ from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_commi
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
@@ -35,6 +35,7 @@ _CLOCK_SECONDS: Final = 60.0
 """By how much the clocks of storage may differ, and nothing is in doubt."""
 
 
+@public("retain()")
 def retain(
     root: str | os.PathLike[str],
     *,
@@ -70,7 +71,6 @@ def retain(
             deleted; or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
-    enter("retain()")
     directory = locate(root, options=storage_options)
     keep = Keep.of(keep)
     check_verification(verify)
@@ -194,12 +194,11 @@ def _is_older(attempt: Attempt, path: Location, good: list[Found]) -> bool:
         after = None if newer.committed is None else newer.committed.note.after
         same = attempt.incarnation == newer.attempt.incarnation
         if not same and (after is None or after < attempt):
-            logger.warning(
+            text = (
                 "not deleting checkpoint %s: it seems to be older than %s, but that was saved without seeing it, so "
-                "the order is in doubt; dcp_datastates.delete deletes it",
-                path,
-                newer.path,
+                "the order is in doubt; dcp_datastates.delete deletes it"
             )
+            logger.warning(text, path, newer.path)
             return False
     return True
 

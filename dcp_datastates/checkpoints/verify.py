@@ -13,13 +13,11 @@ from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
 from dcp_datastates.text import count, size
-
-__all__ = ["Damage", "Report", "verify"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,9 @@ class Report:
         """Whether no byte is damaged."""
         return not self.damages
 
+    def __repr__(self) -> str:
+        return f"Report({str(self).splitlines()[0]})"
+
     def __str__(self) -> str:
         """The verdict, the extent of the check, and each damage, one line each."""
         verdict = "whole" if self.whole else f"damaged in {count(len(self.damages), 'place')}"
@@ -62,6 +63,7 @@ class Report:
         return "\n".join([*lines, *(f"  {damage}" for damage in self.damages)])
 
 
+@public("verify()")
 def verify(
     path: str | os.PathLike[str] | ObjectPath,
     *,
@@ -87,7 +89,6 @@ def verify(
         CheckpointReplacedError: another save committed there meanwhile.
         ConfigurationError: an argument cannot work.
     """
-    enter("verify()")
     directory = locate(path, options=storage_options)
     threads = thread_count(threads)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A save from its vote to the outcome, and the place where it is committed (docs/commit.md; the numbers are its steps).
+"""A save from its vote to the outcome, and the place where it is committed (the steps of docs/design/commit.md).
 
 The place is a directory, or a prefix in an object store. An attempt is committed by the creation of one object, its
 decision (``storage/decisions.py``), and the checkpoint at a path is the newest attempt that is committed there
@@ -26,7 +26,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.process.futures import SharedFuture
-from dcp_datastates.stats import Timeline
+from dcp_datastates.results import Timeline
 from dcp_datastates.storage import (
     attempts,
     claims,

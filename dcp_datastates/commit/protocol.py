@@ -5,7 +5,7 @@ Both are generators: they yield an action, receive the resulting event, and retu
 drives them with gloo, the store, heartbeats and storage; ``tests/support/simulated`` drives them through thousands of
 schedules.
 
-The numbers in comments are the steps of docs/commit.md. The proof rests on two rules:
+The numbers in comments are the steps of docs/design/commit.md. The proof rests on two rules:
 
 - only the coordinator decides, and it notes the decision in the store before it goes on to the next save;
 - a rank that cannot receive the decision settles the outcome at the path: it withdraws the attempt, then reads what is

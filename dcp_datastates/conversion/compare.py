@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal
@@ -18,7 +18,7 @@ from dcp_datastates.conversion.selection import Selection, open_source, select
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import NamePatterns, Rename
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
@@ -90,6 +90,9 @@ class Comparison:
         """Whether names, shapes, dtypes, bytes and objects are the same."""
         return not self.differences
 
+    def __repr__(self) -> str:
+        return f"Comparison({str(self).splitlines()[0]})"
+
     def __str__(self) -> str:
         """The verdict, the extent of the comparison, and the worst differences, one line each."""
         verdict = "the same" if self.same else f"{count(len(self.differences), 'name')} differ"
@@ -105,6 +108,7 @@ class Comparison:
         return "\n".join([*lines, f"  … and {more} more"] if more > 0 else lines)
 
 
+@public("diff()")
 def diff(
     a: str | os.PathLike[str] | ObjectPath,
     b: str | os.PathLike[str] | ObjectPath,
@@ -139,7 +143,6 @@ def diff(
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeObjectError, StorageError: a checkpoint cannot be read.
         IncompatibleStateError: a key fits nothing in either.
     """
-    enter("diff()")
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)
@@ -233,10 +236,7 @@ def _compare_tensors(
                     _said(one, name),
                     _said(other, name),
                     a.numel(),
-                    apart.differing,
-                    apart.largest,
-                    apart.relative,
-                    apart.nans,
+                    *astuple(apart),
                 )
             )
         done(a.nbytes + b.nbytes)

@@ -41,7 +41,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import Rename
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -88,6 +88,7 @@ class Conversion:
         )
 
 
+@public("convert()")
 def convert(
     source: str | os.PathLike[str] | ObjectPath,
     target: str | os.PathLike[str] | ObjectPath,
@@ -159,7 +160,6 @@ def convert(
         UnsupportedTensorError, UnsupportedStateError: a value cannot be converted.
         StorageError: the system refused to read or to write.
     """
-    enter("convert()")
     check_names("convert()", misspelled, convert.__annotations__)
     began = time.monotonic()
     given, there = locate(source), locate(target)

@@ -126,12 +126,10 @@ def _check_opens(folder: Path, given: str) -> None:
         names = []
     model = _class(names[0]) if names and isinstance(names[0], str) else None
     if model is None:
-        logger.warning(
-            "it was not tried whether from_pretrained() opens the folder: %s",
-            f"transformers has no {names[0]!r} here"
-            if names
-            else "its configuration names no model",
-        )
+        why = "its configuration names no model"
+        if names:
+            why = f"transformers has no {names[0]!r} here"
+        logger.warning("it was not tried whether from_pretrained() opens the folder: %s", why)
         return
     try:
         _, report = model.from_pretrained(

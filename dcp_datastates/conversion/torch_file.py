@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_datastates.conversion.files import loaded, local_file
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, shape_of
@@ -21,7 +20,7 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
-from dcp_datastates.format.key_paths import typed_paths
+from dcp_datastates.format.key_paths import flatten
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
@@ -47,9 +46,7 @@ class TorchSource(Source):
                 f"{path} holds a {kind}; only a dict with strings as keys can be converted"
             )
         try:
-            opened_up = _opened_up(state)
-            values, paths = flatten_state_dict(opened_up)
-            self.paths = typed_paths(opened_up, paths)
+            values, self.paths = flatten(_opened_up(state))
         except RecursionError:
             raise IncompatibleStateError(
                 f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"

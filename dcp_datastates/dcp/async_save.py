@@ -31,8 +31,9 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
@@ -41,13 +42,13 @@ from dcp_datastates.saving.start import stage_save, state_to_plan
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import ObjectPath
 
 _PRIME_TIMEOUT_SECONDS: Final = 300.0
 """How long the other ranks may take to call :func:`prime`."""
 
 
+@public("async_save()")
 def async_save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None = None,
@@ -88,10 +89,10 @@ def async_save(
         SaveStalledError: the call waited for an older save that made no progress for ``commit_timeout`` seconds.
         Exception: an object's ``state_dict()`` raised it. The other ranks' saves fail, too.
     """
-    enter("async_save()")
     return SaveHandle(_call(state_dict, path, writer, planner, process_group, metrics, options))
 
 
+@public("save()")
 def save(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None = None,
@@ -113,14 +114,14 @@ def save(
     Raises:
         DataStatesError: the error that failed the save, of the same type on every rank; else as :func:`async_save`.
     """
-    enter("save()")
     if writer is None:
-        options = {"read_window": "immediate", "defer": "all", **options}
+        options = {"reads": "all", **options}
     made = _call(state_dict, path, writer, planner, process_group, metrics, options)
     made.committed.result()
     return made.stats
 
 
+@public("prime()")
 def prime(
     state_dict: Mapping[str, Any],
     *,
@@ -143,7 +144,6 @@ def prime(
         ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
         DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
     """
-    enter("prime()")
     step_gate.open_windows()
     end_here()
     context = context_of(commit_group(rank_set_of(process_group)))
@@ -206,18 +206,15 @@ def _call(
         context.refuse(path, error)
         raise
     try:
-        context.submit(save, functools.partial(_planning_of, context.planner, planner))
+        context.submit(
+            save,
+            lambda it: _planning(context.planner, planner, state_to_plan(it), str(it.directory())),
+        )
     except BaseException as error:  # an interrupt: the planning thread may not have the save
         save.fail(save.record_error(error))
         save.end()
         raise
     return save
-
-
-def _planning_of(
-    default: PlanCache, planner: SavePlanner | None, save: SaveOperation
-) -> SavePlanning:
-    return _planning(default, planner, state_to_plan(save), str(save.directory()))
 
 
 def _planning(

@@ -27,13 +27,13 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import stage_in_place, state_to_plan
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, locate
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def warn_if_shared() -> None:
         return
     if dist.get_world_size() == 1 or dist.get_backend(dist.group.WORLD) != "gloo":
         return
-    if _is_another_group_there():
+    if len(dist.distributed_c10d._world.pg_map) > 1:  # it may have passed another one to DCP
         return
     _warned = True
     warnings.warn(
@@ -280,11 +280,6 @@ def warn_if_shared() -> None:
         "dcp_datastates.async_save, which brings its own.",
         stacklevel=3,
     )
-
-
-def _is_another_group_there() -> bool:
-    """Whether the job has another group than the default one, which it may have passed to DCP."""
-    return len(dist.distributed_c10d._world.pg_map) > 1
 
 
 # ---- the metadata that DCP is given --------------------------------------------------------------

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.process.forks import public, refuse_in_child
+from dcp_datastates.results import SaveRecord, SaveStats
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.object_path import Location
 
 
@@ -69,6 +69,7 @@ class SaveHandle(AsyncSaveResponse):
         """What came of the save on this rank, and what it cost; None until the outcome is known."""
         return self._save.record
 
+    @public("SaveHandle.result()")
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is committed on all ranks.
 
@@ -95,5 +96,10 @@ class SaveHandle(AsyncSaveResponse):
         refuse_in_child("SaveHandle.give_up()")
         self._save.give_up(why)
 
+    @property
+    def doing(self) -> str:
+        """What the save is doing or waiting for, or what came of it, in words; for people."""
+        return self._save.doing
+
     def __repr__(self) -> str:
-        return f"SaveHandle({str(self._save.path)!r}, {self._save.doing})"
+        return f"SaveHandle({str(self._save.path)!r}, {self.doing})"

@@ -80,7 +80,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
         self._caches = enable_plan_caching
         self._split = split_replicas
-        self._cache = PlanCache()
+        self.cache = PlanCache()
         self._for_writer: Mapping[str, Any] | None = None
         """The state of the present save, if the writer plans it."""
 
@@ -95,10 +95,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._split,
         )
 
-    @property
-    def cache(self) -> PlanCache:
-        """This planner's plan cache."""
-        return self._cache
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(enable_plan_caching={self._caches}, split_replicas={self._split})"
 
     def take_state(self) -> Mapping[str, Any] | None:
         """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""
@@ -148,15 +146,13 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The live tensor of ``write_item``, or the slice that it names; the serialized bytes of an object."""
         if write_item.type == WriteItemType.BYTE_IO:
-            found: io.BytesIO = self.transform_object(
-                write_item, self.lookup_object(write_item.index)
-            )
-            return found
-        assert write_item.tensor_data is not None
-        name = write_item.index.fqn
-        tensor = chunk_of(self.state_dict[name], name, write_item.tensor_data.chunk)
-        resolved: torch.Tensor = self.transform_object(write_item, tensor)
-        return resolved
+            value = self.lookup_object(write_item.index)
+        else:
+            assert write_item.tensor_data is not None
+            name = write_item.index.fqn
+            value = chunk_of(self.state_dict[name], name, write_item.tensor_data.chunk)
+        found: torch.Tensor | io.BytesIO = self.transform_object(write_item, value)
+        return found
 
     def lookup_object(self, index: Any) -> Any:
         """The object at ``index`` in the state."""

@@ -41,7 +41,7 @@ from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Answer, Fit, check_share_reads, say_unread, unread
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
@@ -80,7 +80,7 @@ class DataStatesReader(StorageReader):
         exclude: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose; ``*`` and ``?`` stand
             for any text and any character.
         share_reads: Whether ranks that need the same bytes read them from storage once, and pass them on to each other
-            over TCP. None: if the path is a URL (but ``ram://``) or in a network file system. See docs/tuning.md.
+            over TCP. None: if the path is a URL (but ``ram://``) or in a network file system. See docs/tune.md.
         host_cache_size: Host memory for staging, bytes or a string such as ``"64MiB"``, the default. Used only if this
             process has no engine yet.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
@@ -96,6 +96,7 @@ class DataStatesReader(StorageReader):
     Threads: one load at a time uses a reader, as with any DCP reader.
     """
 
+    @public("DataStatesReader()")
     def __init__(
         self,
         path: AnyPath | Sequence[AnyPath] | None = None,
@@ -108,7 +109,6 @@ class DataStatesReader(StorageReader):
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        enter("DataStatesReader()")
         super().__init__()
         parse_flag("allow_objects", allow_objects)
         check_share_reads(share_reads)
@@ -135,21 +135,21 @@ class DataStatesReader(StorageReader):
         """The path, for DCP's logs."""
         return "" if self._places is None else str(self._places[0])
 
+    @public("DataStatesReader.reset()")
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
-        enter("DataStatesReader.reset()")
         self._failure = None
         self._forget()
         if checkpoint_id is not None:
             self._places = self._located(checkpoint_id)
 
+    @public("DataStatesReader.read_metadata()")
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata, without running any code from it.
 
         If this raises, DCP calls it again with ``rank=``, for metadata of that rank alone, which do not exist here. So
         the first error is kept, and :meth:`set_up_storage_reader` raises it, where DCP does not replace it.
         """
-        enter("DataStatesReader.read_metadata()")
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
         try:
@@ -163,11 +163,11 @@ class DataStatesReader(StorageReader):
         metadata.storage_meta.load_id = str(uuid.uuid4())
         return metadata
 
+    @public("DataStatesReader.set_up_storage_reader()")
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take over the metadata that DCP's planner uses."""
-        enter("DataStatesReader.set_up_storage_reader()")
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -199,16 +199,16 @@ class DataStatesReader(StorageReader):
         load.stored.check_attempts(str(attempt) for attempt, _ in noted)
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         if len(plans) > 1:
-            self._check_unread(load, asked)
+            self._say_unread(load, unread(load.stored, asked))
         else:
             load.asked = asked
         for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
             plan.storage_data = share
         return plans
 
+    @public("DataStatesReader.read_data()")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
-        enter("DataStatesReader.read_data()")
         load = self._opened()
         try:
             self._read(load, plan, planner)
@@ -224,7 +224,8 @@ class DataStatesReader(StorageReader):
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
             held = getattr(planner, "state_dict", None)
-            self._check_unread(load, load.asked.union(held if isinstance(held, dict) else ()))
+            asked = load.asked.union(held if isinstance(held, dict) else ())
+            self._say_unread(load, unread(stored, asked))
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
@@ -266,8 +267,12 @@ class DataStatesReader(StorageReader):
             wrappers.load()
         read(tensors)
 
-    def _check_unread(self, load: _Load, asked: set[str]) -> None:
-        self._say_unread(load, unread(load.stored, asked))
+    def __repr__(self) -> str:
+        load = self._present
+        loads = (
+            "no load yet" if load is None else f"has opened {load.stored.table.note.attempt.name}"
+        )
+        return f"DataStatesReader({self.checkpoint_id!r}, {loads})"
 
     def _say_unread(self, load: _Load, left: list[str]) -> None:
         names, alone = self._fit.exclude.others(left), load.asked is not None

@@ -18,19 +18,17 @@ TESTED: Final = (
     "2.13.0",
     "2.15.0",
 )
-"""Oldest first. docs/status.md lists what was run with each, and when."""
+"""Oldest first. docs/limits.md#tested-versions lists what was run with each, and when."""
 
 
 def tell_if_untested(version: str) -> None:
     """Log a warning if torch ``version`` is newer than all tested releases, by its major and minor numbers."""
-    if _minor(version) > _minor(TESTED[-1]):
-        logger.log(
-            once_per_job(logging.WARNING),
+    if minor(version) > minor(TESTED[-1]):
+        text = (
             "torch %s is newer than those that dcp_datastates was tested with (%s): it should work, but look for a "
-            "newer dcp_datastates",
-            version,
-            ", ".join(TESTED),
+            "newer dcp_datastates"
         )
+        logger.log(once_per_job(logging.WARNING), text, version, ", ".join(TESTED))
 
 
 def tell_of_new_fields(version: str) -> None:
@@ -46,15 +44,13 @@ def tell_of_new_fields(version: str) -> None:
             f"a torch that it was tested with ({', '.join(TESTED)}), or a newer dcp_datastates"
         )
     if new:
-        logger.log(
-            once_per_job(logging.WARNING),
+        text = (
             "torch %s has fields in DCP's dataclasses that this dcp_datastates does not know, and leaves out of "
-            "checkpoints: %s; look for a newer dcp_datastates",
-            version,
-            ", ".join(new),
+            "checkpoints: %s; look for a newer dcp_datastates"
         )
+        logger.log(once_per_job(logging.WARNING), text, version, ", ".join(new))
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def minor(version: str) -> tuple[int, ...]:
     """Major and minor number; empty if ``version`` is not a version, which compares as old."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

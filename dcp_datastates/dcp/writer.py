@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterConfig
+from dcp_datastates.config import Reads, WriterConfig
 from dcp_datastates.dcp.compat import (
     DcpSave,
     StagedStateDict,
@@ -35,15 +35,15 @@ from dcp_datastates.dcp.compat import (
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.admission import Saves
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.start import check_path, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 
@@ -67,32 +67,38 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             GiB, or less if the ranks of a machine together would take more than a quarter of the memory that they may
             use (physical, or a cgroup's limit). For a state on CUDA devices, it grows to what this rank writes, within
             that quarter. Memory is allocated on first use. All writers of the process share the cache; the largest size
-            requested counts. A checkpoint may be larger: then its reads wait for storage.
-        read_window: When deferred reads start: ``"backward"``, with the next backward pass;
-            ``"immediate"``, at the call.
-        read_deadline: Seconds after the call at which deferred reads start in any case (0 to 3600).
-        defer: ``"owned"``, as above; ``"all"``, the caller guarantees that before :attr:`captured` only an optimizer's
-            ``step()`` changes tensors; ``"none"``, copy all tensors at the call.
+            requested counts. A checkpoint may be larger: then its reads wait for storage. Raise it, up to a rank's
+            state, if ``optimizer.step()`` waits for that.
+        reads: When the tensors are read. ``"backward"``: what an optimizer owns, in the background, from the next
+            backward pass on, or a second after the call; the rest in the call. Seconds (0 to 3600) in place of that
+            second: if reads disturb a longer forward pass. ``"immediate"``: from the call on; if a step is shorter than
+            the reads. ``"all"``: the rest, too, in the background from the call on; only if you know that until
+            :attr:`captured` nothing but an optimizer's ``step()`` changes a tensor. ``"blocking"``: all in the call; if
+            the program writes to weights elsewhere (:class:`SnapshotTornError` says so).
         overwrite: Whether a save may replace a committed checkpoint at the path. The old checkpoint can be loaded until
-            the new one is committed, whatever happens.
+            the new one is committed, whatever happens. False if a path must be new.
         process_group: The ranks that save together, the same group that DCP gets; None means all. Only its list of
             ranks is used; no collective runs on it.
-        no_dist: This process saves alone, like DCP's option of that name.
+        no_dist: This process saves alone, like DCP's option of that name: for a state that no other rank has.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
             takes all from the environment.
         commit_timeout: Seconds without progress after which a live rank fails the save (a rank that has not called
             ``async_save``, say; in ``dcp.async_save`` after 10 s, if training waits for it). A rank that is dead, or
-            silent for a minute, fails the save in any case.
+            silent for a minute, fails the save in any case. Raise it if storage stalls for longer.
         exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
-            fail, and the log names them.
-        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.
-        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save. The ranks agree on
-            that, and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a
-            save that DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
-        audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
+            fail, and the log names them. Lower it if the job is killed sooner than that.
+        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies. More
+            bridge longer pauses of storage.
+        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save, if training must
+            not wait. The ranks agree on that, and the future of a save that is left out raises
+            :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that were
+            behind; on others it raises :class:`SaveAbandonedError`.)
+        audit: For one run, after a :class:`SnapshotTornError`: compare every byte that is read later with a copy made
+            at the call, to name every write.
         on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
-            log names them, once per process for the same names; ``"refuse"``: the save fails.
+            log names them, once per process for the same names; ``"refuse"``: the save fails, if a checkpoint with NaN
+            must not replace a good one.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
@@ -107,14 +113,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     _synchronize_after_execute = False  # dcp.async_save must not wait for the reads
     _closed = False
 
+    @public("DataStatesWriter()")
     def __init__(
         self,
         path: str | os.PathLike[str] | ObjectPath | None = None,
         *,
         host_cache_size: int | str = "auto",
-        read_window: str = "backward",
-        read_deadline: float = 1.0,
-        defer: str = "owned",
+        reads: Reads = "backward",
         overwrite: bool = True,
         process_group: Any = None,
         commit_timeout: float = 300.0,
@@ -126,13 +131,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        enter("DataStatesWriter()")
         super().__init__()
         self.config = WriterConfig.checked(
             host_cache_size=host_cache_size,
-            read_window=read_window,
-            read_deadline=read_deadline,
-            defer=defer,
+            reads=reads,
             overwrite=overwrite,
             commit_timeout=commit_timeout,
             exit_timeout=exit_timeout,
@@ -179,19 +181,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         newest = self._saves.newest
         return None if newest is None else newest.stats
 
+    @public("DataStatesWriter.wait()")
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
 
         Raises the error of a failed save by :func:`dcp_datastates.async_save` whose outcome was not asked for.
         """
-        enter("DataStatesWriter.wait()")
         step_gate.open_windows()
         end_here(asynchronous=False)
         self._saves.wait()
 
+    @public("DataStatesWriter.close()")
     def close(self) -> None:
         """Call :meth:`wait`, then refuse further saves. Idempotent. The process's engine stays."""
-        enter("DataStatesWriter.close()")
         try:
             self.wait()
         finally:
@@ -200,6 +202,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     # ---- AsyncStager ---------------------------------------------------------------------------
 
+    @public("DataStatesWriter.stage()")
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
         """Stage ``state_dict``: copy the eager tensors, arm the step gate and the read window, return.
 
@@ -207,7 +210,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         alone may have (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`, :class:`StorageError`) are
         raised here only with one rank; with several, the future raises them on all ranks.
         """
-        enter("DataStatesWriter.stage()")
         if not self._no_dist:
             warn_if_shared()
         self.enter()
@@ -229,9 +231,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self.add(save)
         return StagedStateDict(Turn(save), self._here)
 
+    @public("DataStatesWriter.synchronize_staging()")
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises its error."""
-        enter("DataStatesWriter.synchronize_staging()")
         step_gate.open_windows()
         self.captured.result()
 
@@ -251,18 +253,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """The path, for DCP's logs."""
         return "" if self._path is None else str(self._path)
 
+    @public("DataStatesWriter.reset()")
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the path of the save that begins in this thread.
 
         DCP calls this in the thread that runs the save. A relative path is below the working directory at the call of
         ``async_save``.
         """
-        enter("DataStatesWriter.reset()")
         self._here.path = checkpoint_id
 
+    @public("DataStatesWriter.storage_meta()")
     def storage_meta(self) -> StorageMeta:
         """Begin the save of this thread: that whose staged state DCP has just read, or a new one. DCP's first call."""
-        enter("DataStatesWriter.storage_meta()")
         here = self._here
         running, here.next = here.next, None
         path, here.path = here.path, None
@@ -281,9 +283,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise save.error
         return WriterMeta(str(save.directory()))
 
+    @public("DataStatesWriter.set_up_storage_writer()")
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
-        enter("DataStatesWriter.set_up_storage_writer()")
         running = self._running()
         running.rank, running.is_coordinator = int(kwargs.get("rank") or 0), is_coordinator
         if not kwargs.get("use_collectives", True):
@@ -368,6 +370,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self, path: str | os.PathLike[str] | ObjectPath, below: str | None = None
     ) -> Location:
         return writable(path, self.config, self._alone, below, self._storage_options)
+
+    def __repr__(self) -> str:
+        newest = self._saves.newest
+        saves = "no save yet" if newest is None else f"newest save: {newest.path}, {newest.doing}"
+        return f"DataStatesWriter({self.checkpoint_id!r}, {'closed, ' * self._closed}{saves})"
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(

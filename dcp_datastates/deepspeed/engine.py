@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import Defer, WriterConfig, check_names, parse_size
+from dcp_datastates.config import Reads, WriterConfig, check_names, parse_size
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, load_file, names_in
@@ -30,8 +30,8 @@ from dcp_datastates.deepspeed.placeholders import (
 from dcp_datastates.errors import ConfigurationError, UnsupportedStateError
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.ranks.rank_set import rank_set_of
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.object_path import Location
 
@@ -123,7 +123,7 @@ class CheckpointEngine:
             self._collecting = False
 
     def commit(
-        self, save_dir: str | os.PathLike[str], tag: str, save_latest: bool, defer: Defer
+        self, save_dir: str | os.PathLike[str], tag: str, save_latest: bool, reads: Reads
     ) -> None:
         """Start the save of all files that this rank has collected, possibly none. Every rank calls it.
 
@@ -144,9 +144,7 @@ class CheckpointEngine:
                 context_of(commit_group(rank_set_of(None))).refuse(directory, self._failure)
                 raise self._failure
             state = {str(path.relative_to(directory)): values for path, values in files.items()}
-            return async_save(
-                state, directory, defer=defer, read_window="immediate", **self._options
-            )
+            return async_save(state, directory, reads=reads, **self._options)
 
         _saves.take()
         try:

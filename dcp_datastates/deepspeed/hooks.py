@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim import Optimizer
 
 from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
-from dcp_datastates.config import Defer
+from dcp_datastates.config import Reads
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.step_directories import number_of
@@ -105,11 +105,11 @@ def _ours(engine: DeepSpeedEngine) -> CheckpointEngine | None:
     return ours if isinstance(ours, CheckpointEngine) else None
 
 
-def _track(engine: DeepSpeedEngine) -> Defer:
+def _track(engine: DeepSpeedEngine) -> Reads:
     """Register the optimizers inside ``engine``, and all tensors that change only with their steps.
 
-    Returns which tensors may be deferred: none with an optimizer of DeepSpeed's that this module does not know (it may
-    change tensors outside the inner optimizer's step).
+    Returns when a save reads them: ``"blocking"`` with an optimizer of DeepSpeed's that this module does not know (it
+    may change tensors outside the inner optimizer's step).
     """
     outer = engine.optimizer
     inner: list[Any]
@@ -125,14 +125,14 @@ def _track(engine: DeepSpeedEngine) -> Defer:
         # The inner optimizer has them in its groups only while it steps.
         also = outer.fp32_partitioned_groups_flat
     else:
-        return "none"
+        return "blocking"
     inner = [each for each in inner if each is not None]
     # ZeRO changes Muon's momentum before the inner step.
     if not all(
         isinstance(each, Optimizer) and "muon" not in type(each).__name__.lower() for each in inner
     ):
-        return "none"
+        return "blocking"
     also = [tensor for tensor in also if isinstance(tensor, torch.Tensor)]
     for each in inner:
         track(each, also)
-    return "owned"
+    return "immediate"

@@ -11,10 +11,12 @@ DCP's own paths have every key as a string, and lack empty dicts. This package's
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any, Final
+
+import torch
 
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format import values
@@ -90,46 +92,69 @@ def empties(paths: Mapping[str, KeyPath]) -> Iterator[str]:
     )
 
 
-def typed_paths(state: Mapping[Any, Any], paths: Mapping[str, KeyPath]) -> Mapping[str, KeyPath]:
-    """DCP's ``paths`` of the values in ``state`` with the types of keys, and with paths of empty dicts.
+def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """The values in ``state`` by the names that DCP gives them, in its order; and the paths of them and of empty dicts.
 
-    Raises ValueError if an empty dict has the name of a value.
+    Raises ValueError if two have one name, and RecursionError if a container contains itself.
     """
-    parts: dict[KeyPath, KeyPath] = {}
-    added: dict[str, KeyPath] = {}
-
-    def look(container: Any, plain: KeyPath, typed: KeyPath) -> None:
-        is_mapping = isinstance(container, Mapping)
-        for key, value in container.items() if is_mapping else enumerate(container):
-            is_odd = is_mapping and type(key) is not str
-            if not is_odd and not isinstance(value, (Mapping, list)):
-                continue
-            here = (*plain, str(key) if is_mapping else key)
-            known = (*typed, part_of(key) if is_mapping else key)
-            if is_odd:
-                parts[here] = known
-            if isinstance(value, Mapping):
-                if not value:
-                    name = name_of(known)
-                    if name in paths or name in added:
-                        raise ValueError(f"duplicated flatten key {name}")
-                    added[name] = (*known, EMPTY)
-                look(value, here, known)
-            elif isinstance(value, list) and name_of(known) not in paths:  # DCP takes it apart
-                look(value, here, known)
-
-    look(state, (), ())
-    if not parts and not added:
-        return paths
-    found = {name: _typed(path, parts) for name, path in paths.items()} if parts else dict(paths)
-    return found | added
+    values: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    _flatten(state, "", (), values, paths)
+    return values, paths
 
 
-def _typed(path: KeyPath, parts: Mapping[KeyPath, KeyPath]) -> KeyPath:
-    for end in range(len(path), 0, -1):
-        if (known := parts.get(path[:end])) is not None:
-            return (*known, *path[end:])
-    return path
+def _flatten(
+    container: Any, prefix: str, path: KeyPath, values: dict[str, Any], paths: dict[str, KeyPath]
+) -> None:
+    """Add what is in ``container``. Of what it holds, dicts are opened, and lists with a tensor or a dict in them."""
+    is_mapping = isinstance(container, Mapping)
+    keys: Iterable[Any] = container if is_mapping else range(len(container))
+    held: Collection[Any] = container.values() if is_mapping else container
+    if is_mapping and set(map(type, keys)) <= {str} and not _may_open(held):
+        # The common case in a few C-level passes: a dict of tensors and numbers.
+        names = [prefix + key for key in keys] if prefix else list(keys)
+        if not paths.keys().isdisjoint(names):
+            raise _name_is_taken(next(name for name in names if name in paths))
+        values.update(zip(names, held, strict=True))
+        paths.update(zip(names, [(*path, key) for key in keys], strict=True))
+        return
+    for key, value in zip(keys, held, strict=True):
+        part, name = part_of(key) if is_mapping else key, f"{prefix}{key!s}"
+        here = (*path, part)
+        if isinstance(value, Mapping) and not value:
+            here = (*here, EMPTY)
+        elif isinstance(value, Mapping) or _opens(value):
+            _flatten(value, f"{name}.", here, values, paths)
+            continue
+        else:
+            values[name] = value
+        if name in paths:
+            raise _name_is_taken(name)
+        paths[name] = here
+
+
+def typed_paths(state: Mapping[Any, Any], paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
+    """DCP's ``paths`` of values in ``state``, with the types of keys; and the paths of empty dicts. Raises as
+    :func:`flatten`.
+    """
+    _, typed = flatten(state)
+    named = {name: typed.get(name, path) for name, path in paths.items()}
+    return named | {name: typed[name] for name in empties(typed)}
+
+
+def _may_open(values: Iterable[Any]) -> bool:
+    return any(issubclass(kind, (Mapping, list)) for kind in set(map(type, values)))
+
+
+def _opens(value: Any) -> bool:
+    """Whether it is a list that DCP takes apart."""
+    return isinstance(value, list) and any(
+        isinstance(each, (Mapping, torch.Tensor)) or _opens(each) for each in value
+    )
+
+
+def _name_is_taken(name: str) -> ValueError:
+    return ValueError(f"duplicated flatten key {name}")  # as DCP says it
 
 
 def as_dcp_has_them(paths: Any) -> Any:

@@ -1,6 +1,6 @@
 """What each rank's part of a save cost, in the metadata of the checkpoint: 88 bytes for each rank.
 
-A rank packs its :class:`~dcp_datastates.stats.SaveRecord` when it votes, so the entry ends with its files on stable
+A rank packs its :class:`~dcp_datastates.results.SaveRecord` when it votes, so the entry ends with its files on stable
 storage. The coordinator adds when it had counted the votes. The metadata have the time of their publication. What comes
 later is in no checkpoint: the publication itself, and how the ranks learn of it.
 
@@ -28,7 +28,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.results import PHASES, SaveRecord
 from dcp_datastates.text import step_of
 
 _VERSION: Final = 2

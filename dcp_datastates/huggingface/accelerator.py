@@ -59,7 +59,7 @@ _CUSTOM: Final = re.compile(r"custom_checkpoint_[0-9]+\.pkl")
 class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[misc]
     """An ``Accelerator`` with saves that do not stop training, for FSDP2, FSDP1, DDP and one process.
 
-    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
+    Takes ``max_failures``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
     :class:`SavesInBackground`, beside those of ``Accelerator``.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed, Megatron-LM and XLA.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dcp_datastates.config import parse_flag
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.continuing import parse_fresh
 from dcp_datastates.manager.frameworks import pop_options
+from dcp_datastates.manager.save_tracker import most_failures
 
 NAMES = ("accelerate", "trainer")
 
@@ -57,6 +57,6 @@ def install(*names: str, **options: Any) -> None:
 def _check(options: dict[str, Any]) -> None:
     left = dict(options)
     pop_options(left)
-    parse_flag("strict", left.pop("strict", False))
+    most_failures(left.pop("max_failures", "auto"), 1)
     for name in left:
         raise ConfigurationError(f"install({name}=…): there is no such option")

@@ -81,9 +81,9 @@ _WEIGHTS: Final = (
 class DataStatesTrainerMixin(SavesInBackground):
     """For a ``Trainer`` or a class derived from it: ``class T(DataStatesTrainerMixin, SFTTrainer)``.
 
-    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
-    :class:`SavesInBackground`, beside those of the trainer; with ``strict``, the end of ``train`` raises the error of a
-    failed save, too.
+    Takes ``max_failures``, the options of :class:`~dcp_datastates.DataStatesWriter` and those of loads, as
+    :class:`SavesInBackground`, beside those of the trainer. The end of ``train`` raises the error of a failed save,
+    too, as ``max_failures`` says.
 
     ``fresh`` says whether a training that resumes nothing may begin in an ``output_dir`` with checkpoints of a former
     run: ``"refuse"``, or ``"replace"``: those are set aside, in a directory of ``output_dir``.

@@ -22,7 +22,7 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     """Lightning's callback, whose ``ckpt_path="last"`` skips uncommitted and unreadable checkpoints.
 
     If a kill interrupts the very first save, Lightning's own callback finds its directory for ``"last"``, and resuming
-    from it raises :class:`~dcp_datastates.CheckpointNotFoundError`. With this one, the training starts from the
+    from it raises :class:`~dcp_datastates.errors.CheckpointNotFoundError`. With this one, the training starts from the
     beginning.
 
     Raises :class:`ConfigurationError` for ``"last"`` in a store, which Lightning's own takes for an empty directory.

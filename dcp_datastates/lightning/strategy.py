@@ -75,9 +75,9 @@ logger = logging.getLogger(__name__)
 class DataStatesStrategyMixin(SavesInBackground):
     """For a strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
 
-    Takes ``strict``, the options of :class:`~dcp_datastates.DataStatesWriter`, and those of a load (``rename``,
-    ``missing`` …), as :class:`SavesInBackground`, beside those of Lightning's strategy; with ``strict``, the end of
-    ``fit`` raises the error of a failed save, too.
+    Takes ``max_failures``, the options of :class:`~dcp_datastates.DataStatesWriter`, and those of a load (``rename``,
+    ``missing`` …), as :class:`SavesInBackground`, beside those of Lightning's strategy. The end of
+    ``fit`` raises the error of a failed save, too, as ``max_failures`` says.
     """
 
     _fills_model = True

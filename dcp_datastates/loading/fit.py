@@ -124,6 +124,11 @@ class Fit:
         """Whether the value of the state with this name is to be loaded."""
         return (self.only is None or self.only.match(name)) and not self.exclude.match(name)
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether all values of the state are to be loaded."""
+        return self.only is None and not self.exclude
+
     def names(self, stored: Iterable[str]) -> dict[str, str]:
         """The stored names to load, by the program's.
 

@@ -100,18 +100,19 @@ class Fitting:
         self._state = state
         self._values, self._paths = flattened(state)
         matched = self._matched(self.names)
-        tensors: dict[str, str] = {}
-        objects: dict[str, str] = {}
-        for name in matched:
-            old = self._names.get(name)
-            if old is not None and name not in self._wrapped:
-                (tensors if stored.is_tensor(old) else objects)[name] = old
-        shards = shards_of(list(tensors.values()), [matched[name] for name in tensors])
-        found = stored.into(list(tensors.values()), shards, self.fit.cast, list(tensors))
-        found += [stored.object(old, name) for name, old in objects.items()]
-        # Dicts that the program did not have get their values in the order in which they are read.
-        place = {name: number for number, name in enumerate(matched)}
-        return sorted(found, key=lambda each: place[each.key])
+        names = [name for name in matched if name in self._names and name not in self._wrapped]
+        olds = [self._names[name] for name in names]
+        are_tensors = stored.are_tensors(olds)
+        tensors = [*compress(names, are_tensors)]
+        shards = shards_of(tensors, [matched[name] for name in tensors])
+        found = stored.into([*compress(olds, are_tensors)], shards, self.fit.cast, tensors)
+        objects = [not is_tensor for is_tensor in are_tensors]
+        found += map(stored.object, compress(olds, objects), compress(names, objects))
+        if self._grown:
+            # Dicts that the program did not have get their values in the order in which they are read.
+            place = {name: number for number, name in enumerate(names)}
+            found.sort(key=lambda each: place[each.key])
+        return found
 
     def _matched(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The values of the state that are to be loaded, by their names. Raises if they cannot be."""
@@ -124,7 +125,9 @@ class Fitting:
         if self._filled:
             self._prune()
             unfit = self._grow()
-        wanted = {name: value for name, value in self._values.items() if self.fit.takes(name)}
+        wanted = dict(self._values)
+        if not self.fit.takes_all:
+            wanted = {name: value for name, value in wanted.items() if self.fit.takes(name)}
         missing = [name for name in wanted if name not in self._names]
         unfit |= self._unfit(wanted)
         if unfit or (missing and self.fit.missing == "error"):
@@ -266,7 +269,7 @@ class Fitting:
     def _unfit(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """The names of values that cannot receive what is stored under the same name, and why, in words."""
         olds = [self._names.get(name, name) for name in wanted]
-        tensors = list(map(self.stored.is_tensor, olds))
+        tensors = self.stored.are_tensors(olds)
         if self.stored.has_same([*compress(olds, tensors)], [*compress(wanted.values(), tensors)]):
             return
         for (name, value), old in zip(wanted.items(), olds, strict=True):

@@ -27,7 +27,7 @@ from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.planning.packing import Message
-from dcp_datastates.process.forks import enter
+from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, check_group, rank_set_of
 from dcp_datastates.sharing.joint_reads import JointReads, assigned
 from dcp_datastates.storage.object_path import (
@@ -46,6 +46,7 @@ Prepare = Callable[[Stored], Fitting]
 """Makes what fits the state to a checkpoint that was opened."""
 
 
+@public("load()")
 def load(
     path: AnyPath | Sequence[AnyPath],
     state: dict[str, Any] | None = None,
@@ -100,7 +101,6 @@ def load(
         RankLostError: a rank died, was cut off, or did not come within ``timeout``.
         DataStatesError: anything else that failed on a rank, which the message names.
     """
-    enter("load()")
     check_options("load", options, FitOptions)
     check_group(process_group)
     if path is None:

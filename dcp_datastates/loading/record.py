@@ -14,7 +14,7 @@ from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.stats import LOAD_PHASES, LoadRecord, Timeline
+from dcp_datastates.results import LOAD_PHASES, LoadRecord, Timeline
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import step_of
 

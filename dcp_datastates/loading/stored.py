@@ -118,10 +118,10 @@ class Stored(Mapping[str, Described | None]):
 
     # ---- what to read --------------------------------------------------------------------------------
 
-    def is_tensor(self, name: str) -> bool:
-        """Whether there is a tensor called ``name``."""
-        number = self._catalog.number.get(name)
-        return number is not None and self._kinds[number] >= 0
+    def are_tensors(self, names: Iterable[str]) -> list[bool]:
+        """Whether there is a tensor of each of these names."""
+        numbers = map(self._catalog.number.get, names)
+        return [number is not None and self._kinds[number] >= 0 for number in numbers]
 
     def has_same(self, names: Sequence[str], values: Sequence[Any]) -> bool:
         """Whether ``values`` are tensors with the sizes and dtypes of those called ``names``: asked in passes over all.

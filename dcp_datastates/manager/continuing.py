@@ -195,12 +195,8 @@ class Continuing:
                 f'save; another run needs another root, or CheckpointManager(fresh="replace"), which sets those aside'
             )
         else:
-            logger.log(
-                once_per_job(logging.INFO),
-                "going on at step %d without a restore: %s",
-                first,
-                self._describe(),
-            )
+            text = "going on at step %d without a restore: %s"
+            logger.log(once_per_job(logging.INFO), text, first, self._describe())
             self._adopt(self._names())
 
     def _check_others(self) -> None:

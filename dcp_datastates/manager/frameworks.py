@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, cast
 
@@ -17,16 +16,17 @@ from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.config import BackgroundOptions, WriterConfig, parse_flag
+from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.tested import minor
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
 from dcp_datastates.loading.session import load_session
 from dcp_datastates.manager.models import names_below
-from dcp_datastates.manager.save_tracker import SaveTracker, most_failures
+from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -56,18 +56,9 @@ def needed(package: str, library: str, install: str) -> Iterator[None]:
 def tell_if_untested(name: str, version: str) -> None:
     """Log a warning if the release of a framework differs from the tested one, by major and minor number."""
     tested = TESTED_FRAMEWORKS[name]
-    if _minor(version) != _minor(tested):
-        logger.log(
-            once_per_job(logging.WARNING),
-            "%s %s is another release than the one that dcp_datastates was tested with (%s)",
-            name,
-            version,
-            tested,
-        )
-
-
-def _minor(version: str) -> list[str]:
-    return re.findall(r"\d+", version)[:2]
+    if minor(version) != minor(tested):
+        text = "%s %s is another release than the one that dcp_datastates was tested with (%s)"
+        logger.log(once_per_job(logging.WARNING), text, name, version, tested)
 
 
 _FILES: Final = "files"
@@ -197,15 +188,14 @@ class SavesInBackground:
     """For a class of a framework, which saves through this package: the base before the framework's own class.
 
     Args:
-        strict: whether a failed save ends the training: the next save, or :meth:`wait_for_saves`, then raises its
-            error. Each save then waits for the one before it. By default, a failed save is logged, and as many in a
-            row as end a loop of :class:`~dcp_datastates.CheckpointManager` end the training. A failure by which no
-            save can succeed ends it in any case.
-        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``);
-            those of each load (:class:`~dcp_datastates.loading.fit.FitOptions`: ``rename``, ``missing``,
-            ``unexpected``, ``exclude``, ``cast``, ``allow_objects``); and those of the framework's
-            class. A type checker cannot know them all; the call refuses a misspelled one.
+        max_failures: as for :class:`~dcp_datastates.CheckpointManager`: so many failed saves in a row end the training:
+            the next save, or :meth:`wait_for_saves`, then raises the last error. With 1, each save waits for the one
+            before it. A failure by which no save can succeed ends it in any case.
+        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``reads``,
+            ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``); those of each load
+            (:class:`~dcp_datastates.loading.fit.FitOptions`: ``rename``, ``missing``, ``unexpected``, ``exclude``,
+            ``cast``, ``allow_objects``); and those of the framework's class. A type checker cannot know them all; the
+            call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 
@@ -217,9 +207,9 @@ class SavesInBackground:
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         keywords = {**self.defaults, **keywords}
-        strict = keywords.pop("strict", False)
+        most = keywords.pop("max_failures", "auto")
         options, self._load_options = pop_options(keywords)
-        self._saves = BackgroundSaves(options, strict=strict)
+        self._saves = BackgroundSaves(options, most)
         super().__init__(*arguments, **keywords)
 
     @contextlib.contextmanager
@@ -228,7 +218,7 @@ class SavesInBackground:
             yield
 
     def wait_for_saves(self) -> None:
-        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
+        """Return when the outcome of every save is known. Raises as ``max_failures`` says."""
         self._saves.wait()
 
 
@@ -236,21 +226,18 @@ class BackgroundSaves(SaveTracker):
     """The saves of one training job, one after the other, to paths that the framework chooses.
 
     Every rank makes the same calls, in the same order. A save that fails is logged by the package, and training goes
-    on, until there are as many in a row as :func:`most_failures` says; with ``strict``, until there is one. Then the
-    next save, or :meth:`wait`, raises the last error, on all ranks. For that, with ``strict`` each save waits for the
-    one before it.
+    on, until there are ``max_failures`` in a row. Then the next save, or :meth:`wait`, raises the last error, on all
+    ranks.
 
     Args:
         options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`pop_options`.
-        strict: whether a failed save ends the training.
+        max_failures: as for :class:`~dcp_datastates.CheckpointManager`.
 
     Threads: one thread calls the methods. Deletions run in a thread of their own, on the first rank only.
     """
 
-    def __init__(self, options: BackgroundOptions, *, strict: bool = False) -> None:
-        self._strict = parse_flag("strict", strict)
-        most = most_failures(strict, "auto", WriterConfig.checked(**options).max_in_flight)
-        super().__init__(most)
+    def __init__(self, options: BackgroundOptions, max_failures: MaxFailures = "auto") -> None:
+        super().__init__(max_failures, max_in_flight=WriterConfig.checked(**options).max_in_flight)
         self._options = options
         self._said: tuple[int, str] | None = None
 
@@ -262,8 +249,8 @@ class BackgroundSaves(SaveTracker):
     ) -> SaveHandle | None:
         """Start the save of ``state`` to ``path``. Returns None if it could not begin, which is logged.
 
-        ``options`` come before those of the construction. Raises :class:`ConfigurationError`; with ``strict``, also the
-        error of this save if it cannot begin, and that of the save before it.
+        ``options`` come before those of the construction. Raises :class:`ConfigurationError`, and the error of a save
+        before it, or of this one if it cannot begin, as ``max_failures`` says.
         """
         self.check()
         directory = locate(path)
@@ -273,10 +260,10 @@ class BackgroundSaves(SaveTracker):
         except ConfigurationError:
             raise
         except Exception as error:
-            if self._strict:
+            if self.most == 1:
                 raise
-            logger.error("the save to %s could not begin, and training goes on: %s", path, error)
             self.failed(directory, error)
+            logger.error("the save to %s could not begin, and training goes on: %s", path, error)
             return None
 
     def wait(self) -> None:

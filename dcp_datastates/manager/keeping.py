@@ -10,10 +10,11 @@ from typing import Final
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.commit.group import commit_group
+from dcp_datastates.config import check_count
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.manager.save_tracker import SaveTracker, parse_count
+from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
@@ -51,7 +52,7 @@ class Keeping:
         self._steps = steps
         self._saves = saves
         self._keep = keep
-        self._every = parse_count("archive_every", archive_every)
+        self._every = check_count("archive_every", archive_every)
         self._rate = archive_rate
         self._count = 0
         self._newest: Location | None = None

@@ -25,22 +25,17 @@ from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import (
-    MaxFailures,
-    SaveTracker,
-    is_committed,
-    most_failures,
-)
+from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
-from dcp_datastates.process.forks import enter, in_child
+from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_root
-from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, locate_all
 
 logger = logging.getLogger(__name__)
@@ -75,11 +70,11 @@ class CheckpointManager:
             fails by name, and :meth:`close` returns. None: it waits for the outcome.
         save_last: Whether :meth:`close` saves the step of the last call of :meth:`save`, with the state as it is then,
             if that call did not save. An error in the ``with`` block prevents this.
-        strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
-            raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
-        max_failures: This many failed saves in a row end the loop; ``strict`` means 1. ``"auto"``: 5, or one more than
-            ``max_in_flight``. None: failures never end it. Where the saves in flight could make it so many, a save that
-            is due waits for them.
+        max_failures: This many failed saves in a row end the loop: the next save that is due, or the end of the
+            ``with`` block, raises the last error, on all ranks. Others are logged and counted (:attr:`failures`).
+            ``"auto"``: 5, or one more than ``max_in_flight``. 1 if no step may go on without its checkpoint: then each
+            save waits for the one before it. None if the loop must never end for that. Where the saves in flight could
+            make it so many, a save that is due waits for them.
         on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
             rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
             for one.
@@ -103,6 +98,7 @@ class CheckpointManager:
         ConfigurationError: an option cannot work.
     """
 
+    @public("CheckpointManager()")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -112,7 +108,6 @@ class CheckpointManager:
         on_signal: Iterable[int] = (),
         deadline: float | str | None = None,
         save_last: bool = True,
-        strict: bool = False,
         max_failures: MaxFailures = "auto",
         on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
@@ -127,7 +122,6 @@ class CheckpointManager:
         archive_rate: int | str | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
-        enter("CheckpointManager()")
         check_options("CheckpointManager", options, WriterOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
@@ -135,7 +129,6 @@ class CheckpointManager:
         self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
-        self._strict = parse_flag("strict", strict)
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
@@ -145,8 +138,8 @@ class CheckpointManager:
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self._writer = DataStatesWriter(process_group=process_group, **options)
-        most = most_failures(strict, max_failures, self._writer.config.max_in_flight)
-        self._saves = SaveTracker(most, on_save)
+        in_flight = self._writer.config.max_in_flight
+        self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
         rate = parse_rate(archive_rate, name="archive_rate")
         rules = self._keep, archive_every, archive_keep, rate
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
@@ -182,6 +175,7 @@ class CheckpointManager:
 
     # ---- looking: each rank asks the file system for itself ----------------------------------------------
 
+    @public("CheckpointManager.steps()")
     def steps(self) -> list[int]:
         """The steps that have committed checkpoints, in order."""
         return self._steps.committed()
@@ -198,6 +192,7 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------
 
+    @public("CheckpointManager.should_save()")
     def should_save(self, step: SupportsIndex) -> bool:
         """Whether :meth:`save` will save at ``step``, its next step. Use it for work that only a save needs.
 
@@ -207,6 +202,7 @@ class CheckpointManager:
         """
         return self._schedule.is_due(self._checked(step), self._signals.came)
 
+    @public("CheckpointManager.poll()")
     def poll(self) -> bool:
         """Whether the next :meth:`save` will save and end the loop, because a signal has come: for evaluations and
         compilations, in which :meth:`save` is not called.
@@ -217,15 +213,14 @@ class CheckpointManager:
 
         Raises as :meth:`save`, if the ranks cannot tell each other.
         """
-        enter("CheckpointManager.poll()")
         return bool(self._signals.watched) and self._schedule.poll(self._signals.came)
 
     def _checked(self, step: SupportsIndex) -> int:
-        enter("CheckpointManager.save()")
         if self._closed:
             raise ConfigurationError("the manager is closed; save within its with block")
         return self._schedule.checked(step)
 
+    @public("CheckpointManager.save()")
     def save(
         self,
         step: SupportsIndex,
@@ -236,7 +231,7 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Save if a save is due. Call this at each step, after the optimizer's.
 
-        It does not wait for the commit. (With ``strict``, it waits for the save before it.)
+        It does not wait for the commit. (With ``max_failures=1``, it waits for the save before it.)
 
         Args:
             step: The step that is done, which becomes the checkpoint's number. It must be greater than that of the call
@@ -254,7 +249,7 @@ class CheckpointManager:
         Raises:
             ConfigurationError: ``step`` or ``state`` cannot work, or a restore has failed half way.
             RankLostError, NoAnswerError: the ranks exchange numbers, and a rank was lost or did not make the call.
-            DataStatesError: with ``strict``, the error of an earlier save.
+            DataStatesError: the error of an earlier save, as ``max_failures`` says.
         """
         step = self._checked(step)
         self._unsaved = None
@@ -301,7 +296,7 @@ class CheckpointManager:
         except BaseException as error:
             self._schedule.not_saved()
             # With one rank, async_save itself raises what else fails the save on all ranks.
-            if self._strict or not isinstance(error, (OSError, SaveStalledError)):
+            if self._saves.most == 1 or not isinstance(error, (OSError, SaveStalledError)):
                 raise
             self._saves.failed(self.path(step), error)
             logger.error("step %d is not saved: %s", step, error)
@@ -321,6 +316,7 @@ class CheckpointManager:
 
     # ---- restoring -----------------------------------------------------------------------------------
 
+    @public("CheckpointManager.restore_latest()")
     def restore_latest(
         self,
         state: Mapping[str, Any],
@@ -355,6 +351,7 @@ class CheckpointManager:
             self._schedule.restored(step)
         return step
 
+    @public("CheckpointManager.restore()")
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
 
@@ -372,6 +369,7 @@ class CheckpointManager:
 
     # ---- keeping -------------------------------------------------------------------------------------
 
+    @public("CheckpointManager.pin()")
     def pin(self, step: int, name: str = "keep") -> None:
         """Keep the checkpoint of ``step`` from deletion, as :func:`dcp_datastates.pin`. Every rank calls this.
 
@@ -381,6 +379,7 @@ class CheckpointManager:
             handle.result()
         self._on_each(step, lambda path: pin(path, name), "pin")
 
+    @public("CheckpointManager.unpin()")
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
         self._on_each(step, lambda path: unpin(path, name), "unpin")
@@ -391,12 +390,12 @@ class CheckpointManager:
         purpose = f"that a checkpoint is {key}ned"
         from_first_of(self._rank_set, work_on_all, key, purpose, DEFAULT_TIMEOUT)
 
+    @public("CheckpointManager.wait()")
     def wait(self) -> None:
         """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.
 
-        With ``strict`` or ``max_failures``, raises the error of a failed save.
+        Raises the error of a failed save as ``max_failures`` says.
         """
-        enter("CheckpointManager.wait()")
         try:
             self._saves.finish(self._signals.until)
         finally:
@@ -408,10 +407,11 @@ class CheckpointManager:
         """Save the last step (``save_last``), then wait for the outcome of every save, for deletions, and, for at most
         ``exit_timeout``, for the archive. Idempotent.
 
-        With ``strict`` or ``max_failures``, raises the error of a failed save.
+        Raises the error of a failed save as ``max_failures`` says.
         """
         self._end(self._save_last)
 
+    @public()
     def _end(self, save_last: bool) -> None:
         if self._closed or in_child():  # a child leaves the with block of its parent
             return
@@ -428,6 +428,10 @@ class CheckpointManager:
             self._signals.close()
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))
             self._writer.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" * self._closed
+        return f"CheckpointManager({str(self.root)!r}, {self._saves.standing()}{closed})"
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -258,6 +258,10 @@ class Trainable:
         self._once: set[str] = vars(model).setdefault(_ONCE, set())
         """The names of the parameters that were trained at a call before, or that were loaded."""
 
+    def __repr__(self) -> str:
+        trained = sum(each.requires_grad for each in self.model.parameters())
+        return f"Trainable({type(self.model).__name__}, {trained} trained parameters)"
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name: the model's own, not copies."""
         return self.to_fill(())

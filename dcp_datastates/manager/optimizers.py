@@ -334,12 +334,11 @@ class OptimizerPart:
         if sources and (
             lacking := [key for key in own if not any(key in each for each in sources)]
         ):
-            logger.info(
+            text, settings = (
                 "%s: the group of %r keeps its %s: the checkpoint has none",
-                self.name,
-                names[0],
-                ", ".join(map(str, lacking)),
+                map(str, lacking),
             )
+            logger.info(text, self.name, names[0], ", ".join(settings))
         return found
 
     def _keep(

@@ -44,11 +44,17 @@ class PerRank:
         self.wrapped = wrapped
         self.merge = merge
 
+    def __repr__(self) -> str:
+        return f"PerRank({type(self.wrapped).__name__})"
+
 
 class RngState:
     """The states of this rank's random number generators: Python's, NumPy's if it is imported, and torch's on the CPU
     and on the current device. The manager stores them for each rank.
     """
+
+    def __repr__(self) -> str:
+        return "RngState()"
 
     def state_dict(self) -> dict[str, Any]:
         """The states, as plain values and tensors."""
@@ -108,13 +114,11 @@ def warn_of_order(name: str, loader: Any) -> None:
         cause = f"its sampler, torch's {type(sampler).__name__}, keeps no state of its generator"
     else:
         return
-    logger.log(
-        once_per_job(logging.WARNING),
+    text = (
         "the order of %r will not be the same after a restore: %s. Give it "
-        "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own",
-        name,
-        cause,
+        "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own"
     )
+    logger.log(once_per_job(logging.WARNING), text, name, cause)
 
 
 def packed(state: Any) -> bytes:

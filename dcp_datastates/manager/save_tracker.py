@@ -10,15 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.config import check_count
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.outcome import record_of_call
-from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location
 
 MaxFailures = int | Literal["auto"] | None
@@ -47,18 +48,13 @@ class _Waiting:
         return self.save.path == path and is_committed(self.save.handle) is False
 
 
-def most_failures(strict: bool, given: MaxFailures, max_in_flight: int) -> int | None:
+def most_failures(given: MaxFailures, max_in_flight: int) -> int | None:
     """The limit of failures in a row. With more saves in flight than the limit, every save would wait for them."""
-    if strict:
-        return 1
-    return max(_MOST_FAILURES, max_in_flight + 1) if given == "auto" else given
-
-
-def parse_count(name: str, value: Any, more: str = "") -> int:
-    """``value``; raises :class:`ConfigurationError`, with ``more``, unless it is a whole number, 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number, 1 or more{more}")
-    return value
+    if given == "auto":
+        return max(_MOST_FAILURES, max_in_flight + 1)
+    return (
+        given if given is None else check_count("max_failures", given, more="; None for no limit")
+    )
 
 
 def is_committed(handle: SaveHandle | None) -> bool | None:
@@ -86,13 +82,13 @@ class SaveTracker:
 
     def __init__(
         self,
-        max_failures: int | None = None,
+        max_failures: MaxFailures = None,
         on_save: Callable[[int, SaveRecord], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
+        *,
+        max_in_flight: int = 1,
     ) -> None:
-        if max_failures is not None:
-            parse_count("max_failures", max_failures, "; None for no limit")
-        self._most = max_failures
+        self.most = most_failures(max_failures, max_in_flight)
         self._on_save, self._on_failure = on_save, on_failure
         self._records: list[SaveRecord] = []  # of which the hook is not told yet
         self.deletions = Deletions()
@@ -112,6 +108,13 @@ class SaveTracker:
     def in_flight(self, path: Location | None = None) -> list[SaveHandle]:
         """The saves whose outcome the loop does not know, the oldest first; to ``path``, if there is one."""
         return [handle for save, handle in list(self._open.items()) if path in (None, save.path)]
+
+    def standing(self) -> str:
+        """The newest commit and the saves in flight, in words. Asks nothing, and tells no hook."""
+        saves, newest = self.in_flight(), self.newest_commit
+        newest = next((each.path for each in saves[::-1] if each.doing == "committed"), newest)
+        flying = [each for each in saves if not each.doing.startswith(("committed", "failed"))]
+        return f"newest commit: {newest and newest.name}, in flight: {flying}"
 
     def begin(self, path: Location, call: Callable[[], SaveHandle]) -> SaveHandle:
         """Make ``call``, which begins a save to ``path``: a deletion of ``path`` that waits is cancelled. Raises what
@@ -134,7 +137,7 @@ class SaveTracker:
         with self._lock:
             self.failures += 1
             self._in_a_row += 1
-            self._last = None if self._most is None else error
+            self._last = None if self.most is None else error
             if isinstance(error, ConfigurationError):
                 self._hopeless = error
         if self._on_failure is not None:
@@ -187,7 +190,7 @@ class SaveTracker:
         they decide that: all ranks see the same.
         """
         self.take()
-        if self._most is not None and self._in_a_row + len(self._open) >= self._most:
+        if self.most is not None and self._in_a_row + len(self._open) >= self.most:
             self.finish()
         self._raise_at_limit()
 
@@ -199,7 +202,7 @@ class SaveTracker:
 
     def _raise_at_limit(self) -> None:
         failure = self._hopeless
-        if failure is None and self._most is not None and self._in_a_row >= self._most:
+        if failure is None and self.most is not None and self._in_a_row >= self.most:
             failure = self._last
         if failure is not None:
             self._in_a_row, self._last, self._hopeless = 0, None, None

@@ -70,9 +70,8 @@ class DataStatesSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     strategy, under the same names and in the same chunks.
 
     Args:
-        options: those of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``,
-            ``audit``).
+        options: those of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``reads``, ``commit_timeout``,
+            ``exit_timeout``, ``max_in_flight``, ``when_behind``, ``audit``).
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 

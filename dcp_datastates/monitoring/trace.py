@@ -9,7 +9,7 @@ from typing import Any, Final
 from dcp_datastates.errors import DataStatesError, UnreadableMetadataError
 from dcp_datastates.format import save_trace
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.stats import SaveRecord
+from dcp_datastates.results import SaveRecord
 from dcp_datastates.storage.object_path import ObjectPath, locate
 
 

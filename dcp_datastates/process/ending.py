@@ -48,12 +48,7 @@ def at_end(function: Callable[[], None], phase: Phase = Phase.BEGIN) -> None:
 
 def at_exit(function: Callable[[], None]) -> Callable[[], None]:
     """Call ``function`` when the interpreter has joined threads. Returns what ``atexit.unregister`` takes."""
-
-    def call() -> None:
-        if not in_child():
-            function()
-
-    return atexit.register(call)
+    return atexit.register(lambda: None if in_child() else function())
 
 
 _reached: Final[dict[Phase, float]] = {}

@@ -1,23 +1,27 @@
 """Forks. A child of a process that uses this package does not save, load or ask: the threads that would do the work do
 not exist in it, and may have held any lock when it was forked.
 
-Each call of the API begins with :func:`enter`, which refuses in such a child. What the child runs without a call (hooks
+Each call of the API is :func:`public`, and refuses in such a child. What the child runs without a call (hooks
 of optimizers, handlers of signals, destructors, the end of the process) asks :func:`in_child` before it takes a lock.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
-from dcp_datastates.errors import ForkedProcessError
+from dcp_datastates.errors import DataStatesError, ForkedProcessError, brief
 
 
 class _Closes(Protocol):
     def close(self) -> None: ...
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T", bound=_Closes)
 
 _closed_in_children: weakref.WeakSet[_Closes] = weakref.WeakSet()
@@ -47,6 +51,26 @@ def enter(call: str) -> None:
     global _used_by
     refuse_in_child(call)
     _used_by = _used_by or os.getpid()
+
+
+def public(call: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function the ``call`` of the API: :func:`enter` comes first (without a name, a child may make the call),
+    and the traceback of an error of this package ends here.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                if call:
+                    enter(call)
+                return function(*args, **kwargs)
+            except DataStatesError as error:
+                raise brief(error)  # noqa: B904
+
+        return entered
+
+    return decorated
 
 
 def closed_in_children(each: T) -> T:

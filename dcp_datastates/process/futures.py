@@ -15,14 +15,12 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.process.forks import public, refuse_in_child
 from dcp_datastates.process.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "dcp_datastates-callbacks"
-
-_POLL_SECONDS: Final = 0.01
 
 _worker = Worker(_NAME)
 _resolving: Final[dict[object, None]] = {}
@@ -91,7 +89,7 @@ def finish_callbacks(seconds: float) -> bool:
         return True
     until = time.monotonic() + seconds
     while _resolving and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.01)
     done = threading.Event()
     return not _worker.post(done.set) or done.wait(max(0.0, until - time.monotonic()))
 
@@ -115,8 +113,8 @@ class SharedFuture(Future[None]):
         super().__init__()
         self.set_running_or_notify_cancel()
 
+    @public(_ASKING)
     def result(self, timeout: float | None = None) -> None:
-        refuse_in_child(_ASKING)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

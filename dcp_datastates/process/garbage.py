@@ -38,9 +38,5 @@ def collection_paused() -> Iterator[None]:
                     gc.enable()
 
 
-def _resume_in_child() -> None:
-    if _pausing and _resume:
-        gc.enable()  # the child's own program runs with it, and no thread of the parent ends the pause here
-
-
-os.register_at_fork(after_in_child=_resume_in_child)
+# A child's own program runs with the collector, and no thread of the parent ends the pause there.
+os.register_at_fork(after_in_child=lambda: gc.enable() if _pausing and _resume else None)

@@ -57,11 +57,8 @@ def default_host_cache_bytes(root: Path = Path("/")) -> int:
     if nbytes < _DEFAULT_BYTES:
         logger.log(
             once_per_job(logging.INFO),
-            "host_cache_size: %d MiB by default, a quarter of %d MiB (%s) shared by %d rank(s) here",
-            nbytes >> 20,
-            limit.nbytes >> 20,
-            limit.source,
-            ranks,
+            f"host_cache_size: {nbytes >> 20} MiB by default, a quarter of {limit.nbytes >> 20} MiB "
+            f"({limit.source}) shared by {ranks} rank(s) here",
         )
     return nbytes
 
@@ -109,11 +106,10 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
         inner = PurePosixPath(*[part for part in PurePosixPath(path).parts if part not in "/.."])
         for directory in (inner, *inner.parents):
             for mount, name in places:
-                for value in _lines(mount / directory / name):
+                file = mount / directory / name
+                for value in _lines(file):
                     if value.strip().isdigit():
-                        shown = PurePosixPath(
-                            "/sys/fs/cgroup", (mount / directory / name).relative_to(mounts)
-                        )
+                        shown = PurePosixPath("/sys/fs/cgroup", file.relative_to(mounts))
                         yield MemoryLimit(int(value), f"the cgroup's limit in {shown}")
 
 

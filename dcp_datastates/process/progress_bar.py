@@ -40,24 +40,17 @@ def progress_bar(doing: str, name: str, quiet: bool) -> Iterator[Callable[[int, 
         yield None
         return
     # Here: without a terminal, nothing needs rich.
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Progress(
+    with progress.Progress(
         *columns,
         console=Console(file=cast("Any", _Forgiving(sys.stderr))),
         transient=True,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Final
 
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.config import check_count
 
 _MOST_THREADS: Final = 8
 
@@ -28,9 +28,7 @@ def thread_count(threads: int | None) -> int:
     """The number of threads; None means one per core, at most 8. Raises :class:`ConfigurationError`."""
     if threads is None:
         return min(_MOST_THREADS, os.cpu_count() or 1)
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
-    return threads
+    return check_count("threads", threads)
 
 
 class _Stopped(BaseException):

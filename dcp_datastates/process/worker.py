@@ -14,7 +14,6 @@ from dcp_datastates.process.forks import enter
 
 logger = logging.getLogger(__name__)
 
-
 ENDING: Final = "the process is ending"
 
 

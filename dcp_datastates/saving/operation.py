@@ -37,10 +37,10 @@ from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveRecord, SaveStats
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
@@ -365,11 +365,12 @@ class SaveOperation:
 
     def _told(self, committed: Future[None]) -> None:
         self._store = None
-        self.doing = "over"
-        if (error := self.committed.peek()) is not None:
+        error = self.committed.peek()
+        self.doing = "committed" if error is None else f"failed: {type(error).__name__}: {error}"
+        if error is not None:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
-            conclude(record, self.committed.peek())
+            conclude(record, error)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name

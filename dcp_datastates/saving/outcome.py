@@ -7,11 +7,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
-from dcp_datastates import stats as stats_of
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.ranks.rank_set import RankSet
-from dcp_datastates.stats import SaveRecord, SaveStats
+from dcp_datastates.results import Outcome, SaveRecord, SaveStats
 from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def record_of(
     )
 
 
-def _outcome(error: BaseException | None) -> stats_of.Outcome:
+def _outcome(error: BaseException | None) -> Outcome:
     match error:
         case None:
             return "committed"

@@ -40,7 +40,7 @@ from dcp_datastates.io.streams import MOST_FILES_AT_ONCE, Upload
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.results import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location, ObjectPath

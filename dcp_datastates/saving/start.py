@@ -10,20 +10,20 @@ from typing import Any
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
-from dcp_datastates.config import Defer, ReadWindow, WriterConfig
+from dcp_datastates.config import Reads, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
@@ -140,7 +140,7 @@ def stage_save(
         hit("stage.before")
         if failure is None:
             with collection_paused():
-                _stage(save, state_dict, config.defer, config.read_window, in_columns)
+                _stage(save, state_dict, config.reads, config.read_deadline, in_columns)
         hit("stage.after")
     except BaseException as error:
         failure = error
@@ -166,30 +166,29 @@ def stage_in_place(save: SaveOperation, state_dict: Mapping[str, Any]) -> None:
 
     Raises :class:`UnsupportedTensorError` and the like.
     """
-    _stage(save, state_dict, "all", "immediate", in_columns=True)
+    _stage(save, state_dict, "all", 0.0, in_columns=True)
     save.reads.begin()
 
 
 def _stage(
     save: SaveOperation,
     state_dict: Mapping[str, Any],
-    defer: Defer,
-    read_window: ReadWindow,
+    reads: Reads,
+    deadline: float,
     in_columns: bool,
 ) -> None:
     config, stats = save.config, save.stats
     check_at_call(save.path, config)
-    immediate = read_window == "immediate"
-    window = Window(0.0 if immediate else config.read_deadline)
-    ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
+    window = Window(deadline)
+    ownership = Ownership(known_optimizers())  # with reads="blocking", the planner asks
     native = engine(config.host_cache_bytes)
-    staged = stage_state(state_dict, ownership, defer, native, save.order, config.audit)
+    staged = stage_state(state_dict, ownership, reads, native, save.order, config.audit)
     if in_columns:
         staged.at_call = staged.fingerprint()
     save.reads.capture(staged, window)
     stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, staged.cache_seconds
     stats.deferred_bytes = sum(staged.deferred.sizes)
-    if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
+    if deadline and staged.deferred.sizes and not step_gate.arm_backward():
         window.open()
 
 

@@ -44,9 +44,9 @@ _LOOK_SECONDS: Final = 0.001
 _VERSION: Final = operator.attrgetter("_version")
 
 _WAYS_OUT: Final = (
-    'Wait for writer.captured before such writes, or use defer="none". Usual causes: clipping or averaging of weights '
-    "outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer around "
-    "another one (SAM), load_state_dict(). audit=True finds every such write"
+    'Wait for writer.captured before such writes, or use reads="blocking". Usual causes: clipping or averaging of '
+    "weights outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer "
+    "around another one (SAM), load_state_dict(). audit=True finds every such write"
 )
 
 
@@ -173,7 +173,7 @@ class Portion:
     def _moved(self, name: str) -> SnapshotTornError:
         return self._torn(
             f"the memory of deferred tensor {name!r} was replaced, resized or freed before it was read "
-            f'(tensor.data = …, resize_()); wait for writer.captured before that, or use defer="none"'
+            f'(tensor.data = …, resize_()); wait for writer.captured before that, or use reads="blocking"'
         )
 
     def _torn(self, message: str) -> SnapshotTornError:

@@ -34,11 +34,11 @@ from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
 from dcp_datastates.process.futures import AskedFuture, without_traceback
 from dcp_datastates.process.waiting import Latch, Stall
+from dcp_datastates.results import SaveStats
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions, raise_change
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.stats import SaveStats
 
 logger = logging.getLogger(__name__)
 

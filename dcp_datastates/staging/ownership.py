@@ -26,7 +26,7 @@ STABLE: Final = 0
 """Group of memory that does not change: copies made at the call, serialized objects."""
 
 UNOWNED: Final = 1
-"""Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
+"""Group of deferred tensors that no known optimizer owns (``reads="all"``)."""
 
 _FIRST_OWNED: Final = 2
 _PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})

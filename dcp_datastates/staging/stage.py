@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes, Slab
-from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
+from dcp_datastates.config import EAGER_BELOW_BYTES, Reads
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.ragged import Ints
@@ -203,7 +203,7 @@ class StagedState:
 def stage_state(
     state_dict: Mapping[str, Any],
     ownership: Ownership,
-    defer: Defer,
+    reads: Reads,
     engine: Engine,
     order: int,
     audit: bool,
@@ -223,11 +223,11 @@ def stage_state(
     devices = numbers(engine, everything.locals)
     columns, devices = _copied(everything, devices, _no_address(everything, devices))
     try:
-        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
+        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, reads)
     except (RuntimeError, NotImplementedError):  # one has no storage: sparse
         unusual = list(map(is_unusual, columns.locals))
         columns, devices = _copied(columns, devices, unusual)
-        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
+        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, reads)
     plain, eager_devices = _copied(eager, eager_devices, are_unusual(eager.locals))
     is_cacheable = (
         columns is everything and plain is eager and not any_hold_shards(everything.locals)
@@ -347,17 +347,17 @@ def _copied(
 
 
 def _classify(
-    columns: Columns, devices: list[int], ownership: Ownership, defer: Defer
+    columns: Columns, devices: list[int], ownership: Ownership, reads: Reads
 ) -> tuple[DeferredTensors, Columns, list[int], list[bool]]:
     """Returns the deferred tensors; the eager tensors, and their devices; and for each tensor whether it is
     deferred.
     """
-    if defer == "none":
+    if reads == "blocking":
         return DeferredTensors(), columns, devices, [False] * len(columns.tensors)
     sizes = list(map(_NBYTES, columns.locals))
     storages = list(map(torch.Tensor.untyped_storage, columns.locals))
     owners = ownership.groups(storages)
-    if defer == "all":
+    if reads == "all":
         owners = [UNOWNED if group is None else group for group in owners]
     # Writes to an inference tensor move no version counter: no check could see them.
     for tensors in (columns.locals, columns.tensors):

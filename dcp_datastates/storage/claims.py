@@ -143,9 +143,9 @@ def claim(
     overwrite: bool,
     self_test: Callable[[], object] = lambda: None,
 ) -> Claim:
-    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/commit.md. In an object store, this is one LIST if no
-    save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is made.
-    Calls ``self_test`` when the directory exists.
+    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/design/commit.md. In an object store, this is one
+    LIST if no save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is
+    made. Calls ``self_test`` when the directory exists.
 
     Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """

@@ -41,7 +41,7 @@ from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX, Format, forma
 from dcp_datastates.checkpoints.inventory import is_directory, remove_all
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.config import BackgroundOptions, WriterConfig
+from dcp_datastates.config import BackgroundOptions, Reads, WriterConfig
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.loading.fit import Answer, Fit, FitOptions
 from dcp_datastates.loading.load import load
@@ -84,11 +84,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         host_cache_size: str = "auto"
         """Host memory of each rank for saves in flight."""
 
-        read_window: Literal["backward", "immediate"] = "backward"
-        """When deferred reads start: with the next backward pass, or immediately."""
-
-        read_deadline: float = 1.0
-        """Seconds after which deferred reads start in any case."""
+        reads: Reads = "backward"
+        """When the tensors are read, as for :class:`~dcp_datastates.DataStatesWriter`."""
 
         commit_timeout: float = 300.0
         """Seconds without progress after which a live rank fails the save."""
@@ -126,8 +123,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         def writer_options(self) -> BackgroundOptions:
             return {
                 "host_cache_size": self.host_cache_size,
-                "read_window": self.read_window,
-                "read_deadline": self.read_deadline,
+                "reads": self.reads,
                 "commit_timeout": self.commit_timeout,
                 "exit_timeout": self.exit_timeout,
             }
@@ -174,7 +170,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             LR_SCHEDULER: parts["lr_schedulers"],
         }
         self._sd_adapter = sd_adapter
-        self._saves = BackgroundSaves(config.writer_options(), strict=True)
+        self._saves = BackgroundSaves(config.writer_options(), max_failures=1)
         self._closed = False
 
     def __del__(self) -> None:
@@ -203,7 +199,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         elif last_step or config.async_mode == "disabled":
             state = self._exported() if model_only else self._all_states()
             # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
-            self._saves.start(state, path, defer="all", read_window="immediate")
+            self._saves.start(state, path, reads="all")
             self._saves.finish()
         else:
             GarbageCollection.collect("before a checkpoint is staged")

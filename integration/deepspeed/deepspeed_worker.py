@@ -42,7 +42,9 @@ def read_late() -> None:
     stock = integration.async_save
 
     def late(*args: Any, **options: Any) -> Any:
-        return stock(*args, **{**options, "read_window": "backward", "read_deadline": 3600})
+        if options["reads"] == "immediate":
+            options["reads"] = 3600
+        return stock(*args, **options)
 
     integration.async_save = late
 

@@ -19,10 +19,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import dcp_datastates
 from conftest import Trained
-from dcp_datastates import ConfigurationError, ForeignCheckpointError
 from dcp_datastates.deepspeed import export
 from dcp_datastates.deepspeed.__main__ import main
 from dcp_datastates.deepspeed.files import pack, unpack
+from dcp_datastates.errors import ConfigurationError, ForeignCheckpointError
 from deepspeed_jobs import run
 
 TAG = "global_step3"

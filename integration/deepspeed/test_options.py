@@ -11,9 +11,9 @@ from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import dcp_datastates.deepspeed
-from dcp_datastates import ConfigurationError
 from dcp_datastates.deepspeed import CheckpointEngine
 from dcp_datastates.deepspeed.engine import called_by_framework, options_of
+from dcp_datastates.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_options_of_the_writer_are_passed_on() -> None:
             {"host_cache": 16},
             "datastates_ckpt has no option .host_cache.; did you mean .host_cache_size",
         ),
-        ({"defer": "all"}, "datastates_ckpt has no option .defer."),
+        ({"reads": "all"}, "datastates_ckpt has no option .reads."),
         (16, "table"),
     ],
 )

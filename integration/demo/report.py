@@ -161,7 +161,7 @@ It made training wait for {stalls}, which reads the tensors during the next back
 
 [bold]What to do next[/]
 - The smallest program: {python} examples/quick_start.py 100. Interrupt it, and start it again.
-- Programs to start from, in docs/recipes.md: FSDP2, Lightning, the Trainer, Slurm, a bucket.
+- Programs to start from, in docs/index.md: FSDP2, Lightning, the Trainer, Slurm, a bucket.
 - What a save costs at the size of an LLM: README.md. `make bench` measures it on this machine.
 """
     console.print(text, highlight=False)

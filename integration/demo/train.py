@@ -100,7 +100,7 @@ class Stock:
 
 def train(job: Job, run: Run, checkpoints: Path, tell: Callable[[Run], None]) -> None:
     """Save after every iteration; each save waits for the one before."""
-    manager = CheckpointManager(checkpoints, every=1, keep=RETAINED, strict=True)
+    manager = CheckpointManager(checkpoints, every=1, keep=RETAINED, max_failures=1)
     state = {"model": job.model, "optimizer": job.optimizer, "schedule": job.schedule}
     stock = Stock(job, run.phase == "staged") if run.phase in ("stock", "staged") else None
     if run.phase == "resumed":

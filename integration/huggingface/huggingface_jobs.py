@@ -168,7 +168,7 @@ def same(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """The number of parameters, which equal those that :func:`dcp_datastates.load` reads, with their moments."""
     try:
         stored = ds.load(path, only=["model_0", "optimizer_0"])
-    except ds.CheckpointNotFoundError:  # Accelerate's own
+    except ds.errors.CheckpointNotFoundError:  # Accelerate's own
         return 0
     count = 0
     for full_name, parameter in model.named_parameters():

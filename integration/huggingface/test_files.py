@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.state.checkpoints import raises
 
-from dcp_datastates import CheckpointCorruptError
+from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.huggingface.files import read_files, write_files
 
 GOOD = {"a.json": b"1", "below/b.bin": b"2", "..c": b"3"}

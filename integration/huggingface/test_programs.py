@@ -21,10 +21,10 @@ import dcp_datastates as ds
 def test_options_are_checked_when_the_accelerator_is_made() -> None:
     from dcp_datastates.huggingface import DataStatesAccelerator
 
-    with pytest.raises(ds.ConfigurationError, match="host_cache_size"):
+    with pytest.raises(ds.errors.ConfigurationError, match="host_cache_size"):
         DataStatesAccelerator(cpu=True, host_cache_size="much")
-    with pytest.raises(ds.ConfigurationError, match="strict"):
-        DataStatesAccelerator(cpu=True, strict="yes")
+    with pytest.raises(ds.errors.ConfigurationError, match="max_failures"):
+        DataStatesAccelerator(cpu=True, max_failures="yes")
 
 
 def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
@@ -145,7 +145,9 @@ def test_accelerate_leaves_out_a_damaged_newest(tmp_path: Path, damage: str) -> 
     accelerator.load_state()
     assert torch.equal(accelerator._models[0].weight, weights[0])
     assert accelerator.save_iteration == 1
-    with pytest.raises(ds.CheckpointCorruptError):  # a program goes by the number in the name
+    with pytest.raises(
+        ds.errors.CheckpointCorruptError
+    ):  # a program goes by the number in the name
         accelerator.load_state(path)
 
 
@@ -335,7 +337,7 @@ def test_accelerate_saves_to_a_store_and_goes_on_from_there(
     assert torch.equal(again._models[0].weight, weight)
     again.load_state(f"{root}/mine")
     assert torch.equal(again._models[0].weight, later)
-    with pytest.raises(ds.ConfigurationError, match="has lost a slash"):
+    with pytest.raises(ds.errors.ConfigurationError, match="has lost a slash"):
         again.save_state(Path(f"{root}/mine"))
     assert list(tmp_path.iterdir()) == []
 
@@ -352,6 +354,8 @@ def test_the_trainer_refuses_a_url_before_it_makes_a_directory_of_it(
         args = TrainingArguments(output_dir=given, use_cpu=True, report_to=[])
         for keywords in ({"args": args}, {}):
             positional = () if keywords else (torch.nn.Linear(2, 2), args)
-            with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/.*bucket/run'"):
+            with pytest.raises(
+                ds.errors.ConfigurationError, match=r"output_dir='s3:/.*bucket/run'"
+            ):
                 DataStatesTrainer(*positional, **keywords)
     assert list(tmp_path.iterdir()) == []

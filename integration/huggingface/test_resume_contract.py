@@ -113,7 +113,9 @@ def test_a_module_was_renamed(run: Any, entrance: str, tmp_path: Path) -> None:
     expected = saved(run, tmp_path, net, adamw(net))
     model = NAMES[entrance][0]
     other = Net(9, body="trunk")
-    with pytest.raises(ds.IncompatibleStateError, match=r"Give such options to \w+\(") as caught:
+    with pytest.raises(
+        ds.errors.IncompatibleStateError, match=r"Give such options to \w+\("
+    ) as caught:
         run(tmp_path, other, adamw(other), True)
     assert 'missing="warn"' in str(caught.value)
     other = Net(9, body="trunk")
@@ -141,7 +143,7 @@ def test_the_head_has_another_shape(run: Any, entrance: str, tmp_path: Path) -> 
     expected = saved(run, tmp_path, net, adamw(net))
     model, optimizer = NAMES[entrance]
     other = Net(9, head=3)
-    with pytest.raises(ds.IncompatibleStateError):
+    with pytest.raises(ds.errors.IncompatibleStateError):
         run(tmp_path, other, adamw(other), True)
     other = Net(9, head=3)
     exclude = [f"{model}.head", f"{optimizer}.state.head"]

@@ -300,7 +300,7 @@ def test_an_older_checkpoint_that_is_named_is_the_one_that_is_loaded(
     resumed = run(Ours, tmp_path, resume=tmp_path / "checkpoint-2", max_steps=4)
     assert resumed.losses == {step: losses[step] for step in (3, 4)}
     flip(tmp_path / "checkpoint-2")
-    with pytest.raises(ds.CheckpointCorruptError):
+    with pytest.raises(ds.errors.CheckpointCorruptError):
         run(Ours, tmp_path, resume=tmp_path / "checkpoint-2")
 
 
@@ -310,7 +310,7 @@ def test_if_all_are_damaged_the_run_does_not_start_over(
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("checkpoint-*"):
         flip(path)
-    with pytest.raises(ds.CheckpointCorruptError, match="none of the 3 checkpoints"):
+    with pytest.raises(ds.errors.CheckpointCorruptError, match="none of the 3 checkpoints"):
         run(Ours, tmp_path, resume=True)
 
 
@@ -404,7 +404,7 @@ def test_one_directory_has_one_run(tmp_path: Path, before: Any) -> None:
     """Stock mixes both: a later resume goes on from the older run, whose numbers are higher."""
     run(before, tmp_path, max_steps=6)
     there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ds.ConfigurationError, match="checkpoint-6 of a former run"):
+    with pytest.raises(ds.errors.ConfigurationError, match="checkpoint-6 of a former run"):
         run(Ours, tmp_path, max_steps=2)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there
     run(Ours, tmp_path, max_steps=2, save_strategy="no")  # it saves nothing
@@ -428,7 +428,7 @@ def test_a_run_goes_on_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     losses = run(Ours, tmp_path / "one", max_steps=4).losses
     resumed = run(Ours, tmp_path / "two", resume=tmp_path / "one" / "checkpoint-2", max_steps=4)
     assert resumed.losses == {step: losses[step] for step in (3, 4)}
-    with pytest.raises(ds.ConfigurationError, match="checkpoint-4 of a former run"):
+    with pytest.raises(ds.errors.ConfigurationError, match="checkpoint-4 of a former run"):
         run(Ours, tmp_path / "two", resume=tmp_path / "one" / "checkpoint-2", max_steps=4)
 
 
@@ -446,7 +446,7 @@ def test_a_checkpoint_becomes_a_model_with_its_own_tokenizer_and_configuration(
     base.resize_token_embeddings(len(words))
     run(Ours, tmp_path, model=base, processing_class=words, max_steps=2)
     checkpoint, out = tmp_path / "checkpoint-2", tmp_path / "out"
-    with pytest.raises(ds.ConfigurationError, match="would not load them"):
+    with pytest.raises(ds.errors.ConfigurationError, match="would not load them"):
         ds.convert(checkpoint, out, "hf", part="model", config_from=tmp_path / "base")
     assert not out.exists()
     ds.convert(checkpoint, out, "hf", part="model")
@@ -466,7 +466,7 @@ def test_an_export_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         if problem is None:
             ds.convert(tmp_path / "checkpoint-2", tmp_path / "out", "hf", part="model", **option)
         else:
-            with pytest.raises(ds.ConfigurationError, match=problem):
+            with pytest.raises(ds.errors.ConfigurationError, match=problem):
                 ds.convert(
                     tmp_path / "checkpoint-2", tmp_path / "out", "hf", part="model", **option
                 )

@@ -20,7 +20,7 @@ import dcp_datastates as ds
 from dcp_datastates.huggingface.resuming import Resumption
 
 STEPS = 7
-LATE = {"read_deadline": 600.0}
+LATE = {"reads": 600.0}
 """No tensor of a save is read before the next backward pass: a save whose job is killed before it is not committed."""
 
 
@@ -243,9 +243,9 @@ def test_a_failed_save_does_not_end_the_training_and_evicts_nothing(
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_strict_ends_the_training_on_all_ranks(tmp_path: Path, library: Library) -> None:
+def test_one_failure_ends_the_training_on_all_ranks(tmp_path: Path, library: Library) -> None:
     first = {"DCP_DATASTATES_FAILPOINTS": "flush.open.before@1=error:ENOSPC"}
-    ended = job(library, 2, tmp_path / "strict", tmp_path, first, options={"strict": True})
+    ended = job(library, 2, tmp_path / "ended", tmp_path, first, options={"max_failures": 1})
     for one in ended:
         assert "StorageError" in one.error
 

@@ -241,7 +241,7 @@ class Compare(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         try:
             stored = ds.load(self._path)
-        except ds.ForeignCheckpointError:
+        except ds.errors.ForeignCheckpointError:
             return
         moments = trainer.optimizers[0].state
         for name, parameter in module.named_parameters():
@@ -280,7 +280,7 @@ def in_stores(folder: str, root: str) -> dict[str, Any]:
     last = ""
     try:
         run(8, "last")
-    except ds.ConfigurationError as error:
+    except ds.errors.ConfigurationError as error:
         last = str(error)
     return {
         "losses": [whole.losses, resumed.losses, further.losses],

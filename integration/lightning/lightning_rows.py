@@ -579,7 +579,7 @@ def weights_are_averaged_and_the_job_resumes(use: Use) -> Any:
     def average() -> WeightAveraging:
         return WeightAveraging()
 
-    settings = {"strategy": {"defer": "none"}} if "own" not in use.kind else {}
+    settings = {"strategy": {"reads": "blocking"}} if "own" not in use.kind else {}
     saves = ModelCheckpoint(use.folder, save_last=True, save_top_k=0)
     use.trainer(1, average(), saves, **settings).fit(Net(), batches())
     model = Net()

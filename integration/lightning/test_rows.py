@@ -141,24 +141,26 @@ def test_every_option_is_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "dcp_datastates"):
         resume(Longer(), rename=RENAMED, missing="warn")
     assert "more.weight" in caplog.text
-    with pytest.raises(ds.IncompatibleStateError, match="Unexpected key"):
+    with pytest.raises(ds.errors.IncompatibleStateError, match="Unexpected key"):
         resume(Longer(), missing="ignore")
     anew: dict[str, Any] = {"missing": "ignore", "unexpected": "warn"}
-    with pytest.raises(ds.IncompatibleStateError, match=r"optimizer_0\.state\.net"):
+    with pytest.raises(ds.errors.IncompatibleStateError, match=r"optimizer_0\.state\.net"):
         resume(Longer(), **anew)  # moments that have no owner
     resume(Longer(), **anew, exclude="optimizer_0")
-    with pytest.raises(ds.IncompatibleStateError, match="cast=False"):
+    with pytest.raises(ds.errors.IncompatibleStateError, match="cast=False"):
         resume(Net().double(), cast=False)
-    with pytest.raises(ds.ConfigurationError, match="missing='perhaps'"):
+    with pytest.raises(ds.errors.ConfigurationError, match="missing='perhaps'"):
         resume(Net(), missing="perhaps")
-    with pytest.raises(ds.ConfigurationError, match="did you mean 'exclude'"):
+    with pytest.raises(ds.errors.ConfigurationError, match="did you mean 'exclude'"):
         resume(Net(), excludes="net")
 
 
 def test_an_error_names_the_options_of_the_strategy(tmp_path: Path) -> None:
     use = Use("single", tmp_path)
     path = use.save(Net())
-    with pytest.raises(ds.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"):
+    with pytest.raises(
+        ds.errors.IncompatibleStateError, match=r"DataStatesSingleDeviceStrategy\(…\)"
+    ):
         use.resume(Longer(), path)
 
 
@@ -198,7 +200,7 @@ def test_a_training_goes_on_before_a_damaged_newest(tmp_path: Path, kind: str) -
 def test_another_one_that_is_named_must_be_whole(tmp_path: Path) -> None:
     _, second, newest = three(tmp_path)
     use = Use("single", tmp_path)
-    with pytest.raises(ds.CheckpointCorruptError):
+    with pytest.raises(ds.errors.CheckpointCorruptError):
         use.resume(Net(), str(damaged(second)), epochs=4)
-    with pytest.raises(ds.CheckpointCorruptError):
+    with pytest.raises(ds.errors.CheckpointCorruptError):
         use.trainer(1).validate(Net(), batches(4), ckpt_path=str(damaged(newest)), verbose=False)

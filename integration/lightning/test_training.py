@@ -23,7 +23,7 @@ from dcp_datastates.lightning import (
 from lightning_launch import from_step, job
 
 STEPS = 7
-LATE = {"read_deadline": 600.0}
+LATE = {"reads": 600.0}
 """No tensor of a save is read before the next backward pass: a save whose job is killed before it is not committed."""
 
 
@@ -182,7 +182,7 @@ def test_a_failed_save_does_not_end_the_training_and_evicts_nothing(
 def test_strict_ends_the_training_on_all_ranks(tmp_path: Path) -> None:
     first = {"DCP_DATASTATES_FAILPOINTS": "flush.open.before@1=error:ENOSPC"}
     ended = job(
-        "train", 2, tmp_path, first, folder=str(tmp_path / "strict"), options={"strict": True}
+        "train", 2, tmp_path, first, folder=str(tmp_path / "ended"), options={"max_failures": 1}
     )
     for one in ended:
         assert "StorageError" in one.error
@@ -202,11 +202,11 @@ def test_a_checkpoint_of_lightning_itself_loads(tmp_path: Path) -> None:
 
 def test_options_are_checked_when_the_strategy_is_made() -> None:
     for made in (DataStatesModelParallelStrategy, DataStatesFSDPStrategy):
-        with pytest.raises(ds.ConfigurationError, match="host_cache_size"):
+        with pytest.raises(ds.errors.ConfigurationError, match="host_cache_size"):
             made(host_cache_size="much")
-    with pytest.raises(ds.ConfigurationError, match="save_distributed_checkpoint"):
+    with pytest.raises(ds.errors.ConfigurationError, match="save_distributed_checkpoint"):
         DataStatesModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(ds.ConfigurationError, match="state_dict_type"):
+    with pytest.raises(ds.errors.ConfigurationError, match="state_dict_type"):
         DataStatesFSDPStrategy(state_dict_type="full")
 
 
@@ -252,7 +252,7 @@ def test_a_last_checkpoint_that_storage_does_not_show_is_not_left_out(tmp_path, 
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(ds.StorageError, match="Permission denied"):
+    with pytest.raises(ds.errors.StorageError, match="Permission denied"):
         callback._may_be_loaded(str(tmp_path / "last.ckpt"))
     monkeypatch.undo()
     assert not callback._may_be_loaded(str(tmp_path / "last.ckpt"))

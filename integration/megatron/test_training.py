@@ -14,7 +14,7 @@ from support.jobs.processes import Ended, run_ranks
 import dcp_datastates as ds
 
 STEPS = 6
-LATE = {"read_deadline": 600.0}
+LATE = {"reads": 600.0}
 """No tensor of a save is read before the next backward pass: a save whose job is killed before it is not committed."""
 
 Losses = list[dict[int, str]]
@@ -68,7 +68,7 @@ def test_a_killed_job_goes_on_from_the_newest_commit_with_equal_losses(
     killed(folder, tmp_path, kill=4, **layout)
     assert complete(folder) == {tracked(folder)} == {"2"}
     assert (folder / "4" / "common.pt").exists()
-    with pytest.raises(ds.CheckpointNotFoundError):
+    with pytest.raises(ds.errors.CheckpointNotFoundError):
         ds.load(folder / "4")
 
     resumed = train(folder, tmp_path, **layout)
@@ -138,11 +138,11 @@ def test_options_are_checked_when_the_strategy_is_made() -> None:
     from dcp_datastates.megatron import DataStatesSaveStrategy, use_by_default
 
     for made in (DataStatesSaveStrategy, use_by_default):
-        with pytest.raises(ds.ConfigurationError, match="host_cache_size"):
+        with pytest.raises(ds.errors.ConfigurationError, match="host_cache_size"):
             made(host_cache_size="much")
-        with pytest.raises(ds.ConfigurationError, match="did you mean 'read_deadline'"):
-            made(read_deadlin=1.0)
-        with pytest.raises(ds.ConfigurationError, match="has no option 'no_dist'"):
+        with pytest.raises(ds.errors.ConfigurationError, match="did you mean 'exit_timeout'"):
+            made(exit_timout=1.0)
+        with pytest.raises(ds.errors.ConfigurationError, match="has no option 'no_dist'"):
             made(no_dist=True)
 
 
@@ -161,6 +161,6 @@ def test_a_url_is_refused_by_name(
 
     monkeypatch.chdir(tmp_path)
     for save in (DataStatesSaveStrategy().save, DataStatesSaveStrategy().async_save):
-        with pytest.raises(ds.ConfigurationError, match=r"checkpoint_dir='.*:/"):
+        with pytest.raises(ds.errors.ConfigurationError, match=r"checkpoint_dir='.*:/"):
             save({}, given)
     assert list(tmp_path.iterdir()) == []

@@ -19,17 +19,15 @@ from torch import nn
 
 from compare import tensors_of
 from dcp_datastates import (
-    ConfigurationError,
     DataStatesReader,
     DataStatesWriter,
-    IncompatibleStateError,
     SaveHandle,
-    StorageError,
     async_save,
     inspect,
     load,
     pin,
 )
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError, StorageError
 
 pytest.importorskip("torchtitan", reason="pip install '.[torchtitan]'")
 
@@ -226,7 +224,7 @@ def test_only_in_pinned_mode_the_trainer_waits_before_its_step(
         return started[-1]
 
     monkeypatch.setattr("dcp_datastates.manager.frameworks.async_save", note)
-    one = job(read_deadline=600.0, **options)
+    one = job(reads=600.0, **options)
     one.step()
     one.manager.save(1)
     one.manager.maybe_wait_for_staging()
@@ -371,7 +369,7 @@ def test_a_program_that_has_changed_resumes_by_the_options_of_a_load(
 
 
 def test_close_drains_what_is_in_flight_and_may_be_called_again(job: Callable[..., Job]) -> None:
-    one = job(async_mode="async", read_deadline=600.0)
+    one = job(async_mode="async", reads=600.0)
     one.step()
     one.manager.save(1)
     one.manager.close()
@@ -477,7 +475,7 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
     ("options", "said"),
     [
         ({"host_cache_size": "1MiB"}, "host_cache_size='1MiB' is below"),
-        ({"read_window": "sometimes"}, "read_window='sometimes'"),
+        ({"reads": "sometimes"}, "reads='sometimes'"),
         ({"verify": "trust"}, "verify='trust'"),
         ({"missing": "never"}, "missing='never'"),
     ],

@@ -82,7 +82,7 @@ def test_the_step_gate_alone_holds_in_async_mode(launcher: Launcher, tmp_path: P
             FSDP,
             3,
             "async",
-            options={"read_deadline": 600.0},
+            options={"reads": 600.0},
             hook="hooks:read_late",
             hook_options={"gate": gate},
         )

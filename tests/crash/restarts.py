@@ -193,7 +193,7 @@ class _Rank:
         while step < self.plan.saves or (self.plan.wait and not Path(root, "end").exists()):
             try:
                 self._save(f"{root}/step-{step}", step)
-            except dcp_datastates.DataStatesError:
+            except dcp_datastates.errors.DataStatesError:
                 if not self.plan.wait or os.getppid() == self._agent:
                     raise
             step += 1

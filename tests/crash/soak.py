@@ -274,7 +274,7 @@ def _stalling(where: str) -> Iterator[None]:
 
 
 def _begin(path: str, number: int, elements: int, **options: Any) -> Future[Any]:
-    return save_over(part(number, elements), path, read_window="immediate", **options)
+    return save_over(part(number, elements), path, reads="immediate", **options)
 
 
 def _told(future: Future[Any]) -> bool:

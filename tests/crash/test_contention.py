@@ -31,7 +31,7 @@ from support.stores.server import variables as variables_of_server
 from support.tiers import sampled, tries
 
 import dcp_datastates
-from dcp_datastates import CheckpointReplacedError
+from dcp_datastates.errors import CheckpointReplacedError
 
 OLD, STALLED, SUCCESSOR, NEXT = 1, 2, 3, 4
 
@@ -73,7 +73,7 @@ def save_in_a_loop(path: str, first: int, least: int, met: str = "") -> list[Rep
         len(reports) < least or (met and not Path(met).exists() and time.monotonic() < deadline)
     ):
         future = save_over(
-            part(first + len(reports), ELEMENTS), path, read_window="immediate", commit_timeout=20
+            part(first + len(reports), ELEMENTS), path, reads="immediate", commit_timeout=20
         )
         reports.append(report_of(future, RESULT_SECONDS))
         if reports[-1].committed:
@@ -97,7 +97,7 @@ def save_once(path: str, number: int, pids: str, commit_timeout: float) -> Repor
     """Save; ``pids`` is where this rank notes its process."""
     Path(pids, str(dist.get_rank())).write_text(str(os.getpid()))
     future = save_over(
-        part(number, ELEMENTS), path, read_window="immediate", commit_timeout=commit_timeout
+        part(number, ELEMENTS), path, reads="immediate", commit_timeout=commit_timeout
     )
     return report_of(future, RESULT_SECONDS)
 
@@ -164,8 +164,8 @@ def test_saves_in_flight_to_one_path_commit_in_their_order(by_dcp, shared_dir):
     def begin(number):
         state = part(number, ELEMENTS)
         if by_dcp:
-            return async_save(state, path, group=group, read_window="immediate")
-        return save_over(state, path, read_window="immediate")
+            return async_save(state, path, group=group, reads="immediate")
+        return save_over(state, path, reads="immediate")
 
     begin(1).result(60)
     assert whole_at(path) == 1

@@ -24,8 +24,9 @@ from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates as ds
-from dcp_datastates import CommitOutcomeUnknown, DataStatesError, config
+from dcp_datastates import config
 from dcp_datastates.commit import group
+from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError
 from dcp_datastates.storage.bounded import is_hung
 
 BOUND = 0.25
@@ -239,7 +240,7 @@ def test_while_a_data_file_hangs_saves_fail_in_time_and_training_and_the_process
             try:
                 handle.result({LIMIT})
                 print(number, "committed", flush=True)
-            except ds.DataStatesError as error:
+            except ds.errors.DataStatesError as error:
                 print(number, type(error).__name__, flush=True)
         {ENDS[hangs]}
         """,
@@ -287,7 +288,7 @@ def test_two_ranks_are_told_soon_and_not_opposite_things_when_storage_hangs(wher
             try:
                 ds.async_save(state, where, host_cache_size="64MiB", commit_timeout=patience).result()
                 print("told", rank, number, "committed", flush=True)
-            except ds.DataStatesError as error:
+            except ds.errors.DataStatesError as error:
                 print("told", rank, number, type(error).__name__, error, flush=True)
             if {kills!r} and number == 1:
                 os._exit(0)  # the store ends with the coordinator

@@ -17,8 +17,8 @@ import pytest
 from support.simulated.store_world import play
 from support.tiers import tries
 
-from dcp_datastates import StorageError
 from dcp_datastates.commit.place import Place
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import attempts, decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours

@@ -15,17 +15,15 @@ from support.crashes.failing import armed
 from support.state.checkpoints import save
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates import (
+from dcp_datastates import delete, latest, retain
+from dcp_datastates.commit import group as groups
+from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
     DataStatesError,
     StorageError,
-    delete,
-    latest,
-    retain,
 )
-from dcp_datastates.commit import group as groups
-from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt

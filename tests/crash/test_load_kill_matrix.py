@@ -66,7 +66,7 @@ def load_twice(path: str, victim: int, point: str, fault: str, scratch: str) -> 
     pids: list[Any] = [None] * WORLD
     dist.all_gather_object(pids, os.getpid())
     with_objects = point in POINTS  # else the first read is one of objects, and has changed nothing
-    save_over(_state(with_objects), path, read_window="immediate").result(60)
+    save_over(_state(with_objects), path, reads="immediate").result(60)
     _await_beats()
     log, stops = Path(scratch, "fired"), fault == "stop" and rank == others[0]
     entry = f"{point}={'sleep:6' if fault == 'stop' else fault}"

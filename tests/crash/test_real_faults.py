@@ -29,7 +29,7 @@ from support.state.saving import save_over
 from support.tiers import sampled
 from support.waiting import await_that
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions
 
 IO_ERROR = "Input/output error"

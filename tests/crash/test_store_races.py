@@ -14,8 +14,8 @@ from support.stores.ram import RamCluster
 from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
-from dcp_datastates import CheckpointSupersededError, StorageError
 from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage import decisions, object_path
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State

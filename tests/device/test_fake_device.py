@@ -39,7 +39,7 @@ def test_steps_right_behind_every_save(cuda: FakeCuda, tmp_path: Path, seed: int
     """Kernels are enqueued for the very tensors that are being saved, as fast as the gate lets them."""
     cuda.configure(seed=seed)
     stepper = Stepper(cuda, model())
-    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    kept = DataStatesWriter(host_cache_size=CACHE, reads="immediate")
     futures = []
     for index in range(12):
         path = tmp_path / f"{index}"
@@ -65,7 +65,7 @@ def test_hundreds_of_saves_of_tensors_of_many_sizes(
         cuda,
         {f"{index}": torch.nn.Parameter(torch.randn(sizes[index % 8])) for index in range(48)},
     )
-    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    kept = DataStatesWriter(host_cache_size=CACHE, reads="immediate")
     for index in range(saves):
         cuda.configure(seed=index + 1, max_delay_us=500)
         path, expected = tmp_path / f"{index}", stepper.now()
@@ -137,11 +137,11 @@ def test_buffers_are_as_they_were_in_the_stream(cuda: FakeCuda, tmp_path: Path) 
         assert differing(tmp_path / f"{index}", expected) == []
 
 
-@pytest.mark.parametrize("defer", ["none", "all"])
-def test_defer(cuda: FakeCuda, tmp_path: Path, defer: str) -> None:
+@pytest.mark.parametrize("reads", ["blocking", "all"])
+def test_reads(cuda: FakeCuda, tmp_path: Path, reads: str) -> None:
     cuda.configure(seed=7)
     stepper = Stepper(cuda, model())
-    with saved_as_now(stepper, tmp_path / "a", defer=defer):
+    with saved_as_now(stepper, tmp_path / "a", reads=reads):
         stepper.step()
 
 
@@ -238,7 +238,7 @@ def test_a_gate_that_the_driver_refuses(
         device.join()
 
     monkeypatch.setattr(DeferredReads, "fail", go_on)
-    future = save(tmp_path / "refused", stepper.named, read_window="backward")
+    future = save(tmp_path / "refused", stepper.named, reads="backward")
     cuda.lib.fake_cuda_stall(1)  # the reads are not done when the gate comes
     cuda.fail_next("cuStreamWaitEvent", 1, 1)  # the first is that of the copies
     stepper.step()
@@ -264,7 +264,7 @@ def test_a_device_without_a_driver_goes_through_torch(
 
 def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path: Path) -> None:
     stepper = Stepper(cuda, model())
-    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    kept = DataStatesWriter(host_cache_size=CACHE, reads="immediate")
     cuda.await_pinned(CACHE)
     counts = []
     for index in range(6):
@@ -297,7 +297,7 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     stepper = Stepper(cuda, model())
     expected = stepper.now()
     waits = cuda.count("cuStreamWaitEvent")
-    future = save(tmp_path / "before", stepper.named, read_window="immediate")
+    future = save(tmp_path / "before", stepper.named, reads="immediate")
     await_that(lambda: cuda.count("cuStreamWaitEvent") == waits + 2)  # the copies' streams
     cuda.in_capture = True
     torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(

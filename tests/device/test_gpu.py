@@ -239,7 +239,7 @@ def test_a_write_that_no_step_announces(
     (adamw,), step = train_plain(net)
     step()
     prepared_engine()
-    writer = DataStatesWriter(host_cache_size=CACHE, read_window=window)
+    writer = DataStatesWriter(host_cache_size=CACHE, reads=window)
     for index in range(10):
         state = state_of(net, adamw)
         expected = copied(state)
@@ -250,7 +250,7 @@ def test_a_write_that_no_step_announces(
         refused = ""
         try:
             handle.result()
-        except dcp_datastates.DataStatesError as error:
+        except dcp_datastates.errors.DataStatesError as error:
             refused = repr(error)
         if refused:
             assert "changed" in refused
@@ -365,7 +365,7 @@ def test_hundreds_of_saves_while_training(tmp_path: Path, optimizer: str, window
     options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
     adamw = torch.optim.AdamW(net.parameters(), lr=1e-3, **options[optimizer])
     dcp_datastates.track(adamw)
-    kept = DataStatesWriter(host_cache_size=CACHE, read_window=window)  # type: ignore[arg-type]
+    kept = DataStatesWriter(host_cache_size=CACHE, reads=window)  # type: ignore[arg-type]
     saves = []
     for index in range(60):
         net(batch()).square().mean().backward()

@@ -475,7 +475,7 @@ if {eager}:
     state["running"] = cuda.adopt(torch.ones(1 << 20))
 cuda.await_pinned(CACHE)
 cuda.lib.fake_cuda_stall(1)  # a collective waits for a rank that is gone
-writer = DataStatesWriter(tempfile.mkdtemp(), host_cache_size=CACHE, read_window="immediate")
+writer = DataStatesWriter(tempfile.mkdtemp(), host_cache_size=CACHE, reads="immediate")
 dcp.async_save(state, storage_writer=writer)
 time.sleep(0.5)
 raise SystemExit("training gave up")

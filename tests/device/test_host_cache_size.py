@@ -101,6 +101,6 @@ def test_for_a_state_on_the_host_it_does_not_grow(
 ) -> None:
     caplog.set_level(logging.INFO, "dcp_datastates")
     state = {"w": torch.zeros(STATE // 4)}
-    save(tmp_path / "a", state, host_cache_size="auto", defer="all").result()
+    save(tmp_path / "a", state, host_cache_size="auto", reads="all").result()
     assert cache_size() == 32 * MIB
     assert "more than its host cache" not in caplog.text

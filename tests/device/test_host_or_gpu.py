@@ -171,7 +171,7 @@ DIES = """
 import sys, time, torch, dcp_datastates as ds
 path, device, during = sys.argv[1:]
 state = {f"{n}": torch.ones(((64 << 20) if device == "cuda" else (1 << 20)), device=device) for n in range(8)}
-writer = ds.DataStatesWriter(read_window="immediate", defer="all")
+writer = ds.DataStatesWriter(reads="all")
 ds.async_save(state, path + "/first", writer=writer).result()
 small = torch.zeros(16, device=device)
 def index(at):

@@ -160,7 +160,7 @@ def test_saves_of_training(
             step(model, optimizer)
             state = state_of(model, optimizer)
             expected = {name: cuda.values(value) for name, value in state.items()}
-            future = save(tmp_path / f"{index}", state, read_window=window)
+            future = save(tmp_path / f"{index}", state, reads=window)
             step(model, optimizer)
             step(model, optimizer)
             future.result()

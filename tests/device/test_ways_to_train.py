@@ -94,7 +94,7 @@ def test_each_save_is_the_state_at_its_call(
         expected = {name: value for stepper in steppers for name, value in stepper.now().items()}
         if way is several:
             cuda.synchronize()  # the caller's stream is one of theirs
-        future = save(tmp_path / f"{index}", named, read_window=window)
+        future = save(tmp_path / f"{index}", named, reads=window)
         iterate()
         iterate()
         future.result()

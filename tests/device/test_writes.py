@@ -19,7 +19,8 @@ from support.state.checkpoints import raises
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, SnapshotTornError
+from dcp_datastates import DataStatesReader
+from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.tensor_memory import inner_tensors
 
 
@@ -57,8 +58,7 @@ def test_a_write_before_the_reads_is_never_committed(
             {"w": KINDS[kind].given(tensor)},
             tmp_path / str(number),
             host_cache_size=CACHE,
-            read_window="backward",
-            read_deadline=600,
+            reads=600,
             audit=audit,
         )
         with cuda.kernels(), torch.no_grad():
@@ -122,8 +122,7 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
         {"w": tensor.detach()},
         tmp_path / "mine",
         host_cache_size=CACHE,
-        read_window="backward",
-        read_deadline=600,
+        reads=600,
     )
     LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
     assert outcome(handle, tensor, expected, tmp_path / "mine") == "right"
@@ -139,7 +138,7 @@ def test_a_write_that_torch_does_not_count_is_seen_after_the_optimizer_has_passe
     stepper = Stepper(cuda, model(2))
     cuda.await_pinned(CACHE)
     cuda.synchronize()
-    future = save(tmp_path, stepper.named, read_window="backward", read_deadline=600)
+    future = save(tmp_path, stepper.named, reads=600)
     for parameter in stepper.named.values():
         cuda.write(parameter, torch.zeros_like(parameter))
     stepper.step()

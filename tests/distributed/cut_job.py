@@ -40,7 +40,7 @@ def main(root: Path, saves: int) -> None:
             {f"w{rank}": weight, "number": number},
             root / f"step-{number}",
             host_cache_size="64MiB",
-            read_window="immediate",
+            reads="immediate",
             commit_timeout=COMMIT_TIMEOUT,
         )
         called = time.monotonic()

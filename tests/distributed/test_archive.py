@@ -14,14 +14,9 @@ from support.state.checkpoints import CACHE
 from support.state.saving import SMALL, part
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
-from dcp_datastates import (
-    CheckpointCorruptError,
-    DataStatesWriter,
-    StorageError,
-    async_save,
-    verify,
-)
+from dcp_datastates import DataStatesWriter, async_save, verify
 from dcp_datastates.checkpoints import copy
+from dcp_datastates.errors import CheckpointCorruptError, StorageError
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying
 from dcp_datastates.tiers.archive import archive_save

@@ -29,8 +29,9 @@ from support.waiting import lines
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import DataStatesError, DataStatesSavePlanner, RankLostError, SaveFailedError
+from dcp_datastates import DataStatesSavePlanner
 from dcp_datastates.dcp import turn
+from dcp_datastates.errors import DataStatesError, RankLostError, SaveFailedError
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
 from dcp_datastates.ranks import connection
@@ -59,7 +60,7 @@ def _state(number, loader=None):
 
 
 def _begin(number, path, loader=None, **options):
-    options = {"host_cache_size": CACHE, "read_window": "immediate", **options}
+    options = {"host_cache_size": CACHE, "reads": "immediate", **options}
     return dcp_datastates.async_save(_state(number, loader), path, **options)
 
 
@@ -130,10 +131,10 @@ def test_a_call_that_fails_on_one_rank_fails_on_all_and_the_next_calls_pair_righ
 @ranks(2)
 def test_an_option_that_fails_on_one_rank_fails_the_save_on_all(shared_dir):
     if dist.get_rank() == 1:
-        with pytest.raises(dcp_datastates.ConfigurationError, match="read_window"):
-            _begin(1, shared_dir / "c", read_window="never")
+        with pytest.raises(dcp_datastates.errors.ConfigurationError, match="reads"):
+            _begin(1, shared_dir / "c", reads="never")
     else:
-        with pytest.raises(dcp_datastates.ConfigurationError, match="rank 1 of 2: read_window"):
+        with pytest.raises(dcp_datastates.errors.ConfigurationError, match="rank 1 of 2: reads"):
             _begin(1, shared_dir / "c").result(60)
     _begin(2, shared_dir / "c").result(60)
 
@@ -327,10 +328,7 @@ def test_saving_on_one_rank_alone_does_not_fail_for_the_silence_of_the_other(sha
 @ranks(2)
 def test_a_job_that_destroys_its_process_group_finishes_its_saves_first(shared_dir):
     _begin(0, shared_dir / "0").result(60)
-    handles = [
-        _begin(number, shared_dir / f"{number}", read_window="backward", read_deadline=3600)
-        for number in (1, 2)
-    ]
+    handles = [_begin(number, shared_dir / f"{number}", reads=3600) for number in (1, 2)]
     for handle in handles:
         assert not handle.committed.done() or committed(handle.path)
     shutdowns = [

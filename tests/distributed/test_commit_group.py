@@ -32,7 +32,10 @@ from support.waiting import await_that, lines
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.commit.place import Round
+from dcp_datastates.dcp import compat
+from dcp_datastates.errors import (
     CheckpointSkipped,
     ConfigurationError,
     RankLostError,
@@ -41,9 +44,6 @@ from dcp_datastates import (
     StorageError,
     UnsupportedTensorError,
 )
-from dcp_datastates.commit.group import commit_group
-from dcp_datastates.commit.place import Round
-from dcp_datastates.dcp import compat
 from dcp_datastates.ranks.rank_set import rank_set_of
 
 
@@ -60,7 +60,7 @@ def _number(path):
 
 
 def _begin(number, path, **options):
-    options = {"host_cache_size": CACHE, "read_window": "immediate", **options}
+    options = {"host_cache_size": CACHE, "reads": "immediate", **options}
     return dcp_datastates.async_save(_state(number), path, **options)
 
 
@@ -97,7 +97,7 @@ def test_async_save_does_not_mix_with_training_on_the_default_gloo_group(shared_
 
 @ranks(2)
 def test_a_failure_in_the_background_is_told_by_committed_wait_and_the_log(shared_dir):
-    ours = writer(shared_dir / "c", read_window="immediate")
+    ours = writer(shared_dir / "c", reads="immediate")
     with lines(logging.ERROR) as said, _on(0, "publish.write.before=error:EIO"):
         dcp_datastates.async_save(_state(1), writer=ours)
         with raises(StorageError, "Input/output error", "rank 0"):
@@ -193,9 +193,7 @@ def test_a_group_that_dcp_does_not_use_is_found_and_explained(shared_dir):
     halves = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
     half = dist.get_rank() // 2
     with raises(ConfigurationError, "2 ranks", "commits with 4", "process_group="):
-        async_save(
-            _state(1), shared_dir / f"c{half}", group=halves[half], read_deadline=0.1
-        ).result(20)
+        async_save(_state(1), shared_dir / f"c{half}", group=halves[half], reads=0.1).result(20)
 
 
 @ranks(4)
@@ -229,9 +227,9 @@ def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
-            dcp.async_save(
-                _state(number), storage_writer=writer(shared_dir / "c", read_deadline=0)
-            ).result(60)
+            dcp.async_save(_state(number), storage_writer=writer(shared_dir / "c", reads=0)).result(
+                60
+            )
     said = [str(each.message) for each in caught if "new_group" in str(each.message)]
     assert len(said) == 1, said
     assert "process_group=" in said[0]
@@ -239,7 +237,7 @@ def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
     monkeypatch.setattr(compat, "_warned", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        async_save(_state(2), shared_dir / "c", group=own_group(), read_deadline=0).result(60)
+        async_save(_state(2), shared_dir / "c", group=own_group(), reads=0).result(60)
         _begin(3, shared_dir / "c").upload_completion.result(60)
     assert not [each for each in caught if "new_group" in str(each.message)]
 
@@ -306,7 +304,7 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
 def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
     """Only one rank is behind; both leave the save out, and read nothing of it."""
     most = 1 if dist.get_rank() == only else 4
-    ours = writer(when_behind="skip", max_in_flight=most, read_window="immediate")
+    ours = writer(when_behind="skip", max_in_flight=most, reads="immediate")
     group = own_group()
     slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
     with _on(only, slow):
@@ -334,7 +332,7 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
 @pytest.mark.parametrize("only", sampled([0, 1], keep=[0]))
 def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir):
     """On the package's own path: in the first message of planning, and in the same words."""
-    options = {"when_behind": "skip", "max_in_flight": 1, "read_window": "immediate"}
+    options = {"when_behind": "skip", "max_in_flight": 1, "reads": "immediate"}
     slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
     with _on(only, slow):
         first = _begin(1, shared_dir / "1", **options)

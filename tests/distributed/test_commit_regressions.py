@@ -20,8 +20,8 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import RankLostError
 from dcp_datastates.commit import group as groups
+from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks import connection
 from dcp_datastates.ranks.rank_set import rank_set_of
 
@@ -163,6 +163,6 @@ def test_a_rank_that_reads_slowly_but_steadily_is_not_given_up(shared_dir):
         planner=_Slow(),
         commit_timeout=1,
         host_cache_size=CACHE,
-        read_deadline=0,
+        reads=0,
     ).upload_completion.result(60)
     assert len(load_everything(shared_dir / "c")) == 16

@@ -147,7 +147,7 @@ def test_one_rank_s_clashing_names_fail_the_save_on_all_and_the_next_one_works(s
     rank = dist.get_rank()
     for number, (fine, clash) in enumerate(CLASHES.values()):
         for at in (0, 1):
-            with raises(ds.DataStatesError, "'h."):
+            with raises(ds.errors.DataStatesError, "'h."):
                 SAVES[save]({"h": clash if rank == at else fine}, shared_dir / f"{number}{at}-0")
             dist.barrier()
     SAVES[save]({"h": fine}, shared_dir / "fine-0")

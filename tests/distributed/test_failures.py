@@ -25,11 +25,8 @@ from support.state.checkpoints import (
 from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import (
-    RankLostError,
-    SnapshotTornError,
-)
 from dcp_datastates.commit.group import commit_group
+from dcp_datastates.errors import RankLostError, SnapshotTornError
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.failure_detector import Loss
 
@@ -60,7 +57,7 @@ def _saves_well(ours, group, path):
 @ranks(4)
 def test_a_torn_tensor_on_one_rank_fails_the_save_on_all(shared_dir):
     group = own_group()
-    ours = writer(read_deadline=600)
+    ours = writer(reads=600)
     state, optimizer = _owned()
     future = async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad")
     if dist.get_rank() == 3:

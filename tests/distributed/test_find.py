@@ -14,9 +14,10 @@ from support.state.files import data_files
 from support.waiting import await_that, lines
 from torch.distributed import distributed_c10d
 
-from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
+from dcp_datastates import latest, retain
 from dcp_datastates.checkpoints import first_rank
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
 from dcp_datastates.process import waiting
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import IncompatibleStateError
+from dcp_datastates.errors import IncompatibleStateError
 
 
 def _sharded(full):

@@ -15,17 +15,16 @@ from support.state.checkpoints import raises, save
 from support.waiting import await_that, lines
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from dcp_datastates import (
-    CheckpointManager,
+from dcp_datastates import CheckpointManager, load
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
     IncompatibleStateError,
     RankLostError,
     UnsafeObjectError,
-    load,
 )
-from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import restore
 from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.process import waiting

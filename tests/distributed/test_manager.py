@@ -18,18 +18,14 @@ from support.state.roots import committed_names
 from support.waiting import await_that, lines
 from torch.distributed.fsdp import fully_shard
 
-from dcp_datastates import (
-    AutoInterval,
-    CheckpointManager,
+from dcp_datastates import AutoInterval, CheckpointManager, Keep, PerRank, RngState
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
-    Keep,
-    PerRank,
     RankLostError,
-    RngState,
 )
-from dcp_datastates.commit.group import commit_group
 from dcp_datastates.io import committed
 from dcp_datastates.manager import step_consensus
 from dcp_datastates.manager.frameworks import BackgroundSaves

@@ -15,9 +15,10 @@ from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager, CheckpointSkipped, DataStatesError
+from dcp_datastates import CheckpointManager
+from dcp_datastates.errors import CheckpointSkipped, DataStatesError
 from dcp_datastates.monitoring import trace_of
-from dcp_datastates.stats import LOAD_PHASES, PHASES
+from dcp_datastates.results import LOAD_PHASES, PHASES
 
 
 def _state():
@@ -106,7 +107,7 @@ def test_a_save_that_one_rank_leaves_out_has_a_record_on_both(shared_dir):
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = {f"w{dist.get_rank()}": parameter}
-    by = writer(read_deadline=3600, when_behind="skip", max_in_flight=1 + dist.get_rank())
+    by = writer(reads=3600, when_behind="skip", max_in_flight=1 + dist.get_rank())
     records = []
     stop = dcp_datastates.on_save(records.append)
     first = dcp_datastates.async_save(state, shared_dir / "a", writer=by)

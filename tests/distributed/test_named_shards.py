@@ -49,9 +49,7 @@ def test_they_are_saved_and_loaded_as_shards(how, rows, shared_dir):
     for number in range(3):
         whole = torch.arange(rows * 20.0).reshape(rows, 20) + number
         state = {"w": _part(whole, dist.get_rank(), kind), "other": torch.ones(3)}
-        by = DataStatesWriter(
-            shared_dir / "c", read_window="immediate", host_cache_size=CACHE, defer="all"
-        )
+        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, reads="all")
         if how == "sync":
             dcp.save(state, storage_writer=by, planner=planner)
         elif how == "default planner":

@@ -12,7 +12,8 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import DataStatesSavePlanner, SaveFailedError, track
+from dcp_datastates import DataStatesSavePlanner, track
+from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.saving.operation import Phase
 
 ELEMENTS = 100_000
@@ -36,7 +37,7 @@ class _Training:
         path,
         planner=None,
         *,
-        read_deadline=3600.0,
+        reads=3600.0,
         max_in_flight=4,
         **more,
     ):
@@ -46,7 +47,7 @@ class _Training:
             path,
             planner=planner,
             host_cache_size=CACHE,
-            read_deadline=read_deadline,
+            reads=reads,
             max_in_flight=max_in_flight,
         )
 
@@ -112,7 +113,7 @@ def test_a_report_belongs_to_the_plan_of_its_own_save(shared_dir):
     planner = DataStatesSavePlanner()
     for number in range(3):
         training.step()
-        first = training.save(shared_dir / f"{number}.0", planner, read_deadline=1.0)
+        first = training.save(shared_dir / f"{number}.0", planner, reads=1.0)
         more = {f"more{number}": torch.ones(3)} if dist.get_rank() == 0 else {}
         second = training.save(shared_dir / f"{number}.1", planner, **more)
         _await_phase(second, Phase.AGREED)

@@ -82,7 +82,7 @@ def _placed(tensor, mesh, placements):
 def _saves(seed, shape, path):
     state = _distribute(_dense(seed), shape, seed)
     if seed % 2:
-        async_save(state, path, group=own_group(), read_window="immediate").result(60)
+        async_save(state, path, group=own_group(), reads="immediate").result(60)
     else:
         save(state, path)
 

@@ -66,7 +66,7 @@ def test_what_one_rank_cannot_prime_is_told_to_all(what, shared_dir):
 
 @ranks(2, timeout=60)
 def test_saves_in_flight_are_planned_before_another_is_primed(shared_dir):
-    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", read_deadline=3600)
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", reads=3600)
     weights = torch.nn.Parameter(filled((70_000,), torch.float32, 1))
     torch.optim.SGD([weights], lr=1.0)
     for number in range(3):

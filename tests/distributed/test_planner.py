@@ -25,16 +25,7 @@ from support.state.checkpoints import (
     raises,
     zeros,
 )
-from support.state.planners import (
-    SMALL,
-    own_step,
-    owned,
-    save_by,
-    saver,
-    spied,
-    spy,
-    state_of,
-)
+from support.state.planners import SMALL, own_step, owned, save_by, saver, spied, spy, state_of
 from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -44,13 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import (
-    ConfigurationError,
-    DataStatesError,
-    DataStatesReader,
-    DataStatesSavePlanner,
-    DataStatesWriter,
-)
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 
 
 def _everything(path):

@@ -28,7 +28,7 @@ def _values(shape, seed):
 
 
 def _planner_and_writer(path):
-    return DataStatesSavePlanner(), saver(path, defer="all")
+    return DataStatesSavePlanner(), saver(path, reads="all")
 
 
 def _save_and_load(tensor, planner, by, shared_dir):
@@ -95,7 +95,7 @@ def test_one_tensor_under_two_names_and_then_two(primed, shared_dir):
     for number in range(4):
         two = {"a": filled((70_000,), torch.float32, 2), "b": filled((70_000,), torch.float32, 3)}
         state = two if number % 2 or primed else {"a": shared, "b": shared}
-        saved_alone(state, planner, shared_dir / "c", defer="all")
+        saved_alone(state, planner, shared_dir / "c", reads="all")
         assert_same(load(zeros(state), shared_dir / "c"), state)
 
 
@@ -105,7 +105,7 @@ def test_a_tensor_that_gets_other_memory_right_after_the_call(shared_dir):
     for size in (1000, 500, 1000, 500):
         tensor = filled((size,), torch.float32, size)
         expected = {"x": tensor.clone()}
-        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, reads="immediate")
         response = dcp_datastates.async_save({"x": tensor}, writer=by, planner=planner)
         tensor.data = torch.zeros(1500 - size)
         response.upload_completion.result(60)
@@ -115,7 +115,7 @@ def test_a_tensor_that_gets_other_memory_right_after_the_call(shared_dir):
 @ranks(2)
 def test_metadata_say_whether_a_dtensor_requires_grad_now(shared_dir):
     mesh = init_device_mesh("cpu", (2,))
-    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", defer="all")
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", reads="all")
     for number in range(4):
         dense = filled((400, 300), torch.float32, number)
         tensor = distribute_tensor(dense, mesh, [Shard(0)], src_data_rank=None)
@@ -132,7 +132,7 @@ def test_values_that_memory_does_not_show(shared_dir):
     for number in range(4):
         plain = torch.full((70_000,), complex(number, 2), dtype=torch.complex64)
         state = {"a": plain.conj() if number % 2 else plain}
-        saved_alone(state, planner, shared_dir / "c", defer="all")
+        saved_alone(state, planner, shared_dir / "c", reads="all")
         found = load({"a": torch.zeros(70_000, dtype=torch.complex64)}, shared_dir / "c")
         assert torch.equal(found["a"], state["a"].resolve_conj())
 

@@ -33,13 +33,9 @@ from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import (
-    DataStatesError,
-    DataStatesReader,
-    DataStatesSavePlanner,
-    DataStatesWriter,
-)
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
 from dcp_datastates.dcp.planner import options_in_columns
+from dcp_datastates.errors import DataStatesError
 
 
 class _Renaming(DataStatesSavePlanner):
@@ -260,7 +256,7 @@ def test_an_error_that_is_kept_keeps_nothing_that_the_save_was_given(where, shar
         {"weight": weight},
         shared_dir / "c",
         planner=planner,
-        read_window="immediate",
+        reads="immediate",
         host_cache_size=CACHE,
     )
     kept = response.upload_completion.exception(60)

@@ -18,7 +18,8 @@ from support.state.saving import Report, part, save_over, try_to_save
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager, ConfigurationError, StorageError
+from dcp_datastates import CheckpointManager
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.tiers import ram_nodes
 
 URL = "ram://run"
@@ -33,7 +34,7 @@ def configure(root: str, nodes: int = 2, peers: int = 1) -> None:
 
 
 def save_configured(number: int) -> None:
-    save_over(part(number, ELEMENTS), f"{URL}/step-{number}", read_window="immediate").result(60)
+    save_over(part(number, ELEMENTS), f"{URL}/step-{number}", reads="immediate").result(60)
 
 
 def save_in_memory(root: str, number: int, nodes: int = 2, peers: int = 1) -> None:
@@ -146,7 +147,7 @@ def _a_node_is_full(root: str) -> None:
     node = f"node{dist.get_rank()}"
     size = "5MB" if node == "node1" else "auto"
     dcp_datastates.configure_ram(directory=f"{root}/{node}", node=node, size=size)
-    with raises(dcp_datastates.DataStatesError, "node1", "5000000 bytes"):
+    with raises(dcp_datastates.errors.DataStatesError, "node1", "5000000 bytes"):
         save_configured(2)
     dcp_datastates.save({"small": dist.get_rank()}, f"{URL}/step-3")
     dist.barrier()

@@ -21,9 +21,10 @@ from support.state.loops import manager
 from support.tiers import tries
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from dcp_datastates import CheckpointReplacedError, async_save, load, save, track
+from dcp_datastates import async_save, load, save, track
+from dcp_datastates.errors import CheckpointReplacedError
 
-WAITING = {"read_window": "backward", "read_deadline": 600}
+WAITING = {"reads": 600}
 """Nothing but what needs the memory makes a save read it."""
 
 

@@ -18,14 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_datastates
-from dcp_datastates import (
-    DataStatesReader,
-    DataStatesSavePlanner,
-    DataStatesWriter,
-    ReplicasDifferError,
-    SnapshotTornError,
-    track,
-)
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter, track
+from dcp_datastates.errors import ReplicasDifferError, SnapshotTornError
 
 SHAPE = (3000, 200)
 """Of float32: large enough to be cut."""
@@ -45,7 +39,7 @@ class _Model:
 
 
 def _writer(path, **options):
-    options = {"read_window": "immediate", "host_cache_size": CACHE, **options}
+    options = {"reads": "immediate", "host_cache_size": CACHE, **options}
     return DataStatesWriter(path, **options)
 
 
@@ -75,17 +69,17 @@ def _found(path):
 
 @ranks(3)
 @pytest.mark.parametrize(
-    ("defer", "how"),
+    ("reads", "how"),
     sampled(
-        itertools.product(["owned", "none"], ["save", "async_save"]),
-        keep=[("owned", "async_save"), ("none", "save")],
+        itertools.product(["immediate", "blocking"], ["save", "async_save"]),
+        keep=[("immediate", "async_save"), ("blocking", "save")],
     ),
 )
-def test_what_no_optimizer_owns_is_never_a_mixture(defer, how, shared_dir):
+def test_what_no_optimizer_owns_is_never_a_mixture(reads, how, shared_dir):
     model, planner = _Model(), DataStatesSavePlanner()
     mine = torch.full((4 * SHAPE[0], SHAPE[1]), float(dist.get_rank()))
     for _ in range(3):
-        _save(how, model.state(statistics=mine), shared_dir / "c", planner, defer=defer)
+        _save(how, model.state(statistics=mine), shared_dir / "c", planner, reads=reads)
         found = _found(shared_dir / "c")
         assert len(found["statistics"].unique()) == 1, "parts of several ranks' tensors"
         assert_same({name: found[name] for name in model.weights}, model.state())
@@ -205,7 +199,7 @@ def test_an_optimizer_that_appears_changes_the_plan(shared_dir):
 @ranks(2)
 def test_a_steady_save_sends_a_few_bytes_for_it(shared_dir):
     model, planner = _Model(40), DataStatesSavePlanner()
-    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, reads="immediate")
     sent = []
 
     def report(plain, *args):
@@ -237,7 +231,7 @@ def test_replicas_whose_memory_has_gone_tear_the_save_and_crash_nothing(shared_d
         assert go_on.wait(60)
         return plain(*args)
 
-    by = _writer(shared_dir / "c", read_window="backward", read_deadline=30)
+    by = _writer(shared_dir / "c", reads=30)
     with own_step("take", held):
         handle = dcp_datastates.async_save(state, writer=by, planner=planner)
         if dist.get_rank() == 1:

@@ -32,12 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import (
-    CheckpointCorruptError,
-    CheckpointManager,
-    DataStatesReader,
-    IncompatibleStateError,
-)
+from dcp_datastates import CheckpointManager, DataStatesReader
+from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
 from dcp_datastates.sharing import joint_reads, shared_reads
 from dcp_datastates.sharing.shared_reads import OwnUnits
 from dcp_datastates.storage.object_path import locate

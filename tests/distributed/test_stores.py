@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_datastates
-from dcp_datastates import DataStatesError, StorageError
+from dcp_datastates.errors import DataStatesError, StorageError
 
 WHOLE = torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)
 """16 MiB."""

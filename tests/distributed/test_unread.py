@@ -14,7 +14,8 @@ from support.state.meshes import Block, collect, fsdp_tp
 from support.waiting import lines
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, IncompatibleStateError
+from dcp_datastates import DataStatesReader
+from dcp_datastates.errors import IncompatibleStateError
 
 
 def _of_all_ranks(said):

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, DataStatesSavePlanner, IncompatibleStateError
+from dcp_datastates import DataStatesSavePlanner
+from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
 
 ROWS, COLUMNS = 16, 3
 

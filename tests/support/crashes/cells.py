@@ -81,7 +81,7 @@ POINTS_OF_STORES: tuple[Point, ...] = (
 )
 
 _MOST_OF_A_WITHDRAWAL = 64
-"""Bytes. Withdrawn decisions stay in a store, for good (docs/commit.md)."""
+"""Bytes. Withdrawn decisions stay in a store, for good (docs/design/commit.md)."""
 
 
 @dataclass(frozen=True)

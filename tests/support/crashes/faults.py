@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates import CommitOutcomeUnknown, DataStatesError
+from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError
 from support.crashes.residue import Residue, assert_nothing_left, entries
 from support.jobs.groups import own_group
 from support.state.checkpoints import async_save, attempts, causes
@@ -86,7 +86,7 @@ def fault_between_saves(
     group = own_group() if plainly else None
 
     def begin(number: int, **options: Any) -> Future[Any]:
-        options = {"read_window": "immediate", **options}
+        options = {"reads": "immediate", **options}
         state = part(number, elements)
         if plainly:
             return async_save(state, path, group=group, **options)

@@ -410,9 +410,7 @@ def differing(path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
 
 
 def writer(path: Path, **options: Any) -> DataStatesWriter:
-    return DataStatesWriter(
-        path, **{"host_cache_size": CACHE, "read_window": "immediate", **options}
-    )
+    return DataStatesWriter(path, **{"host_cache_size": CACHE, "reads": "immediate", **options})
 
 
 def save(path: Path, state: dict[str, Any], **options: Any) -> Any:

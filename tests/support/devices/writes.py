@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import SnapshotTornError
+from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.tensor_memory import inner_tensors, layers
 from support.state.wrapped import Blocks
 

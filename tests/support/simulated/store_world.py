@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.storage import attempt as attempt_module
 from dcp_datastates.storage import attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt

@@ -41,7 +41,7 @@ def begin(fast: str, slow: str, number: int) -> Any:
         part(number, SMALL),
         f"{fast}/step-{number}",
         slow,
-        read_window="immediate",
+        reads="immediate",
         host_cache_size=CACHE,
     )
 

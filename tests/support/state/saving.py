@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
-from dcp_datastates import CheckpointNotFoundError, track
+from dcp_datastates import track
+from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import operations
 from support.state.checkpoints import (
@@ -92,7 +93,7 @@ def number_at(path: Path | str, world: int, elements: int | Callable[[int], int]
 
 def commit_checkpoint(path: str, number: int, elements: int) -> None:
     """Save, load, and leave when what other attempts left is gone, or should be."""
-    save_over(part(number, elements), path, read_window="immediate").result(60)
+    save_over(part(number, elements), path, reads="immediate").result(60)
     if dist.get_rank() == 0:
         assert number_at(path, dist.get_world_size(), elements) == number
         deadline = time.monotonic() + 5
@@ -103,7 +104,7 @@ def commit_checkpoint(path: str, number: int, elements: int) -> None:
 
 def save_traced(path: str, number: int, elements: int) -> None:
     """Save, and note in the trace when this rank was told that it is committed."""
-    save_over(part(number, elements), path, read_window="immediate").result(60)
+    save_over(part(number, elements), path, reads="immediate").result(60)
     operations.tell(Path(path), f"checkpoint {number}")
     dist.barrier()
 
@@ -137,7 +138,8 @@ def report_of(future: Future[Any], limit: float) -> Report:
             time.monotonic(),
             type(found[0]).__name__ if found else type(error).__name__,
             "; ".join(f"{type(cause).__name__}: {cause}" for cause in found) or repr(error),
-            bool(found) and all(isinstance(c, dcp_datastates.DataStatesError) for c in found),
+            bool(found)
+            and all(isinstance(c, dcp_datastates.errors.DataStatesError) for c in found),
         )
     return Report(True, time.monotonic())
 
@@ -152,7 +154,7 @@ def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
     assert incarnation.await_all(30)
     failed: Future[Any] = Future()
     try:
-        future = save_over(part(number, elements), path, read_window="immediate")
+        future = save_over(part(number, elements), path, reads="immediate")
     except BaseException as error:
         failed.set_exception(error)
         future = failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as runner
-from bench import loads, parts, saves, training
+from bench import loads, memory, parts, saves, training
 from bench.failures import expected, reckon
 from bench.loaders import LOADERS
 from bench.report import draw, markdown
@@ -56,6 +57,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         loads.measure(case, sizes.scales[case], 1, directory, loaders, one=one)
         for case, one in (("large", False), ("many64k", False), ("many64k", True))
     ]
+    tables.append(memory.measure("llm", sizes.scales["llm"], directory, QUICK_ONES[:1]))
     names = ("ours", "safetensors")
     tables.append(training.measure_intervals(sizes.train_scale, 1, directory, 0.0, names))
     tables.append(training.measure_shortest(sizes.train_scale, 1, directory, 0.01, names))
@@ -80,7 +82,7 @@ def test_every_part_has_its_rows_and_a_row_has_figures_or_an_error(
     keys = [table["key"] for table in document["tables"]]
     assert keys == [
         *(f"saves.{case}" for case in CASES),
-        *("loads.large", "loads.many64k", "loads.one.many64k"),
+        *("loads.large", "loads.many64k", "loads.one.many64k", "memory.llm"),
         *("training", "shortest", "failures"),
     ]
     for _, row in rows(document):
@@ -109,7 +111,7 @@ def test_the_text_has_every_row_of_the_document(document: dict[str, Any], tmp_pa
         assert section.startswith(table["title"])
         for row in table["rows"]:
             assert row["name"] in section
-    assert "| `dcp_datastates` |" in sections[-1]
+    assert re.search(r"\| `dcp_datastates` \|.* \d+(\.\d+)? MiB \|", sections[-1])
     pytest.importorskip("matplotlib")
     assert draw(document, tmp_path / "bench.png")
 

@@ -16,19 +16,17 @@ from support.state.files import flip_bit
 from support.state.metadata import decision_of, with_format
 from support.state.roots import NEWER, OLDER, uncommitted
 
-from dcp_datastates import (
+from dcp_datastates import delete, pin, unpin
+from dcp_datastates.checkpoints.delete import delete_committed
+from dcp_datastates.checkpoints.find import open_found
+from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointSupersededError,
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
-    delete,
-    pin,
-    unpin,
 )
-from dcp_datastates.checkpoints.delete import delete_committed
-from dcp_datastates.checkpoints.find import open_found
-from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours

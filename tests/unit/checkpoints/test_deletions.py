@@ -9,8 +9,8 @@ import threading
 import pytest
 from support.jobs.scripts import run_program
 
-from dcp_datastates import StorageError
 from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.errors import StorageError
 
 
 @pytest.mark.parametrize(

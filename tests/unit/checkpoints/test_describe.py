@@ -19,19 +19,18 @@ from support.state.roots import NEWER, uncommitted
 from support.state.states import Opinion, filled
 from support.waiting import little_work
 
-from dcp_datastates import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-    inspect,
-)
+from dcp_datastates import inspect
 from dcp_datastates.checkpoints.describe import (
     Checkpoint,
     Directory,
     DtypeTotal,
     Object,
     Tensor,
-    describe,
+)
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
 )
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
@@ -55,7 +54,7 @@ def checkpoint(tmp_path):
 
 
 def test_a_checkpoint_is_described(checkpoint):
-    found = describe(checkpoint)
+    found = inspect(checkpoint)
     assert isinstance(found, Checkpoint)
     (file,) = data_files(checkpoint)
     metadata = decision_of(checkpoint)
@@ -90,7 +89,7 @@ def test_ranks_and_chunks_are_counted(tmp_path):
     dense = filled((6, 10), torch.float32)
     rows = boxes(dense.shape, [[1, 2, 3], []])
     save_by_ranks(tmp_path, [{"x": (dense, rows[:2])}, {"x": (dense, rows[2:])}])
-    found = describe(tmp_path)
+    found = inspect(tmp_path)
     assert found.ranks == 2
     assert len(found.files) == 4
     assert sorted(file.rank for file in found.files) == [0, 0, 1, 1]
@@ -99,15 +98,15 @@ def test_ranks_and_chunks_are_counted(tmp_path):
 
 def test_attempts_that_are_not_the_checkpoint_say_what_is_decided_about_them(checkpoint):
     uncommitted(checkpoint)
-    (found,) = describe(checkpoint).uncommitted
+    (found,) = inspect(checkpoint).uncommitted
     assert (found.attempt, found.state, found.files, found.nbytes) == (NEWER, "undecided", 1, 100)
     decisions.withdraw(stored(checkpoint), Attempt.parse(NEWER))
-    assert describe(checkpoint).uncommitted[0].state == "withdrawn"
+    assert inspect(checkpoint).uncommitted[0].state == "withdrawn"
 
 
 def test_an_uncommitted_checkpoint_is_described_by_its_attempts(tmp_path):
     uncommitted(tmp_path / "step-1", size=55)
-    found = describe(tmp_path / "step-1")
+    found = inspect(tmp_path / "step-1")
     assert not found.committed
     assert found.attempt is None
     assert [(a.attempt, a.nbytes) for a in found.uncommitted] == [(NEWER, 55)]
@@ -116,9 +115,9 @@ def test_an_uncommitted_checkpoint_is_described_by_its_attempts(tmp_path):
 def test_files_that_are_missing_or_cut_show(checkpoint):
     (file,) = data_files(checkpoint)
     os.truncate(file, 1000)
-    assert describe(checkpoint).files[0].found_nbytes == 1000
+    assert inspect(checkpoint).files[0].found_nbytes == 1000
     file.unlink()
-    assert describe(checkpoint).files[0].found_nbytes is None
+    assert inspect(checkpoint).files[0].found_nbytes is None
 
 
 def test_large_metadata_of_another_program_are_not_read_whole(tmp_path, monkeypatch):
@@ -132,7 +131,7 @@ def test_large_metadata_of_another_program_are_not_read_whole(tmp_path, monkeypa
         file.write(b".")  # as pickles end
     monkeypatch.setattr(LocalStore, "get", pytest.fail)
     with raises(ForeignCheckpointError, "stock"):
-        describe(tmp_path / "stock")
+        inspect(tmp_path / "stock")
 
 
 def test_nothing_and_damage_and_stock_are_errors(tmp_path, checkpoint):
@@ -142,15 +141,15 @@ def test_nothing_and_damage_and_stock_are_errors(tmp_path, checkpoint):
         if path.name == "file":
             path.write_text("")
         with raises(CheckpointNotFoundError, path.name):
-            describe(path)
+            inspect(path)
     dcp.save(
         {"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True
     )
     with raises(ForeignCheckpointError, "stock"):
-        describe(tmp_path / "stock")
+        inspect(tmp_path / "stock")
     flip_bit(decision_of(checkpoint), 40)
     with raises(CheckpointCorruptError, "decision"):
-        describe(checkpoint)
+        inspect(checkpoint)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def root(tmp_path):
 
 
 def test_a_directory_of_checkpoints_is_listed_as_latest_sees_it(root):
-    found = describe(root)
+    found = inspect(root)
     assert isinstance(found, Directory)
     assert found.latest == "best"
     assert [(c.name, c.step, c.format, c.committed) for c in found.checkpoints] == [
@@ -187,8 +186,8 @@ def test_a_directory_of_checkpoints_is_listed_as_latest_sees_it(root):
 
 
 def test_a_listed_checkpoint_has_size_ranks_and_time(root):
-    listed = {c.name: c for c in describe(root).checkpoints}["step-10"]
-    alone = describe(root / "step-10")
+    listed = {c.name: c for c in inspect(root).checkpoints}["step-10"]
+    alone = inspect(root / "step-10")
     assert (listed.nbytes, listed.ranks, listed.committed_at, listed.attempt) == (
         alone.nbytes,
         alone.ranks,
@@ -200,7 +199,7 @@ def test_a_listed_checkpoint_has_size_ranks_and_time(root):
 def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
     save({f"layer.{number}.weight": torch.ones(3) for number in range(10_000)}, tmp_path)
     with little_work(8):
-        assert len(describe(tmp_path).tensors) == 10_000
+        assert len(inspect(tmp_path).tensors) == 10_000
 
 
 # --- the command -------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ def test_nothing_in_a_checkpoint_is_unpickled_but_its_metadata(tmp_path):
 
 def test_inspect_returns_the_same_and_reads_well(checkpoint):
     found = inspect(checkpoint)
-    assert found == describe(checkpoint)
+    assert found == inspect(checkpoint)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.nbytes = 0
     lines = str(found).splitlines()
@@ -318,7 +317,7 @@ def test_a_directory_of_checkpoints_reads_well(tmp_path):
         save({"w": torch.ones(3)}, tmp_path / f"step-{number}")
     uncommitted(tmp_path / "step-3")
     found = inspect(tmp_path)
-    assert found == describe(tmp_path)
+    assert found == inspect(tmp_path)
     first, headers, second, third, last = str(found).splitlines()
     assert first == str(tmp_path)
     assert headers.split()[:2] == ["checkpoint", "step"]

@@ -23,9 +23,10 @@ from support.state.roots import (
     uncommitted,
 )
 
-from dcp_datastates import CheckpointCorruptError, ConfigurationError, latest
+from dcp_datastates import latest
 from dcp_datastates.checkpoints import listing
 from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.text import step_of
 
 

@@ -7,9 +7,9 @@ import pickle
 import pytest
 from support.state.checkpoints import raises
 
-from dcp_datastates import NoAnswerError
 from dcp_datastates.checkpoints import first_rank
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.errors import NoAnswerError
 
 
 def test_an_answer_without_torch_distributed_is_just_computed():

@@ -9,8 +9,8 @@ from support.state.files import flip_bit
 from support.state.metadata import decision_of
 from support.state.roots import save_stock
 
-from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
 def test_each_format_is_recognized(tmp_path):

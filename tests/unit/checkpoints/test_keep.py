@@ -17,17 +17,8 @@ from support.state.metadata import decision_of
 from support.state.roots import committed_names
 
 import dcp_datastates as ds
-from dcp_datastates import (
-    CheckpointNotFoundError,
-    ConfigurationError,
-    Keep,
-    StorageError,
-    delete,
-    inspect,
-    pin,
-    retain,
-    unpin,
-)
+from dcp_datastates import Keep, delete, inspect, pin, retain, unpin
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.format.metadata import decode, encode
 
 LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: 1.5, 500: 4.0}

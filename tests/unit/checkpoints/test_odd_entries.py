@@ -217,7 +217,7 @@ def test_what_is_done_with_the_entry_ends(entry, operation, root):
         ON_ENTRY[operation](root / "odd")
     except BaseException as error:  # DCP's is one
         raised = causes(error)[0]
-    assert raised is None or isinstance(raised, ds.DataStatesError), repr(raised)
+    assert raised is None or isinstance(raised, ds.errors.DataStatesError), repr(raised)
     _assert_others_are_whole(root, ("step-9", "step-10", "step-11"))
 
 
@@ -228,7 +228,7 @@ def test_a_load_of_tensors_alone_ends_too(make, root):
     (file,) = data_files(root / "odd")
     file.unlink()
     make(file)
-    with raises(ds.DataStatesError, file.name):
+    with raises(ds.errors.DataStatesError, file.name):
         load_everything(root / "odd")
 
 
@@ -301,5 +301,5 @@ def test_a_directory_that_cannot_be_read_keeps_none_from_saving_and_may_hold_the
     _save(root / "step-13")
     assert load_everything(root / "step-13")["step"] == 99
     for ask in (ds.latest, lambda where: ds.retain(where, keep=1)):
-        with raises(ds.StorageError, "odd"):
+        with raises(ds.errors.StorageError, "odd"):
             ask(root)

@@ -21,9 +21,10 @@ from support.state.roots import (
 )
 from support.tiers import sampled
 
-from dcp_datastates import ConfigurationError, Keep, StorageError, latest, retain, verify
+from dcp_datastates import Keep, latest, retain, verify
 from dcp_datastates.checkpoints import listing
 from dcp_datastates.checkpoints.retention import retain_here
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage import operations
 
 

@@ -12,16 +12,8 @@ from support.state.checkpoints import load_everything, raises, save
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import (
-    CheckpointNotFoundError,
-    StorageError,
-    delete,
-    latest,
-    pin,
-    retain,
-    unpin,
-    verify,
-)
+from dcp_datastates import delete, latest, pin, retain, unpin, verify
+from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.object_path import locate
 
@@ -278,6 +270,6 @@ def _damaged(data: bytes) -> bytes:
 
 
 def test_another_checkpoint_at_the_target_stays(three, tmp_path):
-    with raises(dcp_datastates.CheckpointExistsError, "step-2"):
+    with raises(dcp_datastates.errors.CheckpointExistsError, "step-2"):
         dcp_datastates.copy(f"{three}/step-3", f"{three}/step-2")
     assert verify(f"{three}/step-2").whole

@@ -16,7 +16,8 @@ from support.state.metadata import decision_of
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, ConfigurationError, latest, load
+from dcp_datastates import latest, load
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.storage.object_path import locate
 
 

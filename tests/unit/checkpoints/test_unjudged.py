@@ -161,7 +161,7 @@ def test_no_look_up_passes_by_what_it_cannot_judge(call, place, number, root, fa
     faults.at(where, number)
     error = _raised(ON_ROOT[call], root)
     faults.place = None
-    assert isinstance(error, ds.StorageError), repr(error)
+    assert isinstance(error, ds.errors.StorageError), repr(error)
     assert error.errno == number
     assert str(error.filename).startswith(str(where))
     assert os.strerror(number) in str(error)
@@ -180,9 +180,9 @@ def test_no_call_on_a_checkpoint_takes_it_for_missing_or_damaged(call, place, nu
     faults.at(where, number)
     error = _raised(ON_STEP[call], root / f"step-{NEWEST}")
     faults.place = None
-    wrong = (ds.CheckpointNotFoundError, ds.CheckpointCorruptError)
+    wrong = (ds.errors.CheckpointNotFoundError, ds.errors.CheckpointCorruptError)
     assert not isinstance(error, wrong), repr(error)
-    assert error is None or isinstance(error, ds.StorageError), repr(error)
+    assert error is None or isinstance(error, ds.errors.StorageError), repr(error)
     if place in ("step", "metadata"):
         assert error is not None
         assert os.strerror(number) in str(error)
@@ -214,7 +214,7 @@ def test_an_error_that_passes_is_tried_again(call, number, place, root, faults):
 def test_an_error_that_stays_is_tried_for_less_than_a_second(root, faults):
     faults.at(root, errno.ESTALE)
     for _ in range(100):
-        with pytest.raises(ds.StorageError):
+        with pytest.raises(ds.errors.StorageError):
             ds.latest(root)
     assert sum(faults.slept) < 1.0, "and not again for each place"
 
@@ -235,7 +235,7 @@ def test_a_job_that_cannot_see_its_checkpoint_ends_and_deletes_nothing(root, fau
     manager = ds.CheckpointManager(root, every=1, keep=1, no_dist=True)
     hidden = _metadata(root)
     faults.at(hidden, errno.ESTALE)
-    with raises(ds.StorageError, str(hidden), "Stale file handle"):
+    with raises(ds.errors.StorageError, str(hidden), "Stale file handle"):
         manager.restore_latest(_state(0))
     manager.save(NEWEST + 1, _state(NEWEST + 1))
     manager.wait()
@@ -246,7 +246,7 @@ def test_a_job_that_cannot_see_its_checkpoint_ends_and_deletes_nothing(root, fau
 def test_a_file_in_the_way_is_nothing(root):
     (root / "file").touch()
     assert ds.latest(root / "file" / "run") is None
-    with raises(ds.CheckpointNotFoundError, "does not exist"):
+    with raises(ds.errors.CheckpointNotFoundError, "does not exist"):
         load_everything(root / "file" / "run")
 
 

@@ -20,14 +20,13 @@ from support.state.states import DTYPES, Opinion, filled
 from support.tiers import sampled
 from support.waiting import little_work
 
-from dcp_datastates import (
+from dcp_datastates import copy, verify
+from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
-    copy,
-    verify,
 )
 
 MIB = 1 << 20

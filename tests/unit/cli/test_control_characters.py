@@ -69,7 +69,7 @@ def test_no_command_prints_a_control_character(words, root):
 
 
 def test_an_error_holds_none(root):
-    with pytest.raises(ds.CheckpointNotFoundError, match="x1b") as caught:
+    with pytest.raises(ds.errors.CheckpointNotFoundError, match="x1b") as caught:
         ds.load(root / f"nowhere{STRANGE}")
     assert _is_clean(str(caught.value))
 

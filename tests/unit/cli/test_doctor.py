@@ -16,7 +16,7 @@ from support.stores.kinds import new_store, objects_below
 from support.stores.proxy import Proxy, answered
 from support.stores.server import bucket_behind, strict_endpoint
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import object_path
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from dcp_datastates.storage.self_test import Operation

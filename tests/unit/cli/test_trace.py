@@ -11,7 +11,7 @@ from support.state.checkpoints import save
 from support.state.files import flip_bit
 from support.state.metadata import decision_of, rewritten
 
-from dcp_datastates.stats import PHASES
+from dcp_datastates.results import PHASES
 
 
 @pytest.fixture

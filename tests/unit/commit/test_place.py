@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from support.simulated.object_stores import Fate, MemoryStore, installed
 
-from dcp_datastates import (
+from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSupersededError,
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.storage import attempts, decisions, operations
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State

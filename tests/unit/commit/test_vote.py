@@ -10,12 +10,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates import (
-    CommitOutcomeUnknown,
-    SaveFailedError,
-    SnapshotTornError,
-    StorageError,
-)
 from dcp_datastates.commit.vote import (
     Count,
     Decision,
@@ -24,6 +18,12 @@ from dcp_datastates.commit.vote import (
     RankVote,
     Reason,
     Votes,
+)
+from dcp_datastates.errors import (
+    CommitOutcomeUnknown,
+    SaveFailedError,
+    SnapshotTornError,
+    StorageError,
 )
 from dcp_datastates.storage.attempt import Attempt
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from support.state.checkpoints import save
 
-from dcp_datastates import ConfigurationError, convert
+from dcp_datastates import convert
+from dcp_datastates.errors import ConfigurationError
 
 from .conftest import SMALL
 

@@ -12,12 +12,12 @@ from support.state.chunks import boxes, save_by_ranks
 from support.state.files import data_files, flip_bit
 from support.state.states import Opinion, filled
 
-from dcp_datastates import (
+from dcp_datastates import diff
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
-    diff,
 )
 
 NAN, INF = math.nan, math.inf

@@ -15,14 +15,12 @@ from support.state.files import put_back
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import convert, load, pin
+from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
     StorageError,
-    convert,
-    load,
-    pin,
 )
 from dcp_datastates.storage import operations
 

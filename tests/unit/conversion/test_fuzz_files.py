@@ -19,10 +19,10 @@ from support.tiers import tries
 from support.waiting import little_work
 
 import dcp_datastates
-from dcp_datastates import DataStatesError
 from dcp_datastates.conversion.safetensors_files import weights_in
 from dcp_datastates.conversion.stock import StockSource
 from dcp_datastates.conversion.torch_file import TorchSource
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121")) + 5

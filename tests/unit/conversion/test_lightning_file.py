@@ -90,7 +90,7 @@ class Unknown:
 
 def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     saved(tmp_path / "x.ckpt", mine=Unknown())
-    with pytest.raises(ds.UnsafeObjectError, match="allow-objects"):
+    with pytest.raises(ds.errors.UnsafeObjectError, match="allow-objects"):
         ds.convert(tmp_path / "x.ckpt", tmp_path / "y.pt", "torch")
     ds.convert(tmp_path / "x.ckpt", tmp_path / "y.pt", "torch", allow_objects=True)
     found = torch.load(tmp_path / "y.pt", weights_only=False)

@@ -173,7 +173,9 @@ def test_a_dtype_that_only_torch_has(tmp_path):
         convert(tmp_path / "in", tmp_path / to, to, **SMALL)
     assert_same(dcp_datastates.load(tmp_path / "datastates"), {"wide": wide})
     assert_same(torch.load(tmp_path / "torch"), {"wide": wide})
-    with pytest.raises(dcp_datastates.ConfigurationError, match=r"'wide' is torch\.complex128"):
+    with pytest.raises(
+        dcp_datastates.errors.ConfigurationError, match=r"'wide' is torch\.complex128"
+    ):
         convert(tmp_path / "in", tmp_path / "hf", "hf", **SMALL)
     assert not (tmp_path / "hf").exists()
 

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from support.state.checkpoints import CACHE, assert_same, raises, save
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, IncompatibleStateError, convert
+from dcp_datastates import convert
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 
 from .conftest import SMALL
 

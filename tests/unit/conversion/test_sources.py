@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import convert
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
@@ -39,7 +40,6 @@ from dcp_datastates import (
     StorageError,
     UnsafeObjectError,
     UnsupportedTensorError,
-    convert,
 )
 
 from .conftest import SMALL, save_stock

@@ -13,17 +13,13 @@ from support.state.states import filled
 from support.stores.server import BUCKET, Bucket, endpoint
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import convert, copy, diff, latest, pin
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
     DataStatesError,
-    convert,
-    copy,
-    diff,
-    latest,
-    pin,
 )
 
 from .conftest import SMALL, make_state
@@ -108,7 +104,9 @@ def test_what_is_missing_or_no_checkpoint_is_named(store, path, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="mem://bucket/run/step-1"):
         convert(path, tmp_path / "out", "torch")
     store.put("run/step-1", b"text")
-    with pytest.raises(dcp_datastates.ForeignCheckpointError, match="mem://bucket/run/step-1"):
+    with pytest.raises(
+        dcp_datastates.errors.ForeignCheckpointError, match="mem://bucket/run/step-1"
+    ):
         convert(path, tmp_path / "out", "torch")
     assert os.listdir(tmp_path) == []
 

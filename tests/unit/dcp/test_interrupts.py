@@ -104,7 +104,7 @@ def test_the_other_ranks_of_an_interrupted_one_are_told_by_an_ordinary_error(
         with pytest.raises(KeyboardInterrupt):
             ds.load(shared_dir / "c", _state())
     else:
-        with raises(ds.DataStatesError, "rank 1: KeyboardInterrupt"):
+        with raises(ds.errors.DataStatesError, "rank 1: KeyboardInterrupt"):
             ds.load(shared_dir / "c", _state())
 
 

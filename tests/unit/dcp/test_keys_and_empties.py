@@ -17,7 +17,8 @@ from support.waiting import lines
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates as ds
-from dcp_datastates import CheckpointManager, DataStatesSavePlanner, IncompatibleStateError
+from dcp_datastates import CheckpointManager, DataStatesSavePlanner
+from dcp_datastates.errors import IncompatibleStateError
 
 
 class Phase(enum.IntEnum):

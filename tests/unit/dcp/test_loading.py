@@ -12,14 +12,14 @@ from support.state.metadata import rewritten
 from support.state.states import Opinion, filled
 from torch.distributed.checkpoint import state_dict_loader
 
-from dcp_datastates import (
+from dcp_datastates import load
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
     ForeignCheckpointError,
     IncompatibleStateError,
     UnsafeObjectError,
-    load,
 )
 from dcp_datastates.loading import regions
 

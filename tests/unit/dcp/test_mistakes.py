@@ -56,7 +56,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_in_one_line_that_says_what_belongs_there(mistake, tmp_path):
     call, words = MISTAKES[mistake]
-    with pytest.raises(ds.DataStatesError) as raised:
+    with pytest.raises(ds.errors.DataStatesError) as raised:
         call(tmp_path / "c")
     message = str(raised.value)
     assert words in message

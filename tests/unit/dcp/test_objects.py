@@ -22,7 +22,7 @@ from support.state.checkpoints import assert_same, raises, save
 from support.state.checkpoints import load as load_by_dcp
 
 import dcp_datastates as ds
-from dcp_datastates import UnsafeObjectError
+from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.io.unpickling import unpickled
 
 

@@ -30,7 +30,7 @@ def test_the_options_of_a_load_are_those_that_are_checked():
     ("call", "option", "meant"),
     [
         (lambda path, **o: ds.async_save(STATE, path, **o), "host_cach_size", "host_cache_size"),
-        (lambda path, **o: ds.save(STATE, path, **o), "read_windw", "read_window"),
+        (lambda path, **o: ds.save(STATE, path, **o), "read", "reads"),
         (
             lambda path, **o: ds.CheckpointManager(path, every=1, **o),
             "max_in_fligt",
@@ -41,7 +41,7 @@ def test_the_options_of_a_load_are_those_that_are_checked():
     ],
 )
 def test_a_misspelled_option_is_named_with_the_one_that_was_meant(call, option, meant, tmp_path):
-    with pytest.raises(ds.ConfigurationError) as refused:
+    with pytest.raises(ds.errors.ConfigurationError) as refused:
         call(tmp_path / "c", **{option: 1})
     assert repr(option) in str(refused.value)
     assert meant is None or f"did you mean {meant!r}" in str(refused.value)

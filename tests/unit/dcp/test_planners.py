@@ -34,8 +34,9 @@ from support.tiers import sampled, tries
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, DataStatesError, DataStatesSavePlanner
+from dcp_datastates import DataStatesSavePlanner
 from dcp_datastates.dcp.object_planning import ObjectPlanning
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io import engine as engine_module
 from dcp_datastates.wire.secret import signed
 
@@ -174,7 +175,7 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = {"w": parameter, "small": torch.ones(4)}
-    ours = writer(read_deadline=30)
+    ours = writer(reads=30)
     bad, good = tmp_path / "bad", tmp_path / "good"
     with raises(PlannerRefusal, where):
         if how == "save":

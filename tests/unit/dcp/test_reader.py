@@ -21,10 +21,10 @@ from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import DataStatesReader
+from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    DataStatesReader,
     IncompatibleStateError,
 )
 from dcp_datastates.loading import stored

@@ -21,7 +21,8 @@ from support.state.checkpoints import (
 )
 from support.state.states import Opinion, filled
 
-from dcp_datastates import DataStatesError, verify
+from dcp_datastates import verify
+from dcp_datastates.errors import DataStatesError
 
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
 
@@ -156,7 +157,7 @@ def test_python_values_are_those_at_the_call(mutable, tmp_path):
         "tensor in tuple": (torch.ones(4), "t"),
     }
     value = values[mutable]
-    future = async_save({"value": value, "w": torch.ones(100_000)}, tmp_path, read_deadline=0.5)
+    future = async_save({"value": value, "w": torch.ones(100_000)}, tmp_path, reads=0.5)
     if mutable == "list":
         value.append(4)
     elif mutable == "dict":

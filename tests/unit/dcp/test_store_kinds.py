@@ -8,7 +8,7 @@ from support.state.checkpoints import assert_same
 from support.stores.kinds import new_store, objects_below
 
 import dcp_datastates
-from dcp_datastates import CheckpointNotFoundError, StorageError
+from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 
 CACHE = "64MiB"
 

@@ -20,13 +20,12 @@ from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import DataStatesReader, DataStatesWriter
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
-    DataStatesReader,
-    DataStatesWriter,
     ForeignCheckpointError,
     StorageError,
 )

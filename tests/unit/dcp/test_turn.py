@@ -11,9 +11,9 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp import turn
 from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.stats import SaveStats
 
 
 @pytest.fixture(autouse=True)

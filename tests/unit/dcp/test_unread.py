@@ -11,13 +11,8 @@ from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dcp_datastates import (
-    CheckpointManager,
-    ConfigurationError,
-    DataStatesReader,
-    IncompatibleStateError,
-    load,
-)
+from dcp_datastates import CheckpointManager, DataStatesReader, load
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.format import metadata_objects
 
 

@@ -28,8 +28,9 @@ from support.state.states import large
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcp_datastates import DataStatesError, DataStatesReader, DataStatesSavePlanner, track
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, track
 from dcp_datastates.dcp.compat import FIELDS
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.io import engine as engine_module
 
 
@@ -48,7 +49,7 @@ def test_a_writer_that_was_never_used_closes_silently(tmp_path, capfd, recwarn):
 
 def test_close_drains_and_is_idempotent(tmp_path):
     state = large(32)
-    ours = writer(tmp_path, read_deadline=0.5)
+    ours = writer(tmp_path, reads=0.5)
     future = async_save(state, tmp_path, by=ours)
     ours.close()
     assert committed(tmp_path), "close() returned before the save in flight was committed"
@@ -66,7 +67,7 @@ def test_a_closed_writer_refuses_saves_by_name(tmp_path):
 
 
 def test_wait_returns_when_all_saves_are_committed(tmp_path):
-    ours = writer(read_window="immediate")
+    ours = writer(reads="immediate")
     for number in range(3):
         async_save(large(8, seed=number), None, by=ours, checkpoint_id=tmp_path / str(number))
     ours.wait()
@@ -77,9 +78,9 @@ def test_wait_before_any_save_returns_at_once():
     writer().wait()
 
 
-@pytest.mark.parametrize("window", ["backward", "immediate"])
-def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window, tmp_path):
-    ours = writer(read_window=window, read_deadline=0.2)
+@pytest.mark.parametrize("reads", [0.2, "immediate"])
+def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(reads, tmp_path):
+    ours = writer(reads=reads)
     tensor = torch.zeros(100_000)
     futures = []
     for number in range(6):
@@ -97,7 +98,7 @@ def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window,
 
 
 def test_a_synchronous_save_does_not_take_over_an_asynchronous_one_in_flight(tmp_path):
-    ours = writer(read_deadline=1.0)
+    ours = writer(reads=1.0)
     first = async_save(
         {"n": torch.full((100_000,), 1.0)}, None, by=ours, checkpoint_id=tmp_path / "a"
     )
@@ -116,7 +117,7 @@ def test_a_synchronous_save_opens_the_window_of_an_asynchronous_one_rather_than_
     parameter = torch.nn.Parameter(torch.ones(100_000))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer)
-    future = async_save({"p": parameter}, tmp_path / "a", read_deadline=30)
+    future = async_save({"p": parameter}, tmp_path / "a", reads=30)
     began = time.monotonic()
     save({"n": torch.ones(3)}, tmp_path / "b")
     assert time.monotonic() - began < 15, "dcp.save waited for a backward pass that cannot come"
@@ -165,7 +166,7 @@ def test_writers_share_one_engine_which_grows_when_asked_for_more(tmp_path):
 
 def test_growing_while_a_save_is_in_flight_keeps_that_save_whole(tmp_path):
     state = large(96)
-    future = async_save(state, tmp_path / "a", read_window="immediate")
+    future = async_save(state, tmp_path / "a", reads="immediate")
     size = engine_module.engine().host_cache_bytes
     save({"w": torch.ones(3)}, tmp_path / "b", host_cache_size=size + (32 << 20))
     future.result(60)
@@ -176,7 +177,7 @@ def test_growing_while_a_save_is_in_flight_keeps_that_save_whole(tmp_path):
 def test_the_state_is_let_go_after_the_save(asynchronous, tmp_path):
     tensor = torch.ones(200_000)
     alive = weakref.ref(tensor)
-    ours, planner = writer(tmp_path, defer="all", read_window="immediate"), DataStatesSavePlanner()
+    ours, planner = writer(tmp_path, reads="all"), DataStatesSavePlanner()
     if asynchronous:
         async_save({"w": tensor}, tmp_path, by=ours, planner=planner).result(60)
     else:
@@ -226,12 +227,12 @@ def test_a_callback_of_dcps_future_may_take_its_time(tmp_path):
     """It runs in DCP's thread, when the save is over: the next save does not wait for it."""
     go_on = threading.Event()
     first = dcp.async_save(
-        {"n": torch.tensor(1)}, storage_writer=writer(tmp_path / "1", read_window="immediate")
+        {"n": torch.tensor(1)}, storage_writer=writer(tmp_path / "1", reads="immediate")
     )
     first.add_done_callback(lambda _: go_on.wait(60))
     first.result(60)
     dcp.async_save(
-        {"n": torch.tensor(2)}, storage_writer=writer(tmp_path / "2", read_window="immediate")
+        {"n": torch.tensor(2)}, storage_writer=writer(tmp_path / "2", reads="immediate")
     ).result(30)
     go_on.set()
 

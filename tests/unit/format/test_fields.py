@@ -119,7 +119,7 @@ for number in range(6):
         "both": shared.detach(),
         "small": torch.ones(5, 2).t() if turned else torch.ones(2, 5),
     }
-    by = DataStatesWriter(path, read_window="immediate", host_cache_size="64MiB")
+    by = DataStatesWriter(path, reads="immediate", host_cache_size="64MiB")
     dcp_datastates.async_save(state, writer=by, planner=planner).upload_completion.result()
     dist.barrier()
     entries = read().state_dict_metadata

@@ -33,8 +33,12 @@ from support.tiers import tries
 from support.waiting import little_work
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, ConfigurationError, DataStatesError
-from dcp_datastates.errors import UnreadableMetadataError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ConfigurationError,
+    DataStatesError,
+    UnreadableMetadataError,
+)
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of

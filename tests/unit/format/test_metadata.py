@@ -19,7 +19,7 @@ from support.state.metadata import (
     with_format,
 )
 
-from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
+from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
 from dcp_datastates.format.metadata import decode, parse
 
 PATH = Path("c/.metadata")

@@ -23,10 +23,10 @@ from support.state.metadata_examples import (
 from support.waiting import little_work
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates import (
+from dcp_datastates import DataStatesReader
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
-    DataStatesReader,
     UnreadableMetadataError,
 )
 from dcp_datastates.format import metadata_check

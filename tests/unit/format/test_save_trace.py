@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dcp_datastates.format.save_trace import ENTRY_BYTES, join, pack, records
-from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.results import PHASES, SaveRecord
 
 PACKED = list(PHASES)[:7]
 

@@ -19,7 +19,7 @@ from support.waiting import little_work
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates import UnreadableMetadataError
+from dcp_datastates.errors import UnreadableMetadataError
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import ConfigurationError, DataStatesReader
+from dcp_datastates import DataStatesReader
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format import values
 
 DEEP = b'{"names":' + b"[" * 200_000 + b"]" * 200_000 + b"}"

@@ -13,7 +13,7 @@ from support.state.files import data_files, put_back
 from support.state.metadata import decision_of, file_of, parts_of, rewritten
 from support.state.states import filled
 
-from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError
+from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 STATE = {
     "a": filled((700_000,), torch.float32, 1),

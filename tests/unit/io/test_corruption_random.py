@@ -26,7 +26,7 @@ from support.tiers import tries
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_datastates import CheckpointCorruptError
+from dcp_datastates.errors import CheckpointCorruptError
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 KINDS = ("flip", "cut", "append", "zero", "swap")

@@ -15,8 +15,9 @@ import torch
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, configure_engine
+from dcp_datastates import configure_engine
 from dcp_datastates.config import IoPriority
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io import engine as process_engine
 
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[platform.machine()]
@@ -87,7 +88,7 @@ def test_saves_write_no_faster_than_is_said_and_the_end_of_one_is_not_held_up(
     await_that(lambda: list((tmp_path / "b").rglob("*.safetensors")))  # it is written
     begun = time.monotonic()
     process_engine._shut_down()  # 40 s before it could have written all
-    with pytest.raises(dcp_datastates.DataStatesError):
+    with pytest.raises(dcp_datastates.errors.DataStatesError):
         handle.result(60)
     assert time.monotonic() - begun < 30
     assert not native.alive

@@ -47,7 +47,7 @@ def test_optimizer_states_are_read_before_the_next_step(kind, tmp_path, monkeypa
     model, optimizer = stepped(1)
     saved = moments(optimizer)
     expected = {name: state.dequantize() for name, state in saved.items() if _wraps(state)}
-    future = async_save(saved, tmp_path, read_deadline=3600)
+    future = async_save(saved, tmp_path, reads=3600)
     assert not future.done()
     train(optimizer, model, 2)
     future.result(60)

@@ -15,14 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
-from dcp_datastates import (
-    ConfigurationError,
-    DataStatesError,
-    DataStatesReader,
-    IncompatibleStateError,
-    load,
-)
+from dcp_datastates import DataStatesReader, load
 from dcp_datastates.dcp.reader import request_of
+from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
 from dcp_datastates.format.metadata_objects import opened_from
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import Fitting

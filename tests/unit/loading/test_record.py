@@ -21,7 +21,7 @@ NBYTES = 4_000_000
 
 @pytest.fixture
 def records():
-    found: list[ds.LoadRecord] = []
+    found: list[ds.results.LoadRecord] = []
     stop = ds.on_load(found.append)
     yield found
     stop()
@@ -67,9 +67,9 @@ def test_a_load_has_a_record_and_a_line_in_the_log(load, tmp_path, records, capl
 def test_a_load_that_fails_has_a_record_too(tmp_path, records, caplog):
     caplog.set_level(logging.INFO)
     save(STATE, tmp_path / "step-7")
-    with raises(ds.IncompatibleStateError, "other"):
+    with raises(ds.errors.IncompatibleStateError, "other"):
         ds.load(tmp_path / "step-7", {"other": torch.zeros(3)})
-    with raises(ds.CheckpointNotFoundError, "step-8"):
+    with raises(ds.errors.CheckpointNotFoundError, "step-8"):
         ds.load(tmp_path / "step-8", _into())
     await_that(lambda: len(records) == 2)
     unfit, missing = records

@@ -9,12 +9,8 @@ from support.state.wrapped import Blocks, Other, Sometimes, blocks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import (
-    DataStatesSavePlanner,
-    IncompatibleStateError,
-    UnsupportedTensorError,
-    track,
-)
+from dcp_datastates import DataStatesSavePlanner, track
+from dcp_datastates.errors import IncompatibleStateError, UnsupportedTensorError
 from dcp_datastates.staging.stage import look
 
 
@@ -175,7 +171,7 @@ def test_parts_that_an_optimizer_owns_are_read_before_its_step_not_at_the_call(t
     expected = state.codes.clone()
     optimizer.state[parameter]["moment"] = state
     track(optimizer)
-    future = async_save({"m": state}, tmp_path, read_deadline=3600)
+    future = async_save({"m": state}, tmp_path, reads=3600)
     assert not future.done()
     optimizer.step()  # waits for the reads
     state.codes.zero_()

@@ -12,7 +12,8 @@ from support.simulated.object_stores import Fate, MemoryStore, Request, installe
 from support.state.archiving import restart
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager, ConfigurationError, Keep, verify
+from dcp_datastates import CheckpointManager, Keep, verify
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.tiers import archive, carrying
 
 

@@ -14,7 +14,8 @@ import torch
 from support.state.checkpoints import assert_same
 from torch import nn
 
-from dcp_datastates import CheckpointManager, DataStatesError, IncompatibleStateError
+from dcp_datastates import CheckpointManager
+from dcp_datastates.errors import DataStatesError, IncompatibleStateError
 
 
 def _program(*sizes, optimizer=torch.optim.AdamW):

@@ -13,9 +13,10 @@ from support.state.loops import manager
 from support.state.roots import committed_names
 
 import dcp_datastates as ds
-from dcp_datastates import ConfigurationError, IncompatibleStateError, Keep
+from dcp_datastates import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, directories
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.storage.object_path import locate
 
 KINDS = ["directory", "store"]
@@ -191,7 +192,7 @@ def test_the_options_of_restores_are_given_once_and_a_call_may_have_others(tmp_p
     with manager(tmp_path, rename={"w": "v"}, missing="ignore") as loop:
         assert loop.restore_latest(state) == 1
         assert state["v"].eq(1).all()
-        with raises(ds.IncompatibleStateError, "new"):
+        with raises(ds.errors.IncompatibleStateError, "new"):
             loop.restore(1, state, missing="error")
     with manager(tmp_path, exclude="w") as loop:
         left = {"w": torch.zeros(1000)}

@@ -20,13 +20,12 @@ from support.state.loops import Loop, manager
 from support.state.roots import committed_names, save_stock
 
 import dcp_datastates as ds
-from dcp_datastates import (
-    AutoInterval,
+from dcp_datastates import AutoInterval, Keep
+from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointSkipped,
     ConfigurationError,
     ForeignCheckpointError,
-    Keep,
     StorageError,
 )
 
@@ -119,7 +118,7 @@ def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
     weights = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weights], lr=1.0)
     ds.track(optimizer)
-    with manager(tmp_path, read_deadline=600.0) as checkpoints:
+    with manager(tmp_path, reads=600.0) as checkpoints:
         for step in range(1, 5):
             with torch.no_grad():
                 weights.fill_(step)
@@ -212,11 +211,11 @@ def test_a_signal_while_storage_is_behind_saves_all_the_same(tmp_path):
     assert f"step-{step}" in committed_names(tmp_path)
 
 
-def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
+def test_the_only_failure_that_may_be_ends_the_loop_at_the_next(tmp_path):
     done = []
     with (
         raises(StorageError, "No space"),
-        manager(tmp_path, strict=True) as checkpoints,
+        manager(tmp_path, max_failures=1) as checkpoints,
         armed(FULL),
     ):
         for step in (1, 2, 3):
@@ -225,17 +224,17 @@ def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
     assert done == [1]
 
 
-def test_with_strict_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_path):
+def test_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_path):
     with (
         raises(StorageError, "No space"),
         armed(FULL),
-        manager(tmp_path, strict=True) as checkpoints,
+        manager(tmp_path, max_failures=1) as checkpoints,
     ):
         checkpoints.save(1, {"w": torch.ones(10)})
 
 
 def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
-    checkpoints = manager(tmp_path, strict=True)
+    checkpoints = manager(tmp_path, max_failures=1)
 
     def loop():
         with checkpoints, armed(FULL):
@@ -262,7 +261,7 @@ def test_steps_do_not_go_back(tmp_path):
         {"every": 0},
         {"keep": 0},
         {"verify": "much"},
-        {"strict": 1},
+        {"max_failures": 0},
         {"on_save": 3},
         {"save_last": "no"},
         {"on_signal": ("TERM",)},
@@ -316,7 +315,7 @@ def test_the_last_save_fails_by_name_if_it_is_not_committed_by_the_deadline(tmp_
         began = time.monotonic()
         loop.close()
         assert time.monotonic() - began < 2.5, "the save takes 3 s"
-    assert isinstance(handle.committed.exception(0), ds.DataStatesError)
+    assert isinstance(handle.committed.exception(0), ds.errors.DataStatesError)
     assert loop.failures == 1
     assert "deadline" in caplog.text
     assert "step-1" in caplog.text

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import dcp_datastates as ds
-from dcp_datastates import ConfigurationError, Trainable
+from dcp_datastates import Trainable
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.models import are_parts, load_model_state, model_state
 from dcp_datastates.manager.optimizers import OptimizerPart
 
@@ -408,7 +409,7 @@ def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path: Path) -> None:
     model.head.requires_grad_(True)
     with (
         ds.CheckpointManager(tmp_path, every=1, host_cache_size=CACHE) as manager,
-        raises(ds.IncompatibleStateError, "part.head.weight"),
+        raises(ds.errors.IncompatibleStateError, "part.head.weight"),
     ):
         manager.restore_latest({"part": Trainable(model)})
 

@@ -19,7 +19,7 @@ from support.state.wrapped import blocks
 from support.tiers import sampled
 from torch import nn
 
-from dcp_datastates import IncompatibleStateError
+from dcp_datastates.errors import IncompatibleStateError
 
 same = functools.partial(assert_same, types=True)
 

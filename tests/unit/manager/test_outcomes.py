@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.crashes.failing import armed
 
-from dcp_datastates import CheckpointManager, ConfigurationError, DataStatesError, Keep
+from dcp_datastates import CheckpointManager, Keep
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 
 STATE = {"w": torch.arange(10.0)}
 
@@ -117,7 +118,7 @@ def test_failures_never_end_a_loop_if_the_program_says_so(tmp_path):
 
 
 def test_an_error_that_was_raised_is_not_raised_again(tmp_path):
-    with CheckpointManager(tmp_path, every=1, strict=True) as manager:
+    with CheckpointManager(tmp_path, every=1, max_failures=1) as manager:
         _save(manager, 0, fails=True)
         with pytest.raises(DataStatesError):
             manager.wait()

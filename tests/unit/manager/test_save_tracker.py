@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.waiting import little_work
 
-from dcp_datastates import CheckpointSkipped
+from dcp_datastates.errors import CheckpointSkipped
 from dcp_datastates.manager.save_tracker import SaveTracker
 
 FAILURE = OSError("broken")

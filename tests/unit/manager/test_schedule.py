@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.state.checkpoints import raises
 
-from dcp_datastates import AutoInterval, ConfigurationError
+from dcp_datastates import AutoInterval
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.schedule import Cost, CostMeter, choose, parse_every
 
 

@@ -11,13 +11,8 @@ from support.state.checkpoints import assert_same, raises
 from support.state.loops import manager
 
 import dcp_datastates as ds
-from dcp_datastates import (
-    ConfigurationError,
-    IncompatibleStateError,
-    PerRank,
-    RngState,
-    UnsafeObjectError,
-)
+from dcp_datastates import PerRank, RngState
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError, UnsafeObjectError
 from dcp_datastates.manager.per_rank import packed
 
 

@@ -16,12 +16,17 @@ from support.state.checkpoints import CACHE, async_save, save, writer
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import CheckpointSkipped, ConfigurationError, DataStatesError
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveAbandonedError
+from dcp_datastates.errors import (
+    CheckpointSkipped,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    DataStatesError,
+    SaveAbandonedError,
+)
 from dcp_datastates.monitoring import register_metrics
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
-from dcp_datastates.stats import LOAD_PHASES, PHASES, SaveStats
 from dcp_datastates.tiers import archive
 
 STATE = {"w": torch.arange(100_000.0)}
@@ -82,7 +87,7 @@ def test_a_save_in_flight_shows_until_it_is_over(registry, tmp_path):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    by = writer(read_deadline=3600)
+    by = writer(reads=3600)
     handle = dcp_datastates.async_save({"w": parameter}, tmp_path / "c", writer=by)
     assert _scraped(registry)["saves_in_flight",] == 1
     handle.result()
@@ -90,7 +95,7 @@ def test_a_save_in_flight_shows_until_it_is_over(registry, tmp_path):
 
 
 def test_each_save_counts_once_by_its_outcome(registry, tmp_path):
-    by = writer(read_deadline=3600, when_behind="skip", max_in_flight=1)
+    by = writer(reads=3600, when_behind="skip", max_in_flight=1)
     parameter = torch.nn.Parameter(torch.ones(1_000_000))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.ones_like(parameter)

@@ -10,13 +10,9 @@ from support.state.checkpoints import CACHE, raises, save
 from support.state.metadata import rewritten
 
 import dcp_datastates
-from dcp_datastates import (
-    CheckpointNotFoundError,
-    DataStatesError,
-    UnreadableMetadataError,
-)
+from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, UnreadableMetadataError
 from dcp_datastates.monitoring import chrome_trace, trace_of
-from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.results import PHASES, SaveRecord
 
 STATE = {"w": torch.arange(100_000.0)}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.state.chunks import Box, item
 
-from dcp_datastates import ReplicasDifferError
+from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.messages import LocalPlan
 from dcp_datastates.planning.samples import Held, Samples, sample

@@ -23,7 +23,7 @@ def test_an_interpreter_that_ends_with_a_save_in_flight_ends_cleanly(deadline, t
     run_script(
         f"""
         state, optimizer = owned(1)
-        future = dcp.async_save(state, storage_writer=writer(read_deadline={deadline}))
+        future = dcp.async_save(state, storage_writer=writer(reads={deadline}))
         """,
         path,
     ).assert_clean()
@@ -43,7 +43,7 @@ def test_children_that_come_and_go_while_saves_are_written_harm_neither(saves, t
     run_script(
         f"""
         state, optimizer = owned(0)
-        ours = writer(read_window="immediate")
+        ours = writer(reads="immediate")
         for number in range({saves}):
             expected = state["w"].detach().clone()
             future = dcp.async_save(state, storage_writer=ours)
@@ -71,7 +71,7 @@ def test_data_loader_workers_run_beside_a_save(tmp_path):
         if __name__ == "__main__":
             state, optimizer = owned(1)
             loader = torch.utils.data.DataLoader(list(range(64)), batch_size=4, num_workers=2)
-            future = dcp.async_save(state, storage_writer=writer(read_deadline=0.2))
+            future = dcp.async_save(state, storage_writer=writer(reads=0.2))
             assert sum(batch.sum().item() for batch in loader) == sum(range(64))
             optimizer.step()
             future.result(30)

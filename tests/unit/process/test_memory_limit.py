@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.state.checkpoints import raises
 
-from dcp_datastates import ConfigurationError, DataStatesWriter
+from dcp_datastates import DataStatesWriter
 from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io import engine
 from dcp_datastates.process.memory_limit import (
     MemoryLimit,

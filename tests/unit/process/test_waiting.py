@@ -8,7 +8,7 @@ import time
 import pytest
 from support.state.checkpoints import raises
 
-from dcp_datastates import SaveStalledError
+from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.process import waiting
 from dcp_datastates.process.ending import Phase
 from dcp_datastates.process.waiting import Stall

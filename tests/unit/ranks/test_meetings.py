@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.crashes.residue import Residue, assert_nothing_left
 from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 
-from dcp_datastates import RankLostError
+from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks import failure_detector, meetings
 from dcp_datastates.ranks.failure_detector import Loss, LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_datastates import CheckpointSkipped, ConfigurationError, SaveFailedError
+from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
 from dcp_datastates.saving.operation import LEFT_OUT

@@ -13,9 +13,9 @@ from support.state.plans import item, thing
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
 from dcp_datastates.io import engine
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.write import Sources, write_job
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.stats import SaveStats
 
 
 class _Planning:

@@ -11,7 +11,8 @@ from support.tiers import sampled
 from support.waiting import lines
 
 import dcp_datastates as ds
-from dcp_datastates import CheckpointManager, ConfigurationError, SaveFailedError
+from dcp_datastates import CheckpointManager
+from dcp_datastates.errors import ConfigurationError, SaveFailedError
 from dcp_datastates.saving import not_a_number
 
 SMALL, LARGE = (7,), (200, 200)

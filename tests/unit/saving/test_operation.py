@@ -13,14 +13,14 @@ from support.state.checkpoints import CACHE, async_save, save, writer
 from support.waiting import lines
 
 import dcp_datastates
-from dcp_datastates import StorageError
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import StorageError
 from dcp_datastates.io.engine import engine
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.stats import SaveStats
 
 
 def _owned():
@@ -91,9 +91,7 @@ def test_a_failure_reaches_stderr_in_a_program_without_logging(tmp_path):
 )
 def test_asking_for_an_outcome_starts_the_reads(ask, tmp_path):
     state, optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     ask(handle)
     assert handle.captured.done()
     handle.result(30)
@@ -113,9 +111,7 @@ def test_save_returns_when_it_is_committed_or_raises(tmp_path):
 
 def test_what_is_not_known_yet_is_none(tmp_path):
     state, _optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", read_window="backward", read_deadline=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     told = handle.stats
     later = ("bytes_written", "read_seconds", "total_seconds", "direct", "steady")
     assert [getattr(told, name) for name in later] == [None] * len(later)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dcp_datastates import CheckpointSkipped, StorageError
-from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.errors import CheckpointSkipped, SaveFailedError, StorageError
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.results import SaveStats, Timeline
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
-from dcp_datastates.stats import SaveStats, Timeline
 
 PATH = Path("/ckpt/step-7")
 

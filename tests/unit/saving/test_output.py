@@ -46,7 +46,9 @@ def shown_size(monkeypatch):
 def test_a_file_of_another_size_fails_the_save_by_name(of, shown_size, tmp_path):
     save({**STATE, "step": 0}, tmp_path / "run")
     shown_size(of)
-    with raises(ds.StorageError, ".safetensors", "bytes were written", "mount of an object store"):
+    with raises(
+        ds.errors.StorageError, ".safetensors", "bytes were written", "mount of an object store"
+    ):
         ds.save(STATE, tmp_path / "run")
     shown_size(lambda size: size)
     assert load_everything(tmp_path / "run")["step"] == 0, "the old checkpoint stands"
@@ -68,7 +70,7 @@ WITHOUT_A_THREAD = """
     threading.Thread.start = refuse
     try:
         ds.save({{"w": torch.ones(3)}}, path)
-    except ds.DataStatesError as error:
+    except ds.errors.DataStatesError as error:
         print("refused:", error)
 """
 

@@ -15,22 +15,22 @@ from support.state.metadata import parts_of
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import CheckpointManager
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import (
     CheckpointExistsError,
-    CheckpointManager,
     CheckpointSkipped,
+    CommitOutcomeUnknown,
     ConfigurationError,
     StorageError,
 )
-from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import CommitOutcomeUnknown
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.results import PHASES, SaveStats, Timeline
 from dcp_datastates.saving import start
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.stats import PHASES, SaveStats, Timeline
 
 STATE = {"w": torch.arange(100_000.0)}
 
@@ -97,9 +97,7 @@ def test_each_api_leaves_one_record_whose_phases_add_up(name, tmp_path):
 
 def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
     state, optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     assert handle.record is None
     optimizer.step()
     handle.result()
@@ -112,9 +110,7 @@ def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
 
 def test_the_wait_for_the_window_is_not_taken_for_reading(tmp_path):
     state, _optimizer = _owned()
-    handle = dcp_datastates.async_save(
-        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
-    )
+    handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     await_that(lambda: "reading" in repr(handle))
     handle.result()  # opens it
     assert handle.record.phases["reading"] == pytest.approx(handle.stats.read_seconds, abs=1e-3)
@@ -129,8 +125,7 @@ def test_a_cache_that_is_smaller_than_the_state_shows_in_the_record(tmp_path):
             {str(number): torch.ones(16 << 20) for number in range(2)} | state,
             tmp_path / "c",
             host_cache_size="32MiB",
-            defer="all",
-            read_window="immediate",
+            reads="all",
         )
         handle.result()
     assert handle.record.cache_seconds > 0.01
@@ -152,7 +147,7 @@ def test_a_failed_save_has_a_record_with_its_error(tmp_path):
 
 def test_a_skipped_save_has_a_record_and_the_one_before_it_too(tmp_path):
     state, _optimizer = _owned()
-    by = writer(read_deadline=3600, when_behind="skip", max_in_flight=1)
+    by = writer(reads=3600, when_behind="skip", max_in_flight=1)
     with recorded() as records:
         first = dcp_datastates.async_save(state, tmp_path / "a", writer=by)
         second = dcp_datastates.async_save(state, tmp_path / "b", writer=by)
@@ -169,7 +164,7 @@ def test_a_skipped_save_has_a_record_and_the_one_before_it_too(tmp_path):
 
 def test_a_call_that_waits_for_earlier_saves_says_for_how_long(tmp_path):
     state, _optimizer = _owned()
-    by = writer(read_deadline=3600, max_in_flight=1)
+    by = writer(reads=3600, max_in_flight=1)
     dcp_datastates.async_save(state, tmp_path / "a", writer=by)
     handle = dcp_datastates.async_save(state, tmp_path / "b", writer=by)
     handle.result()

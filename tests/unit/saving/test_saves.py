@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.saving.admission import Saves
 

@@ -12,8 +12,8 @@ from support.crashes.residue import Residue, assert_nothing_left
 from support.state.checkpoints import CACHE, async_save, load
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving import start
 from dcp_datastates.saving.start import writable
 from dcp_datastates.saving.write import directories_to_sync

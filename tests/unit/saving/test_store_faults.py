@@ -16,7 +16,8 @@ from support.tiers import sampled
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import CheckpointCorruptError, DataStatesError, latest, load, retain, verify
+from dcp_datastates import latest, load, retain, verify
+from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate

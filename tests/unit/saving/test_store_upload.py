@@ -16,8 +16,8 @@ from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError
 from dcp_datastates._native import SEGMENT_BYTES
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.output import check_fits
 from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 
@@ -167,7 +167,7 @@ FAILED = (
 store.put_stream = send_some
 try:
     ds.save({"w": torch.ones(8 << 20)}, root + "/step-1", host_cache_size="64MiB")
-except ds.StorageError as error:
+except ds.errors.StorageError as error:
     assert ".safetensors" in str(error), error
     print("failed")
 """

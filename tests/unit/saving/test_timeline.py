@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_datastates.stats import PHASES, Timeline
+from dcp_datastates.results import PHASES, Timeline
 
 
 class _Clock:

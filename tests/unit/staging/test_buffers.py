@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 
 import pytest
@@ -35,24 +34,11 @@ def _owned(mebibytes, tensors=6, seed=0):
     return dict(parameters), optimizer
 
 
-@pytest.mark.parametrize(
-    ("defer", "read_window"),
-    sampled(
-        itertools.product(["owned", "none"], ["backward", "immediate"]),
-        keep=[("owned", "backward"), ("none", "immediate")],
-    ),
-)
-def test_a_state_many_times_the_host_cache_is_saved_right(read_window, defer, tmp_path):
+@pytest.mark.parametrize("reads", sampled([60, "immediate", "blocking"], keep=[60, "blocking"]))
+def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
     state, optimizer = _owned(256)
     expected = clone(state)
-    future = async_save(
-        state,
-        tmp_path,
-        host_cache_size="32MiB",
-        read_window=read_window,
-        defer=defer,
-        read_deadline=60,
-    )
+    future = async_save(state, tmp_path, host_cache_size="32MiB", reads=reads)
     optimizer.step()
     future.result(120)
     assert_same(load(zeros(expected), tmp_path), expected)
@@ -65,7 +51,7 @@ def test_a_synchronous_save_larger_than_the_host_cache_is_right(tmp_path):
 
 
 def test_many_saves_in_flight_share_a_small_host_cache(tmp_path):
-    ours = writer(host_cache_size="32MiB", read_deadline=0.1)
+    ours = writer(host_cache_size="32MiB", reads=0.1)
     states = [large(24, seed=number) for number in range(6)]
     futures = [
         async_save(state, None, by=ours, checkpoint_id=tmp_path / str(number))
@@ -85,7 +71,7 @@ def test_saves_whose_window_is_shut_do_not_block_the_next_async_save(tmp_path):
         state["eager"] = filled((20 << 20,), torch.uint8, number)
         expected = clone(state)
         path = tmp_path / str(number)
-        future = async_save(state, path, host_cache_size="32MiB", read_deadline=3600)
+        future = async_save(state, path, host_cache_size="32MiB", reads=3600)
         futures.append((future, expected, path, optimizer))
     for future, expected, path, optimizer in futures:
         optimizer.step()
@@ -98,7 +84,7 @@ def test_loads_proceed_while_saves_fill_the_host_cache(tmp_path):
     save(state, tmp_path / "old")
     held, optimizer = _owned(128)
     expected = clone(held)
-    future = async_save(held, tmp_path / "new", read_deadline=3600)
+    future = async_save(held, tmp_path / "new", reads=3600)
     for _ in range(3):
         assert_same(load(zeros(state), tmp_path / "old"), state)
     optimizer.step()
@@ -109,7 +95,7 @@ def test_loads_proceed_while_saves_fill_the_host_cache(tmp_path):
 def test_the_state_may_be_deleted_right_after_the_call(tmp_path):
     state, optimizer = _owned(32)
     expected = clone(state)
-    future = async_save(state, tmp_path, read_deadline=1.0)
+    future = async_save(state, tmp_path, reads=1.0)
     del state, optimizer
     gc.collect()
     trash = [torch.full((1 << 20,), 7.0) for _ in range(16)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -19,10 +18,10 @@ from support.state.checkpoints import (
 from support.state.loops import TrainingRun
 from support.tiers import sampled
 
-from dcp_datastates import SnapshotTornError
+from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.staging.change_detection import Portion
 
-deferring = pytest.mark.parametrize("defer", ["owned", "none"])
+deferring = pytest.mark.parametrize("reads", [3600, "blocking"])
 
 
 def _all_data(run):
@@ -72,7 +71,7 @@ def test_with_nothing_deferred_any_write_is_fine(tmp_path):
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, defer="none")
+    future = async_save(run.state(), tmp_path, reads="blocking")
     for write in WRITES.values():
         write(run)
     future.result(60)
@@ -93,7 +92,7 @@ def test_the_error_names_the_write_that_tore_the_save_not_those_behind_it(tmp_pa
             assert stepped.wait(60)
         check(portion)
 
-    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    future = async_save(run.state(), tmp_path, reads=3600)
     _no_grad_copy(run)
     monkeypatch.setattr(Portion, "check", in_this_order)
     run.optimizer.step()
@@ -106,16 +105,16 @@ def test_a_torn_save_names_the_way_out_and_leaves_the_old_checkpoint_and_the_nex
     run = TrainingRun()
     run.step()
     old = clone(run.state())
-    async_save(run.state(), tmp_path, defer="none").result(60)
+    async_save(run.state(), tmp_path, reads="blocking").result(60)
     run.forward_backward()
-    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    future = async_save(run.state(), tmp_path, reads=3600)
     _add_to_one(run)
     run.optimizer.step()
-    with raises(SnapshotTornError, "output.weight", 'defer="none"'):
+    with raises(SnapshotTornError, "output.weight", 'reads="blocking"'):
         future.result(60)
     assert_same(load(zeros(old), tmp_path), old)
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    future = async_save(run.state(), tmp_path, reads=3600)
     run.step()
     future.result(60)
     assert_same(load(zeros(expected), tmp_path), expected)
@@ -124,15 +123,13 @@ def test_a_torn_save_names_the_way_out_and_leaves_the_old_checkpoint_and_the_nex
 @deferring
 @pytest.mark.parametrize("seed", sampled(range(3), keep=[0]))
 def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
-    defer, seed, tmp_path
+    reads, seed, tmp_path
 ):
     run = TrainingRun(seed=seed)
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(
-        run.state(), tmp_path, defer=defer, read_deadline=3600 if defer == "owned" else 1
-    )
+    future = async_save(run.state(), tmp_path, reads=reads)
     for parameter in run.model.parameters():
         parameter.data = torch.full_like(parameter.data, 5.0)
     garbage = [
@@ -143,25 +140,21 @@ def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
     try:
         future.result(60)
     except BaseException:
-        assert defer == "owned"
+        assert reads != "blocking"
         assert not committed(tmp_path)
     else:
         assert_same(load(zeros(expected), tmp_path), expected)
 
 
 @pytest.mark.parametrize(
-    ("defer", "read_window"),
-    sampled(
-        itertools.product(["owned", "none"], ["backward", "immediate"]),
-        keep=[("owned", "immediate"), ("none", "backward")],
-    ),
+    "reads", sampled(["backward", "immediate", "blocking"], keep=["immediate", "blocking"])
 )
-def test_buffers_that_forward_changes_are_those_at_the_call(defer, read_window, tmp_path):
+def test_buffers_that_forward_changes_are_those_at_the_call(reads, tmp_path):
     run = TrainingRun()
     run.step()
     names = ("norm.running_mean", "norm.num_batches_tracked", "calls")
     expected = clone({name: run.state()["model"][name] for name in names})
-    future = async_save(run.state(), tmp_path, defer=defer, read_window=read_window)
+    future = async_save(run.state(), tmp_path, reads=reads)
     for _ in range(3):
         run.forward_backward()
     changed = {name: run.state()["model"][name] for name in names}
@@ -174,7 +167,7 @@ def test_buffers_that_forward_changes_are_those_at_the_call(defer, read_window, 
 def test_unowned_memory_may_be_freed_and_reused_right_after_the_call(tmp_path):
     values = {str(n): torch.full((100_000,), float(n)) for n in range(20)}
     expected = clone(values)
-    future = async_save(values, tmp_path, read_deadline=1.0)
+    future = async_save(values, tmp_path, reads=1.0)
     for tensor in values.values():
         tensor.fill_(-1)
     values.clear()
@@ -198,7 +191,7 @@ def test_changes_to_the_state_dict_itself_after_the_call_are_not_seen(tmp_path):
     state = {"model": {"w": torch.ones(100_000)}, "list": [torch.ones(3)], "n": 1}
     expected = clone(state)
     inner, sequence = state["model"], state["list"]
-    future = async_save(state, tmp_path, read_deadline=0.5)
+    future = async_save(state, tmp_path, reads=0.5)
     inner["w"] = torch.zeros(1)
     inner["more"] = torch.zeros(1)
     sequence.append(torch.zeros(1))

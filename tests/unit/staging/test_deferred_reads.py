@@ -19,7 +19,7 @@ from support.tiers import sampled, tries
 
 from dcp_datastates import track
 
-windows = pytest.mark.parametrize("read_window", ["backward", "immediate"])
+windows = pytest.mark.parametrize("reads", [60, "immediate"])
 
 
 def _check(path, expected):
@@ -27,20 +27,18 @@ def _check(path, expected):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "defer", "read_window"),
+    ("optimizer", "reads"),
     sampled(
-        itertools.product(OPTIMIZERS, ["owned", "none"], ["backward", "immediate"]),
-        keep=lambda case: case[0] == "adamw foreach" or case[1:] == ("owned", "backward"),
+        itertools.product(OPTIMIZERS, [60, "immediate", "blocking"]),
+        keep=lambda case: case[0] == "adamw foreach" or case[1] == 60,
     ),
 )
-def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, tmp_path):
+def test_a_step_right_after_the_call_is_not_seen(optimizer, reads, tmp_path):
     run = TrainingRun(optimizer)
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(
-        run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60
-    )
+    future = async_save(run.state(), tmp_path, reads=reads)
     run.optimizer.step()
     after = clone(run.state())
     future.result(60)
@@ -58,7 +56,7 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
     state = {**run.state(), "frozen": frozen}
     state["model"].pop("calls")
     expected = clone(state)
-    future = async_save(state, tmp_path, defer="all", read_deadline=60)
+    future = async_save(state, tmp_path, reads="all")
     run.step()
     future.result(60)
     _check(tmp_path, expected)
@@ -66,7 +64,7 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
 
 @windows
 @pytest.mark.parametrize("optimizer", ["unknown", "tracked", "made after the call"])
-def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_path):
+def test_the_first_save_of_an_optimizer_is_right(optimizer, reads, tmp_path):
     run = TrainingRun()
     if optimizer == "tracked":
         track(run.optimizer)
@@ -74,7 +72,7 @@ def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_pat
         run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, read_window=read_window, read_deadline=60)
+    future = async_save(run.state(), tmp_path, reads=reads)
     if optimizer == "made after the call":
         torch.optim.SGD(run.model.parameters(), lr=1.0).step()
     else:
@@ -84,7 +82,7 @@ def test_the_first_save_of_an_optimizer_is_right(optimizer, read_window, tmp_pat
 
 
 @windows
-def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
+def test_several_optimizers_each_step_by_themselves(reads, tmp_path):
     runs = [
         TrainingRun(name, seed=seed) for seed, name in enumerate(("adamw foreach", "sgd momentum"))
     ]
@@ -93,7 +91,7 @@ def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
         run.forward_backward()
     states = {str(number): run.state() for number, run in enumerate(runs)}
     expected = clone(states)
-    future = async_save(states, tmp_path, read_window=read_window, read_deadline=60)
+    future = async_save(states, tmp_path, reads=reads)
     for run in reversed(runs):
         run.optimizer.step()
     future.result(60)
@@ -101,7 +99,7 @@ def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
 
 
 @windows
-def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_path):
+def test_a_parameter_of_two_optimizers_is_held_back_from_both(reads, tmp_path):
     for first in (0, 1):
         parameter = torch.nn.Parameter(torch.randn(500_000))
         optimizers = [torch.optim.SGD([parameter], lr=1.0) for _ in range(2)]
@@ -110,14 +108,14 @@ def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_p
             optimizer.step()
         expected = clone({"p": parameter})
         path = tmp_path / str(first)
-        future = async_save({"p": parameter}, path, read_window=read_window, read_deadline=60)
+        future = async_save({"p": parameter}, path, reads=reads)
         optimizers[first].step()
         future.result(60)
         _check(path, expected)
 
 
 @windows
-def test_optimizers_that_step_inside_backward(read_window, tmp_path):
+def test_optimizers_that_step_inside_backward(reads, tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6)))
     optimizers = in_backward(model)
@@ -132,7 +130,7 @@ def test_optimizers_that_step_inside_backward(read_window, tmp_path):
         return {"model": model.state_dict(), "moments": moments}
 
     model(torch.randn(4, 200)).square().sum().backward()
-    ours = writer(read_window=read_window, read_deadline=60)
+    ours = writer(reads=reads)
     saved = []
     for number in range(5):
         expected = clone(state())
@@ -169,10 +167,10 @@ OPENS = {
 
 
 @pytest.mark.parametrize("what", OPENS)
-def test_what_opens_the_read_window(what, tmp_path):
+def test_what_opens_the_reads(what, tmp_path):
     run = TrainingRun()
     run.step()
-    ours = writer(tmp_path, read_deadline=0.2 if what == "the deadline" else 3600)
+    ours = writer(tmp_path, reads=0.2 if what == "the deadline" else 3600)
     future = async_save(run.state(), tmp_path, by=ours)
     assert what == "the deadline" or not ours.captured.done(), "reads were to wait"
     OPENS[what](run, ours)
@@ -184,7 +182,7 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
     run, other = TrainingRun(), TrainingRun(seed=1)
     run.step()
     other.step()
-    ours = writer(tmp_path, read_deadline=3600)
+    ours = writer(tmp_path, reads=3600)
     future = async_save(run.state(), tmp_path, by=ours)
     other.optimizer.step()
     assert not ours.captured.done(), (
@@ -198,7 +196,7 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
 def test_hundreds_of_iterations_of_maximal_overlap(iterations, tmp_path):
     run = TrainingRun(width=160)
     run.step()
-    ours = writer(read_deadline=60)
+    ours = writer(reads=60)
     in_flight = []
     for number in range(iterations):
         expected = clone(run.state()) if number % 7 == 0 or number > iterations - 4 else None

@@ -52,7 +52,7 @@ def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
         value, written = INFERENCE[kind]()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     track(optimizer, also=written if owned else ())
-    ours = writer(read_deadline=3600, defer="owned" if owned else "all")
+    ours = writer(reads=3600 if owned else "all")
     with torch.inference_mode(inside):
         handle = dcp_datastates.async_save({"w": value}, tmp_path, writer=ours)
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_pa
     expected = model.weight.detach().clone()
     with torch.inference_mode():
         state = {"state": model.state_dict(), "parameters": dict(model.named_parameters())}
-        handle = dcp_datastates.async_save(state, tmp_path, writer=writer(read_deadline=3600))
+        handle = dcp_datastates.async_save(state, tmp_path, writer=writer(reads=3600))
     assert not handle.captured.done()  # the window is shut: the weights are read later
     model(torch.ones(1, 300)).sum().backward()
     await_that(handle.captured.done, SECONDS)

@@ -13,14 +13,15 @@ from support.jobs.scripts import run_script
 from support.state.checkpoints import async_save, committed, load, raises, writer
 from support.tiers import sampled
 
-from dcp_datastates import SnapshotTornError, track
+from dcp_datastates import track
+from dcp_datastates.errors import SnapshotTornError
 
 SAVED = """
 parameter = torch.nn.Parameter(torch.arange(1 << 20, dtype=torch.float32))
 optimizer = torch.optim.SGD([parameter], lr=1.0)
 track(optimizer)
 expected = parameter.detach().clone()
-ours = writer(read_deadline=3600)
+ours = writer(reads=3600)
 future = dcp.async_save({"w": parameter.detach()}, storage_writer=ours)
 for _ in range(200):  # planned and handed over, mostly; the window is shut
     time.sleep(0.001)
@@ -103,7 +104,9 @@ def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path
     """Nothing tells of it: neither a storage's address nor its size, nor a counter."""
     mapped = Mapped(32 << 20)
     mapped.tensor.fill_(7.0)
-    ours = writer(tmp_path, defer="all", read_deadline=3600)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    track(optimizer, also=[mapped.tensor])
+    ours = writer(tmp_path, reads=3600)
     future = async_save({"w": mapped.tensor}, tmp_path, by=ours)
     mapped.unmap()
     assert ours.committed.exception(60) is not None
@@ -135,7 +138,7 @@ def test_storages_that_are_not_saved_do_not_wait(tmp_path: Path) -> None:
     """FSDP2 frees and allocates a storage for each module, in forward and backward."""
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     track(torch.optim.SGD([parameter], lr=1.0))
-    future = async_save({"w": parameter.detach()}, tmp_path, read_deadline=3600)
+    future = async_save({"w": parameter.detach()}, tmp_path, reads=3600)
     other = torch.ones(1 << 20).untyped_storage()
     other.resize_(0)
     other.resize_(1 << 10)

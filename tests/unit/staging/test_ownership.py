@@ -142,7 +142,7 @@ def test_an_optimizer_that_exchanges_its_parameters_outside_of_steps_is_copied(t
     weights = torch.nn.Parameter(torch.ones(100_000))
     optimizer = ScheduleFree([weights], lr=0.1)
     dcp_datastates.track(optimizer)
-    handle = dcp_datastates.async_save({"w": weights}, tmp_path / "1", read_deadline=600.0)
+    handle = dcp_datastates.async_save({"w": weights}, tmp_path / "1", reads=600.0)
     optimizer.eval()
     handle.result()
     assert dcp_datastates.load(tmp_path / "1")["w"].eq(1).all()

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dcp_datastates import SaveStalledError, track
+from dcp_datastates import track
+from dcp_datastates.errors import SaveStalledError
 
 SECONDS = 60.0
 
@@ -132,7 +133,7 @@ parameter = torch.nn.Parameter(torch.full((32 << 20,), 2.0))  # four times the h
 optimizer = torch.optim.SGD([parameter], lr=1.0)
 track(optimizer)
 parameter.grad = torch.ones_like(parameter)
-saving = writer(host_cache_size="32MiB", read_deadline=3600)
+saving = writer(host_cache_size="32MiB", reads=3600)
 future = dcp.async_save({"w": parameter.detach()}, storage_writer=saving)
 time.sleep(1)  # planned by now: the step opens the window, and is the first to wait for the reads
 threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
@@ -208,7 +209,7 @@ def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_
     for number in range(3):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         track(optimizer)
-        future = async_save(model.state_dict(), tmp_path / str(number), read_deadline=3600)
+        future = async_save(model.state_dict(), tmp_path / str(number), reads=3600)
         model(torch.ones(1, 512)).sum().backward()
         await_that(future.done, SECONDS)
         optimizer.zero_grad()
@@ -218,7 +219,7 @@ def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -
     parameter, low = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1_000_000)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer, also=[low])
-    future = async_save({"low": low}, tmp_path, read_deadline=3600)
+    future = async_save({"low": low}, tmp_path, reads=3600)
     optimizer.step()
     low.fill_(9)
     future.result(SECONDS)
@@ -230,7 +231,7 @@ def test_a_group_without_parameters_has_no_gradient_to_wait_for(tmp_path: Path) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.add_param_group({"params": []})
     track(optimizer)
-    future = async_save(model.state_dict(), tmp_path, read_deadline=3600)
+    future = async_save(model.state_dict(), tmp_path, reads=3600)
     model(torch.ones(1, 512)).sum().backward()
     await_that(future.done, SECONDS)
 
@@ -248,7 +249,7 @@ def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, w
     assert compiles.frame_count == 1
     for number in range(3):
         before = parameter.detach().clone()
-        future = async_save({"w": parameter}, tmp_path / str(number), read_deadline=3600)
+        future = async_save({"w": parameter}, tmp_path / str(number), reads=3600)
         assert not future.done()
         step()
         future.result(SECONDS)
@@ -271,7 +272,7 @@ def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_p
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
     track(optimizer)
     parameter.grad = torch.ones_like(parameter)
-    future = async_save({"w": parameter}, tmp_path, read_deadline=3600)
+    future = async_save({"w": parameter}, tmp_path, reads=3600)
     assert not parameter._post_accumulate_grad_hooks
     optimizer.step()
     future.result(SECONDS)
@@ -283,7 +284,7 @@ def test_parameters_beside_offloaded_ones_open_the_window(tmp_path: Path) -> Non
     plain = torch.nn.Parameter(torch.ones(1_000_000))
     optimizer = torch.optim.SGD([plain, _offloaded(torch.ones(8))], lr=1.0, foreach=False)
     track(optimizer)
-    future = async_save({"w": plain}, tmp_path, read_deadline=3600)
+    future = async_save({"w": plain}, tmp_path, reads=3600)
     plain.sum().backward()
     await_that(future.done, SECONDS)
 
@@ -295,6 +296,6 @@ def test_on_a_cpu_mesh_the_backward_pass_of_fsdp_opens_the_window(shared_dir: Pa
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     track(optimizer)
-    future = async_save(model.state_dict(), shared_dir, read_deadline=3600)
+    future = async_save(model.state_dict(), shared_dir, reads=3600)
     model(torch.ones(1, 512)).sum().backward()
     await_that(future.done, SECONDS)

@@ -25,7 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_datastates
-from dcp_datastates import SnapshotTornError, track
+from dcp_datastates import track
+from dcp_datastates.errors import SnapshotTornError
 
 SECONDS = 20.0
 
@@ -100,7 +101,7 @@ def test_a_model_that_was_saved_is_converted_and_saved_again(
     tmp_path: Path, conversion: str, kind: str, state: str
 ) -> None:
     model, optimizer = _trained(kind)
-    ours = writer(read_deadline=3600)
+    ours = writer(reads=3600)
     dcp_datastates.async_save(STATES[state](model), tmp_path / "1", writer=ours).result(SECONDS)
     CONVERSIONS[conversion](model)
     if conversion == "to_empty":
@@ -124,7 +125,7 @@ def test_a_conversion_during_a_save_never_changes_what_is_committed(
 ) -> None:
     model, _optimizer = _trained(kind)
     expected = _bytes(STATES[state](model))
-    ours = writer(read_deadline=3600)
+    ours = writer(reads=3600)
     handle = dcp_datastates.async_save(STATES[state](model), tmp_path / "1", writer=ours)
     CONVERSIONS[conversion](model)
     with torch.no_grad():
@@ -149,7 +150,7 @@ def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
 ) -> None:
     """Plans are cached for states that look alike: the look at the call, and the plan later, must be of one state."""
     model, _optimizer = _trained(kind)
-    ours, slow = writer(read_deadline=3600), LatePlanner()
+    ours, slow = writer(reads=3600), LatePlanner()
     before = dcp_datastates.async_save(
         {"other": torch.zeros(3)}, tmp_path / "0", writer=ours, planner=slow
     )

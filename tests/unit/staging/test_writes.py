@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import SnapshotTornError
+from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.staging import step_gate
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -51,16 +51,14 @@ def test_a_write_around_the_reads_is_never_committed_in_part(
 ) -> None:
     """Before the reads, right after the call (the reads may come before it, after it, or both), or after them."""
     audit = when == "before, audited"
-    window = "backward" if when.startswith("before") else "immediate"
+    reads = 600 if when.startswith("before") else "immediate"
     wrong = []
     for number, (name, write) in enumerate(writes_to(kind, all_writes).items()):
         tensor = KINDS[kind].make()
         owner = Owner(tensor)
         expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
-        handle = _saved(
-            KINDS[kind].given(tensor), path, read_window=window, read_deadline=600, audit=audit
-        )
+        handle = _saved(KINDS[kind].given(tensor), path, reads=reads, audit=audit)
         if when == "after":
             handle.captured.result(60)
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
@@ -99,7 +97,7 @@ SMALL: dict[str, Callable[[Any], object]] = {
 def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind: str, tmp_path: Path) -> None:
     tensor = KINDS[kind].make()
     owner = Owner(tensor)
-    handle = _saved(KINDS[kind].given(tensor), tmp_path, read_window="backward", read_deadline=600)
+    handle = _saved(KINDS[kind].given(tensor), tmp_path, reads=600)
     with torch.no_grad():
         SMALL[kind](tensor)
     with pytest.raises(SnapshotTornError, match="'w"):
@@ -122,9 +120,7 @@ def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
 ) -> None:
     tensor = plain()
     owner = Owner(tensor)
-    handle = _saved(
-        tensor.detach(), tmp_path, read_window="backward", read_deadline=600, audit=True
-    )
+    handle = _saved(tensor.detach(), tmp_path, reads=600, audit=True)
     UNKNOWN[write](tensor)
     with pytest.raises(SnapshotTornError) as raised:
         handle.result()
@@ -157,7 +153,7 @@ def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) ->
     with torch.no_grad():
         target.scatter_add_(0, index, added)  # DTensor plans an operation when it is first called
     (added.to_local() if kind == "DTensor" else added)[0, 17] = 1.0
-    handle = _saved(tensor.detach(), tmp_path, read_window="backward", read_deadline=600)
+    handle = _saved(tensor.detach(), tmp_path, reads=600)
     opener = threading.Timer(0.005, step_gate.open_windows)
     opener.start()
     with torch.no_grad():
@@ -194,7 +190,7 @@ def test_a_write_that_torch_carries_out_in_python_is_seen(
     InTwoCalls.goes_on.clear()
     tensor = InTwoCalls(torch.rand(ROWS, COLUMNS), torch.rand(ROWS // 2))
     owner = Owner(tensor)
-    handle = _saved(tensor.detach(), tmp_path, read_window="backward", read_deadline=600)
+    handle = _saved(tensor.detach(), tmp_path, reads=600)
     thread = threading.Thread(target=tensor.zero_)
     thread.start()
     assert InTwoCalls.between.wait(60)
@@ -220,7 +216,7 @@ def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_c
     state = {"head": head, "body": body} if first else {"body": body, "head": head}
     expected = {name: bytes_of(value)[""] for name, value in state.items()}
     handle = dcp_datastates.async_save(
-        state, tmp_path, host_cache_size="32MiB", read_window="immediate", audit=True
+        state, tmp_path, host_cache_size="32MiB", reads="immediate", audit=True
     )
     kept = head.detach().clone()
     while not handle.captured.done():
@@ -260,7 +256,7 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     dcp_datastates.save({"w": tensor.detach() + 1}, tmp_path / "other", host_cache_size=CACHE)
     expected = bytes_of(tensor)[""]
     path = tmp_path / "mine"
-    handle = _saved(tensor.detach(), path, read_window="backward", read_deadline=600, audit=audit)
+    handle = _saved(tensor.detach(), path, reads=600, audit=audit)
     LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
     assert bytes_of(tensor)[""] != expected
     assert outcome(handle, tensor, expected, path) == "right"
@@ -279,7 +275,7 @@ def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
             {"w": tensor, "other": other},
             tmp_path / str(number),
             host_cache_size=CACHE,
-            read_deadline=600,
+            reads=600,
         )
         tensor.data.clamp_(0.25, 0.75 - number / 10)
         outcomes.append(handle.committed.exception())
@@ -291,7 +287,7 @@ def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
     assert sum("copy the tensors" in message for message in caplog.messages) == 1
     dcp_datastates.track(owner)
     handle = dcp_datastates.async_save(
-        {"w": tensor}, tmp_path / "again", host_cache_size=CACHE, read_deadline=600
+        {"w": tensor}, tmp_path / "again", host_cache_size=CACHE, reads=600
     )
     assert handle.stats.deferred_bytes == tensor.nbytes
     handle.result()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated.object_stores import Fate, installed
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Entry

@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.waiting import await_that
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.bounded import (
     HungError,

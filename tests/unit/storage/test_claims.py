@@ -38,7 +38,7 @@ def test_a_save_after_a_lost_mount_is_refused_by_name(rest, mounted, tmp_path):
         root.mkdir(parents=True)
     if rest == "an older job's":
         (root / "step-0").mkdir()
-    with raises(ds.StorageError, str(root), "mounted", "step-1", "mount it again"):
+    with raises(ds.errors.StorageError, str(root), "mounted", "step-1", "mount it again"):
         save(STATE, root / "step-2")
     assert not (root / "step-2").exists(), "nothing lands below the mount point"
     shutil.rmtree(tmp_path / "mount", ignore_errors=True)
@@ -58,7 +58,7 @@ def test_a_save_that_made_nothing_binds_later_ones_to_no_file_system(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
         patched.setattr(os, "mkdir", fail)
-        with raises(ds.StorageError, "Input/output error"):
+        with raises(ds.errors.StorageError, "Input/output error"):
             save(STATE, tmp_path / "step-1")
     mounted(2)
     save(STATE, tmp_path / "step-2")
@@ -84,6 +84,6 @@ def test_the_error_has_its_number(mounted, tmp_path):
     neighbours = claims.Neighbours()
     neighbours.note_saved("step-1", neighbours.check_mounted(tmp_path / "run"))
     mounted(2)
-    with pytest.raises(ds.StorageError) as caught:
+    with pytest.raises(ds.errors.StorageError) as caught:
         neighbours.check_mounted(tmp_path / "run")
     assert caught.value.errno == errno.ENODEV

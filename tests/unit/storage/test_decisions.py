@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.simulated.object_stores import Fate
 
-from dcp_datastates import CheckpointSupersededError, StorageError
+from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State

@@ -11,7 +11,7 @@ import pytest
 from support.crashes.failing import armed, fired
 from support.jobs.scripts import run_script
 
-from dcp_datastates import ConfigurationError
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import failpoints
 
 
@@ -44,7 +44,7 @@ def test_the_first_failpoint_and_the_first_engine_read_the_environment(tmp_path,
     monkeypatch.setenv(failpoints.VARIABLE, "a.before=die")
     run_script(
         """
-        from dcp_datastates import ConfigurationError
+        from dcp_datastates.errors import ConfigurationError
         from dcp_datastates.io.engine import engine
         from dcp_datastates.storage import failpoints
         for call in (engine, lambda: failpoints.hit("b.before")):

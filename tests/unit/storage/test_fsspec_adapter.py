@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from dcp_datastates import ConfigurationError, StorageError
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage.fsspec_adapter import FsspecStore
 
 

@@ -24,12 +24,8 @@ from support.state.checkpoints import (
 )
 
 import dcp_datastates
-from dcp_datastates import (
-    ConfigurationError,
-    DataStatesReader,
-    DataStatesWriter,
-    StorageError,
-)
+from dcp_datastates import DataStatesReader, DataStatesWriter
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates_cli.main import main
 
 STATE = {"w": torch.arange(1000.0)}

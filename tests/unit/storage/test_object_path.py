@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_datastates import ConfigurationError
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage.object_path import ObjectPath, is_url, locate
 
 

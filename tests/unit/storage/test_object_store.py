@@ -12,7 +12,7 @@ from support.stores.kinds import KINDS, new_store, objects_below
 from support.stores.server import Bucket, endpoint
 from support.tiers import tries
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import (
     ObjectMissingError,
     part_bytes,

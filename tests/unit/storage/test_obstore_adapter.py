@@ -16,7 +16,7 @@ from support.stores.server import Bucket, client, endpoint, use
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import obstore_adapter
 from dcp_datastates.storage.bounded import HungError, bounded, is_hung
 from dcp_datastates.storage.obstore_adapter import ObstoreStore

@@ -18,8 +18,8 @@ from support.simulated.object_stores import Fate, MemoryStore, creates_once, ins
 from support.state.checkpoints import assert_same, load, save
 
 import dcp_datastates
-from dcp_datastates import StorageError
 from dcp_datastates.commit.place import Place
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours

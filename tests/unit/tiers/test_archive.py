@@ -17,17 +17,14 @@ from support.state.checkpoints import raises, save
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import (
+from dcp_datastates import latest, load, retain, verify
+from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.errors import (
     CheckpointExistsError,
     ConfigurationError,
     DataStatesError,
     StorageError,
-    latest,
-    load,
-    retain,
-    verify,
 )
-from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying, run_identity
 
@@ -57,7 +54,7 @@ def either(request, tmp_path, slow):
 
 
 def _save(path, slow, **options):
-    return archived_save(STATE, path, slow, read_window="immediate", **options)
+    return archived_save(STATE, path, slow, reads="immediate", **options)
 
 
 def _pin(path):
@@ -157,7 +154,7 @@ def test_what_the_end_of_the_process_cuts_off_is_pinned(tmp_path, slow, store):
     handle.result(30)
     assert pins(tmp_path / "fast/step-1")
     restart()
-    with pytest.raises(dcp_datastates.SaveAbandonedError):
+    with pytest.raises(dcp_datastates.errors.SaveAbandonedError):
         handle.archived.result(30)
     store.on_request = lambda request: Fate.DONE
     _save(tmp_path / "fast/step-2", slow).archived.result(30)
@@ -223,7 +220,7 @@ def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
     data[5000] ^= 1
     path.write_bytes(data)
     gate.set()
-    with pytest.raises(dcp_datastates.CheckpointCorruptError):
+    with pytest.raises(dcp_datastates.errors.CheckpointCorruptError):
         handle.archived.result(30)
     assert latest(slow) is None
 

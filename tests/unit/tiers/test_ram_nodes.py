@@ -9,7 +9,8 @@ import torch
 from support.jobs.scripts import run_script
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, configure_ram
+from dcp_datastates import configure_ram
+from dcp_datastates.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ def test_a_process_alone_uses_its_node(tmp_path: Path):
     ended = run_script(
         """
         import dcp_datastates
-        from dcp_datastates import ConfigurationError, configure_ram
+        from dcp_datastates import configure_ram
+        from dcp_datastates.errors import ConfigurationError
         configure_ram(directory=path, rate="1GB/s", size="1GiB")
         dcp_datastates.save({"w": torch.full((5,), 3.0)}, "ram://run/step-1")
         place = dcp_datastates.latest("ram://run")

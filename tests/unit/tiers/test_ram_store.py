@@ -13,7 +13,7 @@ from support.stores.harm import HarmProxy, cut_after, flipped_at, held_after
 from support.stores.ram import RamCluster
 from support.waiting import await_that
 
-from dcp_datastates import StorageError
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.wire import line
 

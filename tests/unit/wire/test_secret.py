@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dcp_datastates import ConfigurationError
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.wire.secret import Address
 
 ADDRESS = Address("host", 1, b"t" * 16)

@@ -1,15 +1,57 @@
-"""What one save cost, as measured on this rank: while it runs (:class:`SaveStats`), and at its end
-(:class:`SaveRecord`); and what one load cost (:class:`LoadRecord`).
+"""What this package's functions return, and what it calls hooks with.
+
+:class:`SaveStats` and :class:`SaveRecord` say what one save cost on this rank, while it runs and at its end;
+:class:`LoadRecord` what one load cost. ``inspect`` returns a ``Checkpoint`` or a ``Directory``, ``verify`` a ``Report``
+of each ``Damage``, ``convert`` a ``Conversion``, and ``diff`` a ``Comparison`` of each ``Difference``: these are
+imported when they are first used.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+if TYPE_CHECKING:
+    from dcp_datastates.checkpoints.describe import Checkpoint, Directory
+    from dcp_datastates.checkpoints.verify import Report
+    from dcp_datastates.conversion.compare import Comparison, Difference
+    from dcp_datastates.conversion.convert import Conversion
+    from dcp_datastates.format.contents import Damage
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "Conversion",
+    "Damage",
+    "Difference",
+    "Directory",
+    "LoadRecord",
+    "Report",
+    "SaveRecord",
+    "SaveStats",
+]
+
+_PLACES: Final = {
+    "Checkpoint": "checkpoints.describe",
+    "Comparison": "conversion.compare",
+    "Conversion": "conversion.convert",
+    "Damage": "format.contents",
+    "Difference": "conversion.compare",
+    "Directory": "checkpoints.describe",
+    "Report": "checkpoints.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dcp_datastates.{_PLACES[name]}"), name)
+
 
 PHASES: Final = {
     "call": "the call, until it returns",
@@ -101,12 +143,7 @@ class SaveStats:
 
     Attributes:
         stage_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
-        gate_seconds: Time for which ``optimizer.step()`` waited for this save's reads.
-        room_seconds: Time for which the call waited because ``max_in_flight`` saves were in flight.
-        cache_seconds: Time for which the copies waited for room in the host cache: that of the engine's copy threads,
-            added up, and that of the call.
-        eager_bytes: Bytes copied at the call.
-        deferred_bytes: Bytes read after the call.
+        gate_seconds, room_seconds, cache_seconds, eager_bytes, deferred_bytes: As in :class:`SaveRecord`.
         bytes_written: The size of this rank's files.
         read_seconds: Time from the opening of the read window to the last read.
         total_seconds: Time from the opening of the read window to durable files.
@@ -196,15 +233,10 @@ class LoadRecord:
     """What came of one load on this rank, and what it cost. Made once, when the load ends.
 
     Attributes:
-        path: The checkpoint's path or URL.
-        step: The number at the end of the path's name; None without one.
-        rank: This rank, among those that load together.
-        world: How many they are.
+        path, step, rank, world, began_at, seconds: As in :class:`SaveRecord`.
         api: The user's call: ``load()``, ``restore()`` or ``restore_latest()``.
         attempt: The name of the attempt that was loaded; None if the load failed before it was known.
         error: The type and message of the error; None if all was loaded.
-        began_at: The time of the call, in seconds since the epoch by this machine's clock.
-        seconds: From the call to its end.
         phases: The seconds of each phase of :data:`LOAD_PHASES` that was begun, by name, in order. Each phase ends when
             the next begins; their sum is ``seconds``.
         read_bytes: Bytes that this rank has read from files, or received from ranks that read for it.
