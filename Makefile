@@ -276,7 +276,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
-    $(wildcard docs/*.css docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
+    $(wildcard docs/*.css docs/*.svg docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs

@@ -31,11 +31,11 @@ RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/index.md", FSDP1)}
 """Which ``test_examples.py`` runs."""
 
 
-def test_the_quick_start_is_an_example():
+def test_the_quick_start_is_a_piece_of_the_example():
+    first, _, piece = program(QUICK_START).partition("\n\n")
     example = (ROOT / "examples/quick_start.py").read_text()
-    docstring, _, rest = example.partition('"""\n\n')
-    assert docstring
-    assert program(QUICK_START) == "# train.py\n" + rest
+    assert f"\n{first}\n" in example
+    assert f"\n{piece}" in example
 
 
 @pytest.mark.parametrize(("document", "heading"), sorted(PROGRAMS - RUN_BY_EXAMPLES))
@@ -46,7 +46,7 @@ def test_all_other_programs_run(document, heading, tmp_path):
 
 
 def test_the_first_page_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_pages_are_few_and_the_first_lists_all():
