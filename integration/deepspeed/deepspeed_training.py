@@ -72,6 +72,16 @@ def engine(stage: int, datastates: object = None, model: type[Model] = Model, **
     return _initialized(model(), stage, datastates, **more)
 
 
+def engine_of_file(configuration: Path) -> Any:
+    """A new engine with the configuration of a file, as the command line of a program has it."""
+    torch.manual_seed(0)
+    model = Model()
+    made, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=str(configuration)
+    )
+    return made
+
+
 def pipeline(datastates: object = None) -> Any:
     """A new engine with a pipeline stage on each rank, and ZeRO-1."""
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from deepspeed_training import (
     Model,
     client_state,
     engine,
+    engine_of_file,
     latest,
     micro_batches,
     pipeline,
@@ -261,6 +262,22 @@ def ways(root: Path) -> Any:
             results.setdefault(way, {})[name] = found
             training.destroy()
     return results
+
+
+def example(root: Path) -> Any:
+    """With the configuration of the example: the losses, and those after a load."""
+    configuration = Path(__file__).parents[2] / "examples/deepspeed.json"
+    training = engine_of_file(configuration)
+    losses = [train(training, step) for step in range(SAVED_AFTER)]
+    training.save_checkpoint(root)
+    losses += [train(training, step) for step in range(SAVED_AFTER, STEPS)]
+    deferred = training.checkpoint_engine.ckpt_engine.last_save.deferred_bytes
+    training.destroy()
+    training = engine_of_file(configuration)
+    path, _ = training.load_checkpoint(root)
+    resumed = [train(training, step) for step in range(SAVED_AFTER, STEPS)]
+    training.destroy()
+    return {"losses": losses, "resumed": resumed, "path": path, "deferred": deferred}
 
 
 def universal(root: Path) -> Any:

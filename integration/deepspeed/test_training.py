@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import Trained
+from dcp_datastates import verify
 from deepspeed_jobs import run
 
 SAVED_AFTER = 3
@@ -92,3 +94,12 @@ def test_pipeline_stages_are_saved_and_resumed(trained: Trained) -> None:
         assert each["ours"] == each["stock"]
         assert each["resumed"] == each["stock"][SAVED_AFTER:]
         assert each["deferred"] > 0
+
+
+def test_a_job_with_the_configuration_of_the_example_goes_on(tmp_path: Path) -> None:
+    """``examples/deepspeed.json``, as it lies there."""
+    for rank in run("example", tmp_path):
+        assert rank["path"] is not None
+        assert rank["resumed"] == rank["losses"][SAVED_AFTER:]
+        assert rank["deferred"] > 0
+    assert not verify(tmp_path / f"global_step{SAVED_AFTER}").damages

@@ -17,6 +17,7 @@ from support.state.files import flip_bit
 from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
+from dcp_datastates.huggingface.resuming import Resumption
 
 STEPS = 7
 LATE = {"reads": 600.0}
@@ -326,6 +327,8 @@ def test_the_trainer_goes_on_from_a_checkpoint_in_a_store(tmp_path: Path) -> Non
     use(endpoint())
     url = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}/checkpoint-2"
     ds.copy(tmp_path / "whole" / "checkpoint-2", url)
+    newest = ds.latest(url.rpartition("/")[0])  # an object, no string
+    assert Resumption(newest, "job").next() == (url, True)
     store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     resumed = train(
         TRAINER, tmp_path / "other", tmp_path, resume=url, environment=store, **settings

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import email
 import io
+import os
 import re
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -108,3 +110,20 @@ def test_the_sdist_has_all_that_a_build_needs_and_nothing_that_was_built(
         for path in held
         if path.endswith(built) or path.startswith(("build/", "dist/", ".venv/", ".git/", ".ci/"))
     }
+
+
+def test_a_build_without_a_compiler_says_what_is_missing(repository: Path, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+            *("--config-settings", f"build-dir={tmp_path / 'build'}"),
+            *("--wheel-dir", str(tmp_path), str(repository)),
+        ],
+        env={**os.environ, "CXX": "/bin/false"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "needs a C++20 compiler" in ended.stdout

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import ROOT
 from support.tiers import sampled
 
 from compare import assert_same
@@ -94,3 +97,19 @@ def test_the_step_gate_alone_holds_in_async_mode(launcher: Launcher, tmp_path: P
     assert any(torn.codes)
     assert "SnapshotTornError" in "".join(torn.logs)
     assert not (step(tmp_path / "free", 1) / ".metadata").exists()
+
+
+def test_the_command_of_the_example_saves_by_this_package(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """With the debug model in place of the large one."""
+    from torchtitan.models.llama3 import config_registry
+
+    text = (ROOT / "examples/torchtitan.md").read_text()
+    (command,) = re.findall(r"^(torchrun .*?)^```", text, re.DOTALL | re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "))
+    module, llama, config, name, *flags = words[words.index("torchtitan.train") + 1 :]
+    assert (module, llama, config) == ("--module", "llama3", "--config")
+    assert hasattr(config_registry, name)
+    launcher.run(Trial(tmp_path, FSDP, 2, stock=True, flags=flags)).check()
+    assert not verify(step(tmp_path, 2)).damages

@@ -1,0 +1,55 @@
+"""Code that a page shows of an example is a piece of the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from support.commands import ROOT, documents
+
+PAGES = [
+    *documents(),
+    *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("integration/*/README.md")),
+]
+SHOWN = re.compile(
+    r"""
+    \([./]*/examples/(?P<name>[\w.]+)\)  # a link to an example,
+    (?:[^\n]+\n)*[^\n]*:\n\n  # in a paragraph that ends in a colon,
+    ```(?P<language>\w+)\n(?P<text>.*?)^```$  # and the code below it
+    """,
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+
+
+def shown() -> Iterator[tuple[str, str, str]]:
+    """Page, name of the example, and a piece: of a diff, what is there after it, between two lines "@@"."""
+    for page in PAGES:
+        for found in SHOWN.finditer((ROOT / page).read_text()):
+            text = found["text"]
+            if found["language"] == "diff":
+                after = [line for line in text.splitlines(keepends=True) if line[0] != "-"]
+                text = "".join(line if line[0] == "@" else line[1:] for line in after)
+            for piece in text.split("@@\n"):
+                yield page, found["name"], piece
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("integration/deepspeed/README.md", "deepspeed.json"),
+        ("integration/huggingface/README.md", "lora_sft_trainer.py"),
+        ("integration/lightning/README.md", "lightning_fsdp.py"),
+        ("integration/torchtitan/README.md", "torchtitan.md"),
+    ],
+)
+def test_the_page_of_a_framework_shows_its_example(page: str, name: str) -> None:
+    assert (page, name) in {(page, name) for page, name, _ in shown()}
+
+
+def test_what_is_shown_of_an_example_is_in_it() -> None:
+    assert [
+        (page, piece)
+        for page, name, piece in shown()
+        if piece not in (ROOT / "examples" / name).read_text()
+    ] == []
