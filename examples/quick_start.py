@@ -14,14 +14,16 @@ import torch.nn.functional as F
 
 import dcp_datastates as ds
 
-model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+model: torch.nn.Module = torch.nn.Sequential(
+    torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+)
 rank, world = 0, 1
 if "RANK" in os.environ:  # started by torchrun
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-state = {"model": model, "optimizer": optimizer, "step": -1}
+state: dict = {"model": model, "optimizer": optimizer, "step": -1}
 
 keep = ds.Keep(last=3)  # deletes older checkpoints
 with ds.CheckpointManager("ckpt", every=1, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
