@@ -7,14 +7,7 @@ import inspect
 import re
 
 import pytest
-from support.commands import (
-    ROOT,
-    blocks,
-    documents,
-    program,
-    run_cli,
-    table_cells,
-)
+from support.commands import ROOT, blocks, documents, program, run_cli, table_cells
 from support.jobs.scripts import run_program
 
 import dcp_datastates as ds
