@@ -57,10 +57,10 @@ def test_sizes_are_understood(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-NO_SIZES = ["", *"GiB|4 giraffes|-1GiB|4GiB4|1e9|0x10|∞|NaN".split("|"), -1, 1.5, None, True, []]
+NOT_SIZES = ["", "GiB", "4 giraffes", "-1GiB", "4GiB4", "1e9", "0x10", "∞", "NaN"]
 
 
-@pytest.mark.parametrize("size", NO_SIZES, ids=repr)
+@pytest.mark.parametrize("size", [*NOT_SIZES, -1, 1.5, None, True, []], ids=repr)
 def test_an_unparsable_size_is_refused(size, tmp_path):
     with raises(ConfigurationError, repr(size), '"4GiB"'):
         parse_size(size)
