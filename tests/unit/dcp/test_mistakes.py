@@ -51,6 +51,7 @@ MISTAKES = {
     "save, reads": (lambda p: ds.save(STATE, p, reads="never"), "reads='never'"),
     "async_save, count": (lambda p: ds.async_save(STATE, p, max_in_flight=0), "max_in_flight=0"),
     "load, rename": (lambda p: ds.load(p, rename=3), "rename=3"),
+    "configure_engine": (lambda p: ds.configure_engine(copy_threads=0), "copy_threads=0"),
     "verify, threads": (lambda p: ds.verify(p, threads=0), "threads=0"),
     "convert, format": (lambda p: ds.convert(p, p, "xml"), "to='xml'"),
     "manager, keep": (lambda p: _manager(p, keep=0), "keep=0"),
