@@ -35,7 +35,7 @@ ifeq ($(TORCH),$(PINNED_TORCH))
 VENV := .venv
 CONSTRAINTS := constraints.txt
 EXTRAS := test,lint,torchtitan
-LINTERS := clang-format clang-tidy mypy ruff
+LINTERS := basedpyright clang-format clang-tidy mypy ruff
 else
 VENV := .venv-torch-$(TORCH)
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -243,10 +243,15 @@ wheel: dist
 
 # --- static checks ----------------------------------------------------------------------------
 
+# Examples have few annotations: they are to be read. `basedpyright` is Pyright with its own Node; it needs no network.
+FOR_EXAMPLES := --allow-untyped-defs --allow-incomplete-defs --allow-untyped-calls --allow-any-generics \
+    --allow-subclassing-any --implicit-reexport
 lint: $(VENV)/installed
 	ruff format --check $(PYTHON_SOURCES)
 	ruff check $(PYTHON_SOURCES)
 	mypy
+	mypy $(FOR_EXAMPLES) examples
+	basedpyright
 	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
 	clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(MAKE) tidy TIDY="$$($(BIN)/python native/changed_sources.py)"

@@ -40,11 +40,10 @@ flight. What a save does not need is imported when it is first used.
 """
 
 import importlib as _importlib
+import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 from dcp_datastates import errors as errors
 from dcp_datastates.dcp.async_save import async_save as async_save
@@ -58,7 +57,7 @@ from dcp_datastates.saving.outcome import on_save as on_save
 from dcp_datastates.staging.ownership import track as track
 from dcp_datastates.storage.object_path import register as _register
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from dcp_datastates.checkpoints.copy import copy as copy
     from dcp_datastates.checkpoints.delete import delete as delete
     from dcp_datastates.checkpoints.describe import inspect as inspect
@@ -106,13 +105,15 @@ _PLACES = {
 """Of what is imported when it is first used. There is no ``__all__``: ``help()`` would print each object of it."""
 
 
-def __getattr__(name: str) -> _Any:
-    module, _, attribute = _PLACES.get(name, "").rpartition(".")
-    if not module:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_importlib.import_module(f"{__name__}.{module}"), attribute)
-    globals()[name] = found
-    return found
+if not _typing.TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> _typing.Any:
+        module, _, attribute = _PLACES.get(name, "").rpartition(".")
+        if not module:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(_importlib.import_module(f"{__name__}.{module}"), attribute)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -31,10 +31,8 @@ MIN_COMMIT_TIMEOUT = 1.0
 """Shortest ``commit_timeout``, in seconds: ranks hear of each other once a second."""
 
 MAX_COMMIT_TIMEOUT = 86400.0
-"""Longest ``commit_timeout``, in seconds."""
 
 MAX_IN_FLIGHT = 32
-"""Most saves that may be in flight together."""
 
 MAX_THREADS = 256
 

@@ -2,8 +2,7 @@
 
 :class:`SaveStats` and :class:`SaveRecord` say what one save cost on this rank, while it runs and at its end;
 :class:`LoadRecord` what one load cost. ``inspect`` returns a ``Checkpoint`` or a ``Directory``, ``verify`` a ``Report``
-of each ``Damage``, ``convert`` a ``Conversion``, and ``diff`` a ``Comparison`` of each ``Difference``: these are
-imported when they are first used.
+of each ``Damage``, ``convert`` a ``Conversion``, ``diff`` a ``Comparison`` of each ``Difference``.
 """
 
 from __future__ import annotations
@@ -47,10 +46,12 @@ _PLACES: Final = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dcp_datastates.{_PLACES[name]}"), name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"dcp_datastates.{_PLACES[name]}"), name)
 
 
 PHASES: Final = {

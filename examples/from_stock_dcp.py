@@ -33,11 +33,12 @@ def load(reader):
 load(dcp.FileSystemReader(old))  # what DCP's own writer has saved
 for _ in range(3):
     # Before: storage_writer=dcp.FileSystemWriter(path)
-    future = dcp.async_save(state(), storage_writer=DataStatesWriter(new, overwrite=True))
+    writer = DataStatesWriter(new)
+    dcp.async_save(state(), storage_writer=writer)
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()  # waits only if a tensor has not been read yet
     optimizer.zero_grad()
-    future.result()  # committed
+    writer.committed.result()
 
 load(DataStatesReader(new))
 print("loaded", new)

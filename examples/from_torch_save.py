@@ -28,6 +28,7 @@ with ds.CheckpointManager("ckpt", every=10, keep=3) as manager:
         manager.save(step, state)
 
 newest = ds.latest("ckpt")
+assert newest is not None
 print(f"{newest} holds step {manager.latest_step}")
 # And the way back, for programs that read such files:
 ds.convert(newest, "newest.pt", to="torch", overwrite=True)

@@ -37,9 +37,9 @@ class Batches:
 
 def sharded_model():
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    for layer in model:
+    for layer in (*model, model):
         fully_shard(layer)
-    return fully_shard(model)
+    return model
 
 
 def loss_of(model, batch):

@@ -3,11 +3,14 @@
 python notebook.py    # beside the folder ckpt of quick_start.py
 """
 
+from pathlib import Path
+
 from safetensors import safe_open
 
 import dcp_datastates as ds
 
 path = ds.latest("ckpt")
+assert isinstance(path, Path), "run quick_start.py first"
 print(ds.inspect(path))
 part = ds.load(path, only=["model.0.weight", "step"])
 print(part["step"], part["model"]["0.weight"].std())

@@ -19,7 +19,7 @@ signal.signal(signal.SIGTERM, lambda *_: stopping.set())
 model = torch.nn.Linear(512, 512)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ds.track(optimizer)
-state = {"step": -1}
+state: dict = {"step": -1}
 newest = ds.latest("one")
 if newest:
     state = ds.load(newest)

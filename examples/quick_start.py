@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 import dcp_datastates as ds
 
-model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+model: torch.nn.Module = torch.nn.Sequential(
+    torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+)
 rank, world = 0, 1
 if "RANK" in os.environ:  # started by torchrun
     dist.init_process_group("gloo")
@@ -30,7 +32,7 @@ def loss_of(step: int) -> torch.Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
-state = {"model": model, "optimizer": optimizer, "step": -1}
+state: dict = {"model": model, "optimizer": optimizer, "step": -1}
 keep = ds.Keep(last=3)  # deletes older checkpoints
 with ds.CheckpointManager("ckpt", every=1, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
     done = manager.restore_latest(state)  # whatever the number of ranks that saved it

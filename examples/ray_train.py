@@ -33,6 +33,7 @@ def train():
             ray.train.report({"loss": loss.item()})
         manager.wait()
         newest = manager.latest_step
+        assert newest is not None  # the last save is committed
         ray.train.report(
             {"step": newest},
             checkpoint=Checkpoint(manager.path(newest)),

@@ -18,8 +18,8 @@ class DataStatesCheckpointManager(transformer_impl.FSDPCheckpointManager):
         if local_path is None:
             return
         # After a restart, verl may save a step again: the directory has its checkpoint already.
-        options = {"every": 1, "max_failures": 1, "fresh": "replace"}
-        with ds.CheckpointManager(local_path, **options) as manager:
+        manager = ds.CheckpointManager(local_path, every=1, max_failures=1, fresh="replace")
+        with manager:
             manager.save(global_step, self._state)  # the end of the block waits for the commit
         if self.rank == 0:  # deletes older ones
             self.register_checkpoint(local_path, max_ckpt_to_keep)

@@ -6,7 +6,6 @@ Nothing is unpickled, and no data file is opened.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,7 +33,7 @@ from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.text import columns, count, date, numbers, size, step_of
 
 _SHOWN: Final = 16
@@ -255,7 +254,7 @@ def _said(each: Listed) -> str:
 
 @public("inspect()")
 def inspect(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    path: AnyPath, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
     """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints; or the URL of one.
     ``storage_options`` are fsspec's, for a URL.

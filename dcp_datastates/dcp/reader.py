@@ -269,10 +269,8 @@ class DataStatesReader(StorageReader):
 
     def __repr__(self) -> str:
         load = self._present
-        loads = (
-            "no load yet" if load is None else f"has opened {load.stored.table.note.attempt.name}"
-        )
-        return f"DataStatesReader({self.checkpoint_id!r}, {loads})"
+        opened = None if load is None else load.stored.table.note.attempt.name
+        return f"DataStatesReader({self.checkpoint_id!r}, opened: {opened})"
 
     def _say_unread(self, load: _Load, left: list[str]) -> None:
         names, alone = self._fit.exclude.others(left), load.asked is not None

@@ -26,7 +26,7 @@ from dcp_datastates._native import (
 from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import at_end, at_exit
-from dcp_datastates.process.forks import refuse_in_child
+from dcp_datastates.process.forks import public, refuse_in_child
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
@@ -53,6 +53,7 @@ _too_small = False  # the log says so
 _orders = itertools.count(1)
 
 
+@public()
 def configure_engine(
     *,
     copy_threads: int = 2,
@@ -65,10 +66,9 @@ def configure_engine(
     """Set the options of this process's native engine. Call it before the first writer, reader, save or load.
 
     Args:
-        copy_threads: Threads that copy tensors on the host into the cache, and enqueue the copies from devices.
-        flush_threads: Threads that compute checksums and write files.
-        restore_threads: Threads that read files. Half as many more verify checksums and copy into tensors what came
-            from the disk.
+        copy_threads: Threads that copy host tensors into the cache, and enqueue those from devices: more if cores idle.
+        flush_threads: Threads that compute checksums and write files: more if storage takes more than they write.
+        restore_threads: Threads that read files: the same. Half as many more verify and copy what came from the disk.
         copy_rate: The most bytes per second that saves copy from each device, as a number or a string such as
             ``"8GB"``; at least 64 MiB. It leaves bandwidth to training's own copies, and makes the next step wait
             longer. None: no limit.

@@ -181,6 +181,7 @@ class CheckpointManager:
         return self._steps.committed()
 
     @property
+    @public("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
         """The step of the newest committed checkpoint, whether it can be restored or not; None if there is none."""
         return self._steps.latest()
@@ -386,9 +387,8 @@ class CheckpointManager:
 
     def _on_each(self, step: int, work: Callable[[Location], object], key: str) -> None:
         self._check_ranks()
-        work_on_all = partial(self._steps.on_each, step, work)
-        purpose = f"that a checkpoint is {key}ned"
-        from_first_of(self._rank_set, work_on_all, key, purpose, DEFAULT_TIMEOUT)
+        on_all, purpose = partial(self._steps.on_each, step, work), f"that a checkpoint is {key}ned"
+        from_first_of(self._rank_set, on_all, key, purpose, DEFAULT_TIMEOUT)
 
     @public("CheckpointManager.wait()")
     def wait(self) -> None:

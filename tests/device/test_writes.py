@@ -119,10 +119,7 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     dcp_datastates.save({"w": other.detach()}, tmp_path / "other", host_cache_size=CACHE)
     tensor, owner, expected = _on_device(cuda, kind)
     handle = dcp_datastates.async_save(
-        {"w": tensor.detach()},
-        tmp_path / "mine",
-        host_cache_size=CACHE,
-        reads=600,
+        {"w": tensor.detach()}, tmp_path / "mine", host_cache_size=CACHE, reads=600
     )
     LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
     assert outcome(handle, tensor, expected, tmp_path / "mine") == "right"

@@ -158,11 +158,6 @@ def test_a_rank_that_reads_slowly_but_steadily_is_not_given_up(shared_dir):
     rank = dist.get_rank()
     state = {f"w{rank}.{number}": torch.full((10,), float(number)) for number in range(8)}
     dcp_datastates.async_save(
-        state,
-        shared_dir / "c",
-        planner=_Slow(),
-        commit_timeout=1,
-        host_cache_size=CACHE,
-        reads=0,
+        state, shared_dir / "c", planner=_Slow(), commit_timeout=1, host_cache_size=CACHE, reads=0
     ).upload_completion.result(60)
     assert len(load_everything(shared_dir / "c")) == 16

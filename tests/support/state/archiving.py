@@ -38,11 +38,7 @@ def restart() -> None:
 def begin(fast: str, slow: str, number: int) -> Any:
     """The handle of a save to a directory of its own below ``fast``, with ``slow`` as archive."""
     return archived_save(
-        part(number, SMALL),
-        f"{fast}/step-{number}",
-        slow,
-        reads="immediate",
-        host_cache_size=CACHE,
+        part(number, SMALL), f"{fast}/step-{number}", slow, reads="immediate", host_cache_size=CACHE
     )
 
 

@@ -141,7 +141,7 @@ def spy(planner):
 
 
 def saver(path, **options):
-    return DataStatesWriter(path, host_cache_size=CACHE, reads="immediate", **options)
+    return DataStatesWriter(path, **{"host_cache_size": CACHE, "reads": "immediate", **options})
 
 
 def save_by(state, by, planner, path=None):

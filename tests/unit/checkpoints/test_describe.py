@@ -20,13 +20,7 @@ from support.state.states import Opinion, filled
 from support.waiting import little_work
 
 from dcp_datastates import inspect
-from dcp_datastates.checkpoints.describe import (
-    Checkpoint,
-    Directory,
-    DtypeTotal,
-    Object,
-    Tensor,
-)
+from dcp_datastates.checkpoints.describe import Checkpoint, Directory, DtypeTotal, Object, Tensor
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

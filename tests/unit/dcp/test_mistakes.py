@@ -1,10 +1,11 @@
-"""Arguments that a user mixes up: one short line that names the argument and what belongs there."""
+"""Arguments that cannot work: one short line that names the argument and what belongs there, raised by the call."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.state.checkpoints import CACHE
+from support.state.tracebacks import frames_in
 
 import dcp_datastates as ds
 
@@ -12,8 +13,8 @@ MODEL = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
 STATE = {"model": MODEL, "t": torch.ones(5000)}
 
 
-def _manager(root):
-    return ds.CheckpointManager(root, every=1, save_last=False, host_cache_size=CACHE)
+def _manager(root, **options):
+    return ds.CheckpointManager(root, every=1, save_last=False, host_cache_size=CACHE, **options)
 
 
 def _optimizer():
@@ -46,10 +47,14 @@ MISTAKES = {
     "load in a backend": (lambda p: ds.load(p, {}, process_group="gloo"), "new_group"),
     "latest in a backend": (lambda p: ds.latest(p, process_group="gloo"), "new_group"),
     "writer in a backend": (lambda p: ds.DataStatesWriter(p, process_group="gloo"), "new_group"),
-    "manager in a backend": (
-        lambda p: ds.CheckpointManager(p, every=1, process_group="gloo"),
-        "new_group",
-    ),
+    "manager in a backend": (lambda p: _manager(p, process_group="gloo"), "new_group"),
+    "save, reads": (lambda p: ds.save(STATE, p, reads="never"), "reads='never'"),
+    "async_save, count": (lambda p: ds.async_save(STATE, p, max_in_flight=0), "max_in_flight=0"),
+    "load, rename": (lambda p: ds.load(p, rename=3), "rename=3"),
+    "configure_engine": (lambda p: ds.configure_engine(copy_threads=0), "copy_threads=0"),
+    "verify, threads": (lambda p: ds.verify(p, threads=0), "threads=0"),
+    "convert, format": (lambda p: ds.convert(p, p, "xml"), "to='xml'"),
+    "manager, keep": (lambda p: _manager(p, keep=0), "keep=0"),
 }
 
 
@@ -62,6 +67,7 @@ def test_a_mistake_is_answered_in_one_line_that_says_what_belongs_there(mistake,
     assert words in message
     assert "\n" not in message
     assert len(message) < 250
+    assert 1 <= frames_in(raised.value) <= 3
 
 
 def test_the_call_that_a_checkpoint_tells_its_reader_works(tmp_path):

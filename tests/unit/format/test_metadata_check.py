@@ -12,14 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import load, load_everything, raises, save, writer
 from support.state.metadata import COLUMNS, decision_of, rewritten
-from support.state.metadata_examples import (
-    META,
-    Example,
-    Object,
-    Tensor,
-    packed_example,
-    sharded,
-)
+from support.state.metadata_examples import META, Example, Object, Tensor, packed_example, sharded
 from support.waiting import little_work
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -108,11 +101,7 @@ def _one_more_chunk(name, nbytes):
         row = sum(parts.columns["counts"][: number + 1])
         file = parts.document["files"][0]
         parts.columns["counts"][number] += 1
-        for column, value in (
-            ("files", 0),
-            ("begins", file[2]),
-            ("lengths", nbytes),
-        ):
+        for column, value in (("files", 0), ("begins", file[2]), ("lengths", nbytes)):
             parts.columns[column].insert(row, value)
         table = file[2] + 4
         file[1:] = [table + 4 * (-(-table // (1 << 20)) + 1), table]

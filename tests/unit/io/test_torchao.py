@@ -15,11 +15,7 @@ pytest.importorskip("torchao.quantization", exc_type=ImportError)
 
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.subclass_8bit import OptimState8bit
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8WeightOnlyConfig,
-    quantize_,
-)
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -40,6 +40,7 @@ def check_refused(*objects, least):
     pairs = [(ds, name) for name in dir(ds) if not name.startswith("_")]
     pairs += [(thing, name) for thing in objects for name in dir(type(thing)) if not name.startswith("_")]
     pairs += [(handle.committed, name) for name in ("result", "exception", "done", "add_done_callback", "wait")]
+    assert all(map(repr, objects))
     refused = 0
     for thing, name in pairs:
         if name in HARMLESS:

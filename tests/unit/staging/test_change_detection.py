@@ -6,15 +6,7 @@ import threading
 
 import pytest
 import torch
-from support.state.checkpoints import (
-    assert_same,
-    async_save,
-    clone,
-    committed,
-    load,
-    raises,
-    zeros,
-)
+from support.state.checkpoints import assert_same, async_save, clone, committed, load, raises, zeros
 from support.state.loops import TrainingRun
 from support.tiers import sampled
 

@@ -6,14 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.state.checkpoints import (
-    assert_same,
-    async_save,
-    clone,
-    load,
-    writer,
-    zeros,
-)
+from support.state.checkpoints import assert_same, async_save, clone, load, writer, zeros
 from support.state.loops import OPTIMIZERS, TrainingRun, in_backward
 from support.tiers import sampled, tries
 

@@ -272,10 +272,7 @@ def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
     for number in range(3):
         expected = {"w": tensor.detach().clone(), "other": other.detach().clone()}
         handle = dcp_datastates.async_save(
-            {"w": tensor, "other": other},
-            tmp_path / str(number),
-            host_cache_size=CACHE,
-            reads=600,
+            {"w": tensor, "other": other}, tmp_path / str(number), host_cache_size=CACHE, reads=600
         )
         tensor.data.clamp_(0.25, 0.75 - number / 10)
         outcomes.append(handle.committed.exception())

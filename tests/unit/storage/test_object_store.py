@@ -13,10 +13,7 @@ from support.stores.server import Bucket, endpoint
 from support.tiers import tries
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage.object_store import (
-    ObjectMissingError,
-    part_bytes,
-)
+from dcp_datastates.storage.object_store import ObjectMissingError, part_bytes
 from dcp_datastates.storage.store_calls import secrets_in, without_secrets
 
 PART = 5 << 20  # the smallest that S3 takes
