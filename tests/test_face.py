@@ -69,7 +69,7 @@ WRONG = {
     'ds.async_save({}, "x", reads="never")': True,
     'ds.save({}, "x", keepp=1)': True,
     'ds.CheckpointManager("x", every=1, max_failures="some")': True,
-    "ds.errors.RankLostError": True,
+    "ds.RankLostError": True,
     "ds.errors.RankLostError": False,
     **{f"ds.{name}": False for name in PUBLIC},
 }
