@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import (
     attempts_at,
-    is_committed,
     is_directory,
-    may_be_committed,
 )
-from dcp_datastates.checkpoints.listing import Found, directories, natural_order, newest_first
+from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.checkpoints.overview import STATES, Directory, State, overview, ranks_of
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
-    DataStatesError,
     ForeignCheckpointError,
-    StorageError,
 )
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
@@ -35,20 +30,10 @@ from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, locate, stored
-from dcp_datastates.text import columns, count, date, numbers, size, step_of
+from dcp_datastates.text import columns, count, date, numbers, size
 
 _SHOWN: Final = 16
 """How many tensors and objects, files, or checkpoints a text lists."""
-
-State = Literal["undecided", "withdrawn", "replaced", "deleted"]
-"""Of an attempt that is not the checkpoint at its path. Undecided: its save is in flight, or was abandoned."""
-
-_STATES: Final[dict[decisions.State | None, State]] = {
-    None: "undecided",
-    decisions.State.WITHDRAWN: "withdrawn",
-    decisions.State.COMMITTED: "replaced",
-    decisions.State.DELETED: "deleted",
-}
 
 
 @dataclass(frozen=True)
@@ -183,76 +168,6 @@ class Checkpoint:
         return columns(("name", "shape", "dtype", "size>", "chunks>"), rows, most)
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One entry of a directory of checkpoints."""
-
-    name: str
-    step: int | None
-    """The number at the end of the name."""
-    format: Literal["dcp_datastates", "other"]
-    committed: bool
-    attempt: str | None = None
-    """The committed attempt; for an uncommitted checkpoint, the newest."""
-    nbytes: int | None = None
-    ranks: int | None = None
-    committed_at: float | None = None
-    problem: str | None = None
-    """Why :func:`~dcp_datastates.latest` would skip it."""
-    unjudged: bool = False
-    """Whether storage does not show what is there: :func:`~dcp_datastates.latest` then raises, and ``retain`` deletes
-    nothing, unless something newer is whole.
-    """
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    pins: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Directory:
-    """A directory of checkpoints: those of this package from newest to oldest, then all others."""
-
-    path: Location
-    latest: str | None
-    """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
-    checkpoints: tuple[Listed, ...]
-
-    def __str__(self) -> str:
-        """As :meth:`text`, with the first checkpoints."""
-        return self.text(_SHOWN)
-
-    def text(self, most: int | None) -> str:
-        """A line for each of ``most`` checkpoints (None: all): the time of the commit, the size, and whether it is the
-        latest or why not.
-        """
-        rows = [
-            (
-                each.name,
-                each.step,
-                date(each.committed_at) or _said(each),
-                each.attempt,
-                None if each.nbytes is None else size(each.nbytes),
-                each.ranks,
-                numbers(each.metrics),
-                self._note(each),
-            )
-            for each in self.checkpoints
-        ]
-        headers = ("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "metrics", "")
-        return "\n".join([str(self.path), *columns(headers, rows, most)])
-
-    def _note(self, each: Listed) -> str:
-        notes = ["latest" if each.name == self.latest else each.problem]
-        if each.pins:
-            notes.append(f"pinned: {', '.join(each.pins)}")
-        return "; ".join(filter(None, notes))
-
-
-def _said(each: Listed) -> str:
-    if each.committed:
-        return "yes"
-    return "unknown" if each.unjudged else "no"
-
-
 def describe(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
@@ -275,8 +190,8 @@ def describe(
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
         if not is_directory(directory):
             raise
-        listed = _directory(directory)
-        if not listed.checkpoints:
+        listed = overview(directory)
+        if not listed.checkpoints and listed.failure is None:
             raise
         return listed
 
@@ -289,7 +204,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         attempt=committed.note.attempt.name,
         committed_at=committed.committed_at,
         nbytes=committed.nbytes,
-        ranks=_ranks(committed.note.files),
+        ranks=ranks_of(committed.note.files),
         files=tuple(
             _file(committed.note.files[name], found)
             for name, found in sizes(directory, committed.note.files.keys()).items()
@@ -331,10 +246,6 @@ def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
     return tuple(sorted(totals, key=lambda total: (-total.nbytes, total.dtype)))
 
 
-def _ranks(paths: Iterable[str]) -> int:
-    return len({attempts.rank_of(Path(path).name) for path in paths} - {None})
-
-
 def _file(record: FileRecord, found: int | OSError) -> DataFile:
     name = record.relative_path
     rank = attempts.rank_of(Path(name).name)
@@ -347,84 +258,9 @@ def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[Uncomm
     return tuple(
         UncommittedAttempt(
             attempt.name,
-            _STATES[decisions.state_of(place, attempt)],
+            STATES[decisions.state_of(place, attempt)],
             len(contents.data),
             sum(each.nbytes for each in contents.data),
         )
         for attempt, contents in sorted(attempts.survey(place, others).items())
     )
-
-
-def _directory(root: Location) -> Directory:
-    everything = directories(root)
-    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
-    names = {listed.name for listed in ours}
-    others = _others(path for path in everything if path.name not in names)
-    first = next((each for each in ours if each.problem is None or each.unjudged), None)
-    latest = None if first is None or first.unjudged else first.name
-    return Directory(root, latest, (*ours, *others))
-
-
-def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
-    """The ``most`` newest checkpoints of this package in ``root``, newest first; and all saves without a commit.
-
-    Reads no more metadata than that needs. Raises :class:`StorageError` if ``root`` cannot be read.
-    """
-    everything = directories(root)
-    ours = [path for path in everything if may_be_committed(path)]
-    listed = [_listed(found) for found in islice(newest_first(ours), most)]
-    return listed, list(_others(path for path in everything if path not in ours))
-
-
-def _listed(found: Found) -> Listed:
-    unjudged = False
-    try:
-        problem = flaw([found], "structure")
-        pinned = pins(found.path)
-    except StorageError as error:
-        problem, pinned, unjudged = str(error), (), True
-    listed = Listed(
-        name=found.path.name,
-        step=step_of(found.path.name),
-        format="dcp_datastates",
-        committed=found.error is None,
-        attempt=None if found.error is not None else found.attempt.name,
-        problem=problem,
-        unjudged=unjudged,
-        metrics=found.metrics,
-        pins=pinned,
-    )
-    if (committed := found.committed) is None:
-        return listed
-    return replace(
-        listed,
-        nbytes=committed.nbytes,
-        ranks=_ranks(committed.note.files),
-        committed_at=committed.committed_at,
-    )
-
-
-def _others(paths: Iterable[Location]) -> Iterator[Listed]:
-    """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
-    for path in paths:
-        name, step = path.name, step_of(path.name)
-        try:
-            claimed, committed = attempts_at(path), is_committed(path)
-        except StorageError as error:
-            yield Listed(name, step, "other", False, problem=str(error), unjudged=True)
-            continue
-        if committed:
-            try:
-                open_committed(path)
-            except ForeignCheckpointError:
-                yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
-                continue
-            except DataStatesError as error:
-                yield Listed(name, step, "other", True, problem=str(error))
-                continue
-        if claimed:
-            state = _STATES[decisions.state_of(stored(path), claimed[-1])]
-            problem = (
-                f"not committed: {'in flight or abandoned' if state == 'undecided' else state}"
-            )
-            yield Listed(name, step, "dcp_datastates", False, claimed[-1].name, problem=problem)

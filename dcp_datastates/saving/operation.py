@@ -37,7 +37,7 @@ from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.stats import SaveRecord, SaveStats
@@ -370,6 +370,7 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, self.committed.peek())
+            note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name
