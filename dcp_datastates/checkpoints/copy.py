@@ -31,14 +31,7 @@ from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
-from dcp_datastates.storage import (
-    attempts,
-    decisions,
-    local,
-    local_store,
-    operations,
-    readme,
-)
+from dcp_datastates.storage import attempts, decisions, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored

@@ -12,17 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dcp_datastates.checkpoints.inventory import (
-    attempts_at,
-    is_directory,
-)
+from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
 from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.checkpoints.overview import STATES, Directory, State, overview, ranks_of
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-)
+from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes

@@ -19,11 +19,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from dcp_datastates.commit.told_errors import described, error_of
-from dcp_datastates.errors import (
-    ConfigurationError,
-    NoAnswerError,
-    RankLostError,
-)
+from dcp_datastates.errors import ConfigurationError, NoAnswerError, RankLostError
 from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter

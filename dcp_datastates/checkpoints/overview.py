@@ -17,11 +17,7 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import (
-    DataStatesError,
-    ForeignCheckpointError,
-    StorageError,
-)
+from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt

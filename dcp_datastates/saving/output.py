@@ -145,11 +145,7 @@ class _LocalPart(WrittenPart):
 
 
 def begin(
-    content: WriteJob,
-    stats: SaveStats,
-    order: int,
-    window: Window,
-    expected: ExpectedBytes | None,
+    content: WriteJob, stats: SaveStats, order: int, window: Window, expected: ExpectedBytes | None
 ) -> WrittenPart:
     """Begin to read the files of ``content``, and to write them. The last three arguments are the engine's."""
     native, files = content.engine, content.files

@@ -131,10 +131,7 @@ class RankContext:
         self._worker.post(run)
 
     def run(
-        self,
-        what: str,
-        timeout: float,
-        propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
+        self, what: str, timeout: float, propose: Callable[[], tuple[SaveName, SavePlanning, bytes]]
     ) -> None:
         """Plan ``what`` with the other ranks, and write nothing. Waits for the planning thread; raises its error."""
         number = self.group.count_call()

@@ -100,8 +100,7 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | 
 def committed_attempt(directory: ObjectPath) -> Attempt | None:
     """As :func:`newest_committed`, without the metadata, which may be large: reads some bytes of the decision."""
     found = _newest(
-        directory,
-        lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None,
+        directory, lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None
     )
     return None if found is None else found[0]
 

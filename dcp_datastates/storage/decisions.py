@@ -23,11 +23,7 @@ from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
-from dcp_datastates.storage.object_store import (
-    NotDurableError,
-    NotStoredError,
-    ObjectMissingError,
-)
+from dcp_datastates.storage.object_store import NotDurableError, NotStoredError, ObjectMissingError
 
 DECISION_NAME: Final = "decision"
 

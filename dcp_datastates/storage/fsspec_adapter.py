@@ -106,9 +106,7 @@ class FsspecStore(LibraryStore):
             return b""
         data = memoryview(
             self._ask(
-                "reading",
-                key,
-                lambda: self._files.cat_file(self._path(key), start=begin, end=end),
+                "reading", key, lambda: self._files.cat_file(self._path(key), start=begin, end=end)
             )
         )
         if len(data) > end - begin:

@@ -183,10 +183,7 @@ def examine(root: Location) -> Findings:
     began, place = time.monotonic(), stored(root)
     name = f"self-test.{secrets.token_hex(8)}"
     causes: _Causes = {}
-    with (
-        operations.during(operations.SELF_TEST),
-        explained("trying what storage can do", root),
-    ):
+    with operations.during(operations.SELF_TEST), explained("trying what storage can do", root):
         if place.is_local:
             _try_directory(place, place / f".{name}", causes)
         else:
