@@ -31,11 +31,6 @@ _MOST_BYTES: Final = 16 << 10
 _LONGEST: Final = 2000
 """Characters of a text in a note."""
 _SECONDS: Final = 5.0
-"""How long a note waits for storage that makes no progress."""
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,9 @@ class Note:
 
     at: float | None = field(default_factory=time.time)
     """In seconds since the epoch, by the writer's clock."""
-    by: str | None = field(default_factory=_this_process)
+    by: str | None = field(
+        default_factory=lambda: f"process {os.getpid()} on {socket.gethostname()}"
+    )
     error: str | None = None
     """Of the save; or why the note cannot be read."""
     checkpoint: str | None = None
