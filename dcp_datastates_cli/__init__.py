@@ -4,18 +4,9 @@ It is a package beside ``dcp_datastates``, because importing that registers the 
 seconds. :mod:`dcp_datastates_cli.main` reads the arguments first, so ``--help``, ``--version`` and usage
 errors answer immediately.
 
-Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. Exit status:
-
-====  =====================================================================================================
-0     verify: every byte is as it was written. inspect: described. diff: the same. latest: found.
-      doctor: saves work. Others: done
-1     verify, convert: damaged. inspect: the metadata are damaged. diff: different. latest: there is none.
-      rm: the answer was not yes. doctor: something that saves need is missing
-2     wrong usage, no checkpoint at the path, or the system refused. diff: also one that is damaged
-130   interrupted
-====  =====================================================================================================
-
-Where ``verify`` meets both damage and a checkpoint that it cannot read, the status is 1.
+Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. ``--help`` of
+each command says what its exit status means; 130 is an interrupt. Where ``verify`` meets both damage and a checkpoint
+that it cannot read, the status is 1.
 
 ``--json`` prints one JSON document. Sizes are bytes, times are seconds (of dates: since the epoch); what is not
 known is null. Fields may be added, and keep their names.
@@ -38,12 +29,16 @@ known is null. Fields may be added, and keep their names.
     dtypes: [{dtype, tensors, nbytes}]
     tensors: [{name, shape, dtype, nbytes, chunks}]
     objects: [{name, nbytes}]
-    uncommitted: [{attempt, state, files, nbytes}]                        state: in flight, abandoned, unknown
+    uncommitted: [{attempt, state, files, nbytes, written_at}]            state: undecided, withdrawn, replaced, deleted
+    metrics: {name: number}, pins: [name]
 
 ``inspect --json`` of a directory of checkpoints::
 
-    kind: "directory", path, latest
-    checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem}]
+    kind: "directory", path, latest, next_commit, free_nbytes, free_saves
+    checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem, unjudged,
+                   metrics, pins, in_flight, written_at}]                 in_flight: or abandoned
+    failure: {at, by, error, checkpoint, attempt}, failure_is_past        past: a later save is committed
+    retention: {at, by, error, rules: {prefix, last, every, best, within}}, deletes_next: [name]
 
 ``doctor --json``::
 

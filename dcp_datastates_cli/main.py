@@ -89,7 +89,7 @@ _COMMANDS: Final = {
         [_argument("root", "where checkpoints are to lie: a directory, or a URL")],
     ),
     "watch": _Command(
-        "watch.run",
+        "screen.run",
         "Show a directory of checkpoints as it changes, until Ctrl-C. The newest checkpoints with their age and the "
         "time between commits, and the saves that are in flight. To a pipe: a line for each commit. "
         "Exit status: 130 interrupted, 2 the directory cannot be read.",

@@ -49,9 +49,7 @@ class Deletions:
             logger.warning("old checkpoints are deleted later: %s", self._worker.refusal)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return True when all that was requested is done, or False after ``seconds``. Does it in this thread if no
-        other can start.
-        """
+        """Return True when all that was requested is done (in this thread, if need be), or False after ``seconds``."""
         enter("waiting for deletions")
         done = threading.Event()
 

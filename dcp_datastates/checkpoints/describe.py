@@ -14,16 +14,21 @@ from typing import Any, Final
 
 from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.checkpoints.overview import STATES, Directory, State, overview, ranks_of
+from dcp_datastates.checkpoints.overview import (
+    Directory,
+    UncommittedAttempt,
+    overview,
+    ranks_of,
+    uncommitted_at,
+)
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
-from dcp_datastates.storage import attempts, decisions
-from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, locate, stored
+from dcp_datastates.storage import attempts
+from dcp_datastates.storage.object_path import Location, locate
 from dcp_datastates.text import columns, count, date, numbers, size
 
 _SHOWN: Final = 16
@@ -65,9 +70,7 @@ class DataFile:
     path: str
     """Relative to the checkpoint."""
     rank: int | None
-    """The rank that wrote it."""
     nbytes: int
-    """Bytes according to the metadata."""
     found_nbytes: int | None
     """Bytes on storage; None if the file is missing."""
 
@@ -82,16 +85,6 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class UncommittedAttempt:
-    """The files of a save that is still running, or has failed."""
-
-    attempt: str
-    state: State
-    files: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint. Sizes are bytes, times are seconds since the epoch."""
 
@@ -102,7 +95,6 @@ class Checkpoint:
     nbytes: int
     """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
-    """How many ranks wrote data files."""
     files: tuple[DataFile, ...]
     dtypes: tuple[DtypeTotal, ...]
     """Totals by dtype, largest first."""
@@ -110,7 +102,6 @@ class Checkpoint:
     objects: tuple[Object, ...]
     uncommitted: tuple[UncommittedAttempt, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that the save was given."""
     pins: tuple[str, ...] = ()
     """Why it is never deleted: the names that it is pinned under."""
 
@@ -140,6 +131,7 @@ class Checkpoint:
             lines.append(f"  pinned: {', '.join(self.pins)}")
         lines += [
             f"  attempt {each.attempt} is {each.state}: {count(each.files, 'file')}, {size(each.nbytes)}"
+            + (f", written until {date(each.written_at)}" if each.written_at else "")
             for each in self.uncommitted
         ]
         if self.dtypes:
@@ -180,7 +172,7 @@ def describe(
         raise
     except CheckpointNotFoundError:
         if attempts_at(directory):
-            uncommitted = _uncommitted(directory, None)
+            uncommitted = uncommitted_at(directory)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
         if not is_directory(directory):
             raise
@@ -206,7 +198,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         dtypes=_totals(tensors),
         tensors=tensors,
         objects=objects,
-        uncommitted=_uncommitted(directory, committed.note.attempt),
+        uncommitted=uncommitted_at(directory, committed.note.attempt),
         metrics=committed.note.metrics,
         pins=pins(directory),
     )
@@ -244,17 +236,3 @@ def _file(record: FileRecord, found: int | OSError) -> DataFile:
     name = record.relative_path
     rank = attempts.rank_of(Path(name).name)
     return DataFile(name, rank, record.nbytes, found if isinstance(found, int) else None)
-
-
-def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
-    place = stored(directory)
-    others = [attempt for attempt in attempts.present(place) if attempt != committed]
-    return tuple(
-        UncommittedAttempt(
-            attempt.name,
-            STATES[decisions.state_of(place, attempt)],
-            len(contents.data),
-            sum(each.nbytes for each in contents.data),
-        )
-        for attempt, contents in sorted(attempts.survey(place, others).items())
-    )

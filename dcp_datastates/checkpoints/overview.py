@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
-from dcp_datastates.checkpoints.inventory import attempts_at, is_committed, may_be_committed
+from dcp_datastates.checkpoints.inventory import is_committed, may_be_committed
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
@@ -35,12 +35,42 @@ _REPLACED: Final = 8
 State = Literal["undecided", "withdrawn", "replaced", "deleted"]
 """Of an attempt that is not the checkpoint at its path. Undecided: its save is in flight, or was abandoned."""
 
-STATES: Final[dict[decisions.State | None, State]] = {
+_STATES: Final[dict[decisions.State | None, State]] = {
     None: "undecided",
     decisions.State.WITHDRAWN: "withdrawn",
     decisions.State.COMMITTED: "replaced",
     decisions.State.DELETED: "deleted",
 }
+
+
+@dataclass(frozen=True)
+class UncommittedAttempt:
+    """The files of a save that is still running, or has failed."""
+
+    attempt: str
+    state: State
+    files: int
+    nbytes: int
+    written_at: float | None
+    """The latest change of a file; None while there is none. A store shows a file when all of it is there."""
+
+
+def uncommitted_at(
+    directory: Location, committed: Attempt | None = None
+) -> tuple[UncommittedAttempt, ...]:
+    """The attempts at ``directory`` but the ``committed`` one, oldest first. Raises :class:`StorageError`."""
+    place = stored(directory)
+    others = [attempt for attempt in attempts.present(place) if attempt != committed]
+    return tuple(
+        UncommittedAttempt(
+            attempt.name,
+            _STATES[decisions.state_of(place, attempt)],
+            len(contents.data),
+            sum(each.nbytes for each in contents.data),
+            max((each.modified_at for each in contents.data), default=None),
+        )
+        for attempt, contents in sorted(attempts.survey(place, others).items())
+    )
 
 
 @dataclass(frozen=True)
@@ -60,15 +90,13 @@ class Listed:
     problem: str | None = None
     """Why :func:`~dcp_datastates.latest` would skip it."""
     unjudged: bool = False
-    """Whether storage does not show what is there: :func:`~dcp_datastates.latest` then raises, and ``retain`` deletes
-    nothing, unless something newer is whole.
-    """
+    """Whether storage does not show what is there: ``latest`` raises, and ``retain`` deletes nothing that is older."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
     in_flight: bool = False
     """Whether the attempt has no outcome: it is in flight, or was abandoned."""
     written_at: float | None = None
-    """Then, the latest change of one of its files; None while there is none. A store shows what is sent as a whole."""
+    """Then, as :attr:`UncommittedAttempt.written_at`."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +114,7 @@ class Directory:
     retention: Note | None = None
     """The rules of the last job with a :class:`CheckpointManager` there, as it has noted them."""
     deletes_next: tuple[str, ...] | None = None
-    """What these delete when one more save is committed, newest first, if its metrics change nothing. None: it cannot
-    be told, or was not asked for.
-    """
+    """What these delete at the next commit, if its metrics change nothing. None: unknown, or not asked for."""
     free_nbytes: int | None = None
     """What a save may still take there; None in a store."""
 
@@ -102,9 +128,7 @@ class Directory:
         return "\n".join([str(self.path), *self.table(_SHOWN)])
 
     def table(self, most: int | None) -> list[str]:
-        """A line for each of ``most`` checkpoints (None: all): the time of the commit, the size, and whether it is the
-        latest or why not.
-        """
+        """A line for each of ``most`` checkpoints (None: all), with the note whether it is the latest, or why not."""
         rows = [
             (
                 each.name,
@@ -142,7 +166,12 @@ def overview(root: Location, most: int | None = None) -> Directory:
     possible = [path for path in everything if may_be_committed(path)]
     ours = [_listed(found) for found in islice(newest_first(possible), most)]
     names = {each.name for each in ours} if most is None else {path.name for path in possible}
-    replacing = (each for old in ours[:_REPLACED] for each in _uncommitted(root / old.name, old))
+    replacing = (
+        each
+        for old in ours[:_REPLACED]
+        for each in _open_saves(root / old.name, old)
+        if each.in_flight
+    )
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
     failure, retention = note_in(root, FAILURE_NAME), note_in(root, RETENTION_NAME)
@@ -160,7 +189,8 @@ def overview(root: Location, most: int | None = None) -> Directory:
         latest=None if first is None or first.unjudged else first.name,
         checkpoints=(*ours, *replacing, *others),
         failure=failure,
-        failure_is_past=failure is not None and any(_is_later(each, failure) for each in ours),
+        failure_is_past=failure is not None
+        and any((each.committed_at or 0.0) > (failure.at or math.inf) for each in ours),
         retention=retention,
         deletes_next=deletes_next,
         free_nbytes=free,
@@ -179,24 +209,20 @@ def _listed(found: Found) -> Listed:
         pinned = pins(found.path)
     except StorageError as error:
         problem, pinned, unjudged = str(error), (), True
-    listed = Listed(
+    committed = found.committed
+    return Listed(
         name=found.path.name,
         step=step_of(found.path.name),
         format="dcp_datastates",
         committed=found.error is None,
         attempt=None if found.error is not None else found.attempt.name,
+        nbytes=None if committed is None else committed.nbytes,
+        ranks=None if committed is None else ranks_of(committed.note.files),
+        committed_at=None if committed is None else committed.committed_at,
         problem=problem,
         unjudged=unjudged,
         metrics=found.metrics,
         pins=pinned,
-    )
-    if (committed := found.committed) is None:
-        return listed
-    return replace(
-        listed,
-        nbytes=committed.nbytes,
-        ranks=ranks_of(committed.note.files),
-        committed_at=committed.committed_at,
     )
 
 
@@ -218,36 +244,27 @@ def _others(paths: Iterable[Location]) -> Iterator[Listed]:
             except DataStatesError as error:
                 yield Listed(name, step, "other", True, problem=str(error))
                 continue
-        yield from list(_uncommitted(path))[-1:]
+        yield from _open_saves(path)
 
 
-def _uncommitted(path: Location, committed: Listed | None = None) -> Iterator[Listed]:
-    """The attempts at ``path`` that are newer than the ``committed`` one. None where storage does not tell."""
-    place = stored(path)
-    than = None if committed is None else Attempt.parse(committed.attempt or "")
+def _open_saves(path: Location, committed: Listed | None = None) -> Iterator[Listed]:
+    """The newest attempt at ``path``, unless it is the ``committed`` one, or storage does not tell."""
+    attempt = None if committed is None else Attempt.parse(committed.attempt or "")
     with contextlib.suppress(StorageError):
-        newer = [each for each in attempts_at(path) if than is None or each > than]
-        for attempt, contents in sorted(attempts.survey(place, newer).items()):
-            state = STATES[decisions.state_of(place, attempt)]
-            is_open = state == "undecided"
+        for each in uncommitted_at(path, attempt)[-1:]:
+            if committed is not None and each.attempt < (committed.attempt or ""):
+                continue
+            is_open = each.state == "undecided"
             yield Listed(
                 name=path.name,
                 step=step_of(path.name),
                 format="dcp_datastates",
                 committed=False,
-                attempt=attempt.name,
-                problem=f"not committed: {'in flight or abandoned' if is_open else state}",
+                attempt=each.attempt,
+                problem=f"not committed: {'in flight or abandoned' if is_open else each.state}",
                 in_flight=is_open,
-                written_at=max((each.modified_at for each in contents.data), default=None),
+                written_at=each.written_at,
             )
-
-
-def _is_later(listed: Listed, failure: Note) -> bool:
-    """Whether a committed checkpoint is newer than the save that failed, by their attempts if both have one."""
-    failed, committed = (Attempt.parse(each.attempt or "") for each in (failure, listed))
-    if failed is not None and committed is not None:
-        return committed > failed
-    return (listed.committed_at or 0.0) > (failure.at or math.inf)
 
 
 def _next_deleted(root: Location, note: Note) -> tuple[Note, tuple[str, ...] | None]:

@@ -120,9 +120,7 @@ _MOST_PAUSE: Final = 5.0
 def note_failure(
     record: SaveRecord, path: Location | None, detector: FailureDetector | None = None
 ) -> None:
-    """Have the error of a save to ``path`` noted beside the checkpoints, in the callbacks' thread; not that of a save
-    that was left out. Rank 0 notes it; if that is lost, another rank, and most of the others find its note.
-    """
+    """Have the error of a save to ``path`` noted beside the checkpoints, in the background. One rank does it."""
     if path is None or record.error is None or record.outcome == "skipped":
         return
     if record.rank and (detector is None or detector.lost_coordinator is None):

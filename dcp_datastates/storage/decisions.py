@@ -44,7 +44,6 @@ class State(Enum):
 
     COMMITTED = "committed"
     WITHDRAWN = "withdrawn"
-    """It was not committed, and cannot be any more."""
     DELETED = "deleted"
     """It was committed, and is being deleted."""
 

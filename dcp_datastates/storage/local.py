@@ -128,17 +128,18 @@ def _is_read_only(path: Path) -> bool:
 
 def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
     """Text to append to an error ``number`` from writing ``nbytes`` at ``path``; empty unless it is about space."""
+    wanted = f"{show_size(nbytes)} were to be written, and " if nbytes else ""
     if number == errno.EDQUOT:
-        return f"; {show_size(nbytes)} were to be written, and a quota is used up"
+        return f"; {wanted}a quota is used up"
     if number != errno.ENOSPC:
         return ""
-    free = ""
     with contextlib.suppress(OSError):
-        status = os.statvfs(Path(path).parent)
-        free = f", and {show_size(status.f_bavail * status.f_frsize)} are free there now"
-        if not status.f_favail and status.f_files:
-            free += " (and no inode)"
-    return f"; {show_size(nbytes)} were to be written{free}"
+        status = os.statvfs(path if presence.is_directory(path) else Path(path).parent)
+        no_inode = " (and no inode)" if not status.f_favail and status.f_files else ""
+        return (
+            f"; {wanted}{show_size(status.f_bavail * status.f_frsize)} are free there now{no_inode}"
+        )
+    return ""
 
 
 @contextlib.contextmanager
