@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
@@ -40,14 +39,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _tried(root: Location) -> Findings:
     if not isinstance(root, ObjectPath) and not presence.is_directory(root):
+        nearest = next(filter(presence.is_directory, root.parents), "/")
         raise ConfigurationError(
-            f"there is no directory {str(root)!r}: make it, or name {str(_nearest(root))!r}, which is there"
+            f"there is no directory {str(root)!r}: make it, or name {str(nearest)!r}, which is there"
         )
     return examine(root)
-
-
-def _nearest(path: Path) -> Path:
-    return next((each for each in path.parents if presence.is_directory(each)), Path("/"))
 
 
 def _text(found: Findings) -> str:

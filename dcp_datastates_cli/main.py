@@ -70,10 +70,10 @@ _COMMANDS: Final = {
     ),
     "inspect": _Command(
         "describe.run",
-        "Say what is in a checkpoint, or how a directory of checkpoints stands. Of a directory: the newest and its "
-        "age, what is in flight, the last failure, what is deleted next, and the free space. Only the metadata are "
-        "read, and the sizes of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is "
-        "missing or has another size, 2 no checkpoint or it cannot be read.",
+        "Say what is in a checkpoint, or how a directory of checkpoints stands. Of a directory: the newest, what is in "
+        "flight, what failed last, what is deleted next, and the free space. Only the metadata are read, and the sizes "
+        "of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another "
+        "size, 2 no checkpoint or it cannot be read.",
         [
             _CHECKPOINTS,
             _flag("--tensors", "list every tensor and object of a checkpoint"),

@@ -20,14 +20,10 @@ from dcp_datastates.storage.object_path import Location, locate
 from dcp_datastates.text import date, duration, numbers, printable, size
 from dcp_datastates_cli.output import OK, pipe_may_close
 
-_WIDTH: Final = 80
-_HEIGHT: Final = 23
-"""Of a terminal with 24 lines, one is the prompt's."""
+_WIDTH, _HEIGHT = 80, 23  # of a terminal with 24 lines, one is the prompt's
 _LEAST_ROWS: Final = 4
-_MOST_LINES: Final = 5
-"""Of one entry: an error may be long."""
-_QUIET_SECONDS: Final = 600.0
-"""A save that has written nothing for so long is probably abandoned."""
+_MOST_LINES: Final = 5  # of one entry: an error may be long
+_QUIET_SECONDS: Final = 600.0  # a save that has written nothing for so long is probably abandoned
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,10 +75,7 @@ def _show(root: Location, every: float, rows: int) -> None:
 
 
 def next_commit(listed: Sequence[Listed]) -> float | None:
-    """When the next commit is due, in seconds since the epoch, if the commits go on as they have; None if unknown.
-
-    ``listed``: the newest first.
-    """
+    """When the next commit is due, in seconds since the epoch, by ``listed``, the newest first; None if unknown."""
     times = [each.committed_at for each in listed if each.committed_at is not None]
     if len(times) < 2:
         return None
@@ -131,16 +124,15 @@ def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
     if failure is not None:
         since = "a later save is committed" if found.failure_is_past else None
         when = None if failure.at is None else f"{duration(max(0.0, now - failure.at))} ago"
-        yield "last failure", _joined(failure.checkpoint, when, failure.by, since) or "unknown"
+        about = filter(None, (failure.checkpoint, when, failure.by, since))
+        yield "last failure", ", ".join(about) or "unknown"
         yield "", failure.error or "unknown"
     if (job := found.retention) is not None:
-        yield "next deleted", job.error or _joined(*(found.deletes_next or ["nothing"]))
+        yield "next deleted", job.error or ", ".join(found.deletes_next or ["nothing"])
         given = {name: rule for name, rule in (job.rules or {}).items() if rule is not None}
         rules = ", ".join(f"{name}={rule!r}" for name, rule in given.items() if name != "prefix")
-        yield (
-            "",
-            _joined(f"Keep({rules})" if rules else "all stay", job.by, f"since {date(job.at)}"),
-        )
+        said = f"Keep({rules})" if rules else "all stay"
+        yield "", f"{said}, {job.by}, since {date(job.at)}" if job.by else ""
     if found.free_nbytes is not None:
         count = free_saves(found)
         room = "" if count is None else f": room for {count} saves like the newest"
@@ -153,7 +145,3 @@ def _of_save(save: Listed, now: float) -> str:
     quiet = max(0.0, now - save.written_at)
     state = "abandoned, it seems" if quiet > _QUIET_SECONDS else "in flight or abandoned"
     return f"{save.name}, {state}: last write {duration(quiet)} ago"
-
-
-def _joined(*parts: str | None) -> str:
-    return ", ".join(filter(None, parts))

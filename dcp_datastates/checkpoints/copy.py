@@ -2,8 +2,7 @@
 
 A data file is read piece by piece, and each piece is compared with its checksum before it is written. A file appears
 whole at the target, and the commit comes last, in the way of the place where the copy lies: so it is there whole, or
-not at all. It has the attempt of the original, so it is the same checkpoint: whichever process commits it, and however
-often, the outcome is the same. That is why no process withdraws it.
+not at all. It has the attempt of the original, so any process may commit it, any number of times; none withdraws it.
 """
 
 from __future__ import annotations
@@ -156,10 +155,7 @@ def _read(file: ReadableFile, record: FileRecord, begin: int, end: int) -> memor
 
 
 def committed_at(target: Location) -> Attempt | None:
-    """The attempt that is committed at ``target``; None if there is none.
-
-    Raises :class:`CheckpointExistsError` if another program's checkpoint is there.
-    """
+    """The attempt committed at ``target``, or None. Raises :class:`CheckpointExistsError` for another program's."""
     try:
         return open_committed(target).note.attempt
     except CheckpointNotFoundError:
@@ -184,7 +180,6 @@ class CopyTarget:
     """Where the copy goes."""
 
     def __init__(self, location: Location, attempt: Attempt) -> None:
-        """Asks no storage."""
         self.location: Final = location
         self._directory, self._attempt = stored(location), attempt
 

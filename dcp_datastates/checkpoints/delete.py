@@ -129,9 +129,7 @@ def _delete(
 
 def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -> bool:
     """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there. Saves there
-    that are only slow fail: they are withdrawn first.
-
-    Raises as :func:`delete_committed`.
+    that are only slow fail: they are withdrawn first. Raises as :func:`delete_committed`.
     """
     place = stored(path)
     if attempts.is_taken(place):

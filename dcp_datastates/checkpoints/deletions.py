@@ -25,8 +25,7 @@ _all: weakref.WeakSet[Deletions] = weakref.WeakSet()
 
 
 class Deletions:
-    """Calls functions that delete, in order, in a thread of its own. The end of the process waits for it, for ten
-    minutes at most.
+    """Calls functions that delete, in order, in a thread of its own. The process waits ten minutes for it at its end.
 
     Any thread may call the methods. What a deletion raises is logged, with its traceback if it is not an error of
     storage, and the next one runs. If the thread cannot start, the next call tries again.

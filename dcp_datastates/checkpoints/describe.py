@@ -6,7 +6,6 @@ Nothing is unpickled, and no data file is opened.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.storage.object_path import AnyPath, Location, locate
 from dcp_datastates.text import columns, count, date, numbers, size
 
 _SHOWN: Final = 16
@@ -110,9 +109,7 @@ class Checkpoint:
         return self.text(_SHOWN)
 
     def text(self, most: int | None) -> str:
-        """The time of the commit, the size, the dtypes, the first files (those with problems before the others), and
-        ``most`` tensors and objects (None: all).
-        """
+        """All of it, with the first files (problems before others), and ``most`` tensors and objects (None: all)."""
         lines = [str(self.path)]
         if self.committed:
             objects = size(sum(each.nbytes for each in self.objects))
@@ -155,7 +152,7 @@ class Checkpoint:
 
 
 def describe(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    path: AnyPath, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | Directory:
     """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints; or the URL of one.
     ``storage_options`` are fsspec's, for a URL.

@@ -41,7 +41,6 @@ from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
-"""Bytes per read: enough for any storage to reach full speed."""
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
@@ -49,8 +48,6 @@ _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN
 
 @dataclass(frozen=True)
 class _Bad:
-    """A damaged part of one file; offsets in bytes."""
-
     begin: int
     end: int
     problem: str

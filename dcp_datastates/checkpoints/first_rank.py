@@ -36,7 +36,6 @@ DEFAULT_TIMEOUT: Final = 300.0
 """Seconds."""
 
 _KNOWN_PAUSE: Final = 0.1
-"""Longest time between two looks while this rank has not met the first one, in seconds."""
 
 _FILE_SECONDS: Final = 10.0
 """How long the first answer waits for the other ranks at a file: nothing admits them after the group is destroyed."""

@@ -155,10 +155,7 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
 
 
 def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
-    """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
-
-    The paths in one store's root are looked up in its index, by one request, whose failure is raised.
-    """
+    """Each of ``paths`` with an attempt that none committed there exceeds, from names: a store's by one request."""
 
     @functools.cache
     def indexed(root: ObjectPath) -> dict[str, Attempt]:

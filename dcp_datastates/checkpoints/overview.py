@@ -26,7 +26,6 @@ from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.text import columns, date, numbers, size, step_of
 
 _SHOWN: Final = 16
-"""How many checkpoints a text lists."""
 
 _REPLACED: Final = 8
 """Of how many checkpoints, the newest, it is looked whether a save replaces them."""
@@ -79,7 +78,6 @@ class Listed:
 
     name: str
     step: int | None
-    """The number at the end of the name."""
     format: Literal["dcp_datastates", "other"]
     committed: bool
     attempt: str | None = None
@@ -166,20 +164,14 @@ def overview(root: Location, most: int | None = None) -> Directory:
     possible = [path for path in everything if may_be_committed(path)]
     ours = [_listed(found) for found in islice(newest_first(possible), most)]
     names = {each.name for each in ours} if most is None else {path.name for path in possible}
-    replacing = (
-        each
-        for old in ours[:_REPLACED]
-        for each in _open_saves(root / old.name, old)
-        if each.in_flight
-    )
+    replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
-    failure, retention = note_in(root, FAILURE_NAME), note_in(root, RETENTION_NAME)
-    if retention is not None and retention.error is None and most is None:
+    failure = note_in(root, FAILURE_NAME)
+    retention = note_in(root, RETENTION_NAME) if most is None else None
+    deletes_next, free = None, None
+    if retention is not None and retention.error is None:
         retention, deletes_next = _next_deleted(root, retention)
-    else:
-        deletes_next = None
-    free = None
     with contextlib.suppress(OSError):
         if stored(root).is_local:
             status = os.statvfs(str(root))
@@ -231,30 +223,26 @@ def _others(paths: Iterable[Location]) -> Iterator[Listed]:
     for path in paths:
         name, step = path.name, step_of(path.name)
         try:
-            committed = is_committed(path)
+            if is_committed(path):
+                open_committed(path)
+        except ForeignCheckpointError:
+            yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
         except StorageError as error:
             yield Listed(name, step, "other", False, problem=str(error), unjudged=True)
-            continue
-        if committed:
-            try:
-                open_committed(path)
-            except ForeignCheckpointError:
-                yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
-                continue
-            except DataStatesError as error:
-                yield Listed(name, step, "other", True, problem=str(error))
-                continue
-        yield from _open_saves(path)
+        except DataStatesError as error:
+            yield Listed(name, step, "other", True, problem=str(error))
+        else:
+            yield from _open_saves(path)
 
 
 def _open_saves(path: Location, committed: Listed | None = None) -> Iterator[Listed]:
-    """The newest attempt at ``path``, unless it is the ``committed`` one, or storage does not tell."""
+    """The newest attempt at ``path``; if one is ``committed``, a newer one in flight. None if storage does not tell."""
     attempt = None if committed is None else Attempt.parse(committed.attempt or "")
     with contextlib.suppress(StorageError):
         for each in uncommitted_at(path, attempt)[-1:]:
-            if committed is not None and each.attempt < (committed.attempt or ""):
-                continue
             is_open = each.state == "undecided"
+            if committed is not None and not (is_open and each.attempt > (committed.attempt or "")):
+                continue
             yield Listed(
                 name=path.name,
                 step=step_of(path.name),

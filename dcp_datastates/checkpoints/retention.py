@@ -1,6 +1,5 @@
-"""Deletes old checkpoints, but never one that may still be needed.
-
-Deletes one checkpoint after another, as in ``delete.py``; if a crash interrupts a deletion, the next call completes it.
+"""Deletes old checkpoints, one after another, but never one that may still be needed. The next call completes what a
+crash interrupts.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ def retain_here(
         root, keep, verify: as for :func:`retain`.
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
-        whole: delete other files in a deleted checkpoint's directory, too: for a framework to which the directories
-            belong.
+        whole: delete other files in a deleted checkpoint's directory, too: if directories are a framework's.
         commits: with ``dry_run``: as if so many more saves were committed.
     """
     keep = Keep.of(keep)
@@ -223,7 +221,6 @@ def _delete(victim: Found, good: list[Found], dry_run: bool, whole: bool) -> boo
 
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
-    """Complete an interrupted deletion: remove attempts that are not committed, and older than all ``good`` ones."""
     try:
         if is_link(path) or is_committed(path):
             return False

@@ -28,8 +28,7 @@ FAILURE_NAME: Final = ".datastates-failure"
 RETENTION_NAME: Final = ".datastates-retention"
 
 _MOST_BYTES: Final = 16 << 10
-_LONGEST: Final = 2000
-"""Characters of a text in a note."""
+_LONGEST: Final = 2000  # characters of a text
 _SECONDS: Final = 5.0
 
 
