@@ -126,7 +126,7 @@ def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
         when = None if failure.at is None else f"{duration(max(0.0, now - failure.at))} ago"
         about = filter(None, (failure.checkpoint, when, failure.by, since))
         yield "last failure", ", ".join(about) or "unknown"
-        yield "", failure.error or "unknown"
+        yield "", failure.error or "the disk was full, so that the note has the time alone"
     if (job := found.retention) is not None:
         yield "next deleted", job.error or ", ".join(found.deletes_next or ["nothing"])
         given = {name: rule for name, rule in (job.rules or {}).items() if rule is not None}

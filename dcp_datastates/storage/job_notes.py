@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.bounded import bounded, check_not_hung
-from dcp_datastates.storage.decisions import LONGEST_MARK
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotStoredError, ObjectMissingError
 from dcp_datastates.storage.store_calls import without_secrets
@@ -53,21 +52,20 @@ class Note:
 def leave(root: Location, name: str, note: Note) -> None:
     """Leave the ``note`` under ``name`` in ``root``, without secrets. Waits for storage; never raises its errors.
 
-    On a full file system, a failure has the save's name and the time alone, which takes no room there.
+    On a full file system, a failure has its time alone: so short an object takes no room there (:mod:`local_store`).
     """
     place, said = stored(root) / name, asdict(note)
     if note.error is not None:
         said["error"] = without_secrets(note.error)[:_LONGEST]
-    short = _packed({"at": int(note.at or 0), "checkpoint": note.checkpoint, "error": "disk full"})
 
     def put() -> None:
         with operations.during("note"):
             try:
                 place.store.put(place.key, _packed(said))
             except NotStoredError:
-                if note.error is None or len(short) > LONGEST_MARK:
+                if note.error is None:
                     raise
-                place.store.put(place.key, short)
+                place.store.put(place.key, _packed({"at": int(note.at or 0)}))
 
     try:
         check_not_hung(place)

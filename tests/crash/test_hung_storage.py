@@ -166,10 +166,7 @@ def _hang_one_call(root, first, only, overwrite):
 
 @pytest.mark.parametrize(
     ("only", "overwrite", "first"),
-    sampled(
-        itertools.product([False, True], [True, False], range(STRIDE)),
-        keep=[(True, True, 3)],
-    ),
+    sampled(itertools.product([False, True], [True, False], range(STRIDE)), keep=[(True, True, 3)]),
 )
 def test_whichever_call_hangs_the_save_ends_and_what_it_told_stays_true(
     only, overwrite, first, tmp_path, monkeypatch
@@ -268,10 +265,7 @@ ON_TWO = {
 }
 
 
-@pytest.mark.parametrize(
-    "where",
-    sampled(ON_TWO, keep=["the coordinator publishes"]),
-)
+@pytest.mark.parametrize("where", sampled(ON_TWO, keep=["the coordinator publishes"]))
 def test_two_ranks_are_told_soon_and_not_opposite_things_when_storage_hangs(where, tmp_path):
     victim, hangs, kills = ON_TWO[where]
     ended = run_script(

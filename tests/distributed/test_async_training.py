@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import (
-    assert_same,
-    async_save,
-    clone,
-    load_everything,
-    writer,
-)
+from support.state.checkpoints import assert_same, async_save, clone, load_everything, writer
 from support.state.meshes import Block, collect, fsdp_tp, full, train
 from support.tiers import sampled, tries
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

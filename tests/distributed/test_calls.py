@@ -16,14 +16,7 @@ import torch.distributed.checkpoint as dcp
 from support.crashes.failing import armed
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import (
-    CACHE,
-    async_save,
-    committed,
-    load_everything,
-    raises,
-    writer,
-)
+from support.state.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
 from support.tiers import sampled
 from support.waiting import lines
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -385,9 +378,7 @@ def test_a_call_that_failed_on_one_rank_does_not_fail_dcps_own_saves_afterwards(
     dist.barrier()
     group = own_group()
     dcp.save(
-        _state(2),
-        storage_writer=writer(shared_dir / "2", process_group=group),
-        process_group=group,
+        _state(2), storage_writer=writer(shared_dir / "2", process_group=group), process_group=group
     )
     assert _numbers(shared_dir / "2") == {2.0}
 

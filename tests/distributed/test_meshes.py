@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks, run_on_ranks
-from support.state.checkpoints import (
-    assert_same,
-    attempts,
-    load_by_both,
-    save,
-    zeros,
-)
+from support.state.checkpoints import assert_same, attempts, load_by_both, save, zeros
 from support.state.meshes import Block, collect, fsdp_tp, full
 from support.tiers import sampled
 from torch.distributed.checkpoint import HuggingFaceStorageReader

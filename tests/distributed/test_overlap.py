@@ -31,15 +31,7 @@ class _Training:
         (-self.weight).sum().backward()
         self.optimizer.step()
 
-    def save(
-        self,
-        path,
-        planner=None,
-        *,
-        read_deadline=3600.0,
-        max_in_flight=4,
-        **more,
-    ):
+    def save(self, path, planner=None, *, read_deadline=3600.0, max_in_flight=4, **more):
         """Its reads wait for a backward pass, or for a thread that waits for them."""
         return dcp_datastates.async_save(
             {f"w{dist.get_rank()}": self.weight, **more},

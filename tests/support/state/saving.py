@@ -18,13 +18,7 @@ import dcp_datastates
 from dcp_datastates import CheckpointNotFoundError, track
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import operations
-from support.state.checkpoints import (
-    CACHE,
-    assert_same,
-    attempts,
-    causes,
-    load_everything,
-)
+from support.state.checkpoints import CACHE, assert_same, attempts, causes, load_everything
 
 
 def save_over(

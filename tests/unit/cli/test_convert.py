@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -108,13 +110,23 @@ def test_an_existing_destination_is_replaced_with_overwrite(source, tmp_path):
     )
 
 
-@pytest.mark.parametrize("command", ["convert", "diff"])
-def test_progress_is_shown_on_a_terminal(command, source, tmp_path, capsys):
-    terminal = Terminal()
-    arguments = {"convert": [source, tmp_path / "out", "--to", "dcp"], "diff": [source, source]}
-    with mock.patch("sys.stderr", terminal):
-        assert main([command, *map(str, arguments[command])]) == 0
-    assert {"convert": "converting in", "diff": "comparing in"}[command] in terminal.getvalue()
+@pytest.mark.parametrize("command", ["convert", "diff", "copy", "verify"])
+def test_progress_with_rate_and_time_left_is_shown_on_a_terminal_alone(command, source, tmp_path):
+    shown = []
+    for number, stream in enumerate((Terminal(), io.StringIO())):
+        out = tmp_path / f"out-{number}"
+        doing, *arguments = {
+            "convert": ("converting in", source, out, "--to", "dcp"),
+            "diff": ("comparing in", source, source),
+            "copy": ("copying in", source, out),
+            "verify": ("verifying in", source),
+        }[command]
+        with mock.patch("sys.stderr", stream):
+            assert main([command, *map(str, arguments)]) == 0
+        shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+    assert shown[1] == ""
+    assert doing in shown[0]
+    assert re.search(r"\d [kMG]?B/s.* \d:\d\d:\d\d", shown[0])
 
 
 def test_diff_says_what_differs_with_status_1(source, tmp_path):

@@ -31,11 +31,7 @@ def saved(path: Path, **more: Any) -> dict[str, Any]:
     optimizer.step()
     state = state_of({"state_dict": model, "optimizer": optimizer})["optimizer"]
     meta = {**META_OF_LIGHTNING, **more}
-    own = {
-        NAMES: {"weight": "_orig_mod.weight"},
-        COUNT: 1,
-        FURTHER_TENSORS: ["average"],
-    }
+    own = {NAMES: {"weight": "_orig_mod.weight"}, COUNT: 1, FURTHER_TENSORS: ["average"]}
     whole = {
         "state_dict": model.state_dict(),
         "optimizer_0": state,

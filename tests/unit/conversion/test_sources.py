@@ -149,11 +149,7 @@ def _places(**changed):
         (_entry(size=None), CheckpointCorruptError, "malformed"),
         (_entry(size=torch.Size([1 << 62, 3])), CheckpointCorruptError, "malformed"),
         (_entry(properties=None), CheckpointCorruptError, "malformed"),
-        (
-            _entry(properties=TensorProperties(dtype=torch.int32)),
-            CheckpointCorruptError,
-            "float32",
-        ),
+        (_entry(properties=TensorProperties(dtype=torch.int32)), CheckpointCorruptError, "float32"),
         (_places(relative_path="../elsewhere"), CheckpointCorruptError, "outside"),
         *((_places(length=n), CheckpointCorruptError, "cut short") for n in (2**50, -1, "7")),
         (

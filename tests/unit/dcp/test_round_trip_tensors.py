@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.state.checkpoints import (
-    assert_same,
-    clone,
-    load,
-    load_everything,
-    put,
-    save,
-    zeros,
-)
+from support.state.checkpoints import assert_same, clone, load, load_everything, put, save, zeros
 from support.state.states import DTYPES, filled
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7, 5), (2, 3, 4, 5), (40_000,)]

@@ -18,10 +18,7 @@ TEXT = st.text(st.characters(codec="utf-8"))
 NUMBERS = st.integers(0, (1 << 63) - 1)
 MESSAGES = st.one_of(
     st.builds(
-        Proposal,
-        st.builds(SaveName, TEXT, TEXT),
-        st.binary(),
-        st.none() | st.tuples(TEXT, TEXT),
+        Proposal, st.builds(SaveName, TEXT, TEXT), st.binary(), st.none() | st.tuples(TEXT, TEXT)
     ),
     st.builds(
         Assignment,
@@ -105,10 +102,7 @@ def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
 
 @pytest.mark.parametrize(
     ("different", "word"),
-    [
-        (_meaning(path="d"), "left out a call"),
-        (_meaning(kind="l"), "one class on all ranks"),
-    ],
+    [(_meaning(path="d"), "left out a call"), (_meaning(kind="l"), "one class on all ranks")],
 )
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_ranks_that_mean_different_saves_are_all_told_so(different, word, rank):
