@@ -12,7 +12,7 @@ from support.commands import run_cli
 from support.crashes.failing import armed
 from support.crashes.mounts import fill, mounted
 from support.simulated.object_stores import MemoryStore, installed
-from support.state.checkpoints import CACHE, committed, raises
+from support.state.checkpoints import CACHE, committed
 from support.state.roots import NEWER, committed_names, uncommitted
 
 import dcp_datastates
@@ -95,15 +95,7 @@ def test_a_failure_lies_beside_the_checkpoints_until_a_later_commit_marks_it(tmp
     assert not inspect(tmp_path).failure_is_past
 
 
-def test_a_call_that_raises_is_noted_too(tmp_path):
-    save(tmp_path / "step-1")
-    with pytest.raises(FileExistsError):
-        save(tmp_path / "step-1", overwrite=False)
-    assert finish_callbacks(60)
-    assert "overwrite=False" in inspect(tmp_path).failure.error
-
-
-def test_a_store_shows_the_same(monkeypatch):
+def test_a_store_shows_the_same_and_a_call_that_raises_is_noted_too(monkeypatch):
     installed(monkeypatch, MemoryStore())
     save("mem://bucket/run/step-1")
     with pytest.raises(FileExistsError):
@@ -111,6 +103,7 @@ def test_a_store_shows_the_same(monkeypatch):
     assert finish_callbacks(60)
     found = inspect("mem://bucket/run")
     assert (found.latest, found.failure.checkpoint, found.free_nbytes) == ("step-1", "step-1", None)
+    assert "overwrite=False" in found.failure.error
 
 
 def test_saves_in_flight_show_with_their_last_write_and_not_those_that_have_failed(tmp_path):
@@ -165,8 +158,3 @@ def test_a_long_error_of_a_stranger_takes_no_more_than_its_lines(tmp_path):
     text = screen(inspect(tmp_path), time.time())
     assert "\x1b" not in text
     assert len(text.splitlines()) <= 23
-
-
-def test_what_is_at_a_root_that_cannot_be_read_is_an_error(tmp_path):
-    with raises(DataStatesError, "nowhere"):
-        inspect(tmp_path / "nowhere")
