@@ -91,8 +91,8 @@ def free_saves(found: Directory) -> int | None:
 
 def screen(found: Directory, now: float, rows: int | None = 0) -> str:
     """The text, in 80 columns. ``rows``: how many checkpoints are listed (0: as many as fit; None: all)."""
-    lines = [str(found.path)]
-    for label, text in _entries(found, now):
+    lines, failed = [str(found.path)], None if found.failure is None else found.failure.attempt
+    for label, text in _entries(found, failed, now):
         lines += textwrap.wrap(
             printable(text),
             _WIDTH,
@@ -103,12 +103,13 @@ def screen(found: Directory, now: float, rows: int | None = 0) -> str:
         )
     if rows == 0:
         rows = max(_LEAST_ROWS, _HEIGHT - len(lines) - 3)
-    others = tuple(each for each in found.checkpoints if not each.in_flight)
+    said = [each for each in found.checkpoints if each.in_flight or each.attempt == failed]
+    others = tuple(each for each in found.checkpoints if each.committed or each not in said)
     table = dataclasses.replace(found, checkpoints=others).table(rows)
     return "\n".join([*lines, "", *table])
 
 
-def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
+def _entries(found: Directory, failed: str | None, now: float) -> Iterator[tuple[str, str]]:
     newest, failure = found.newest, found.failure
     if newest is None or newest.committed_at is None:
         yield "newest", "none that can be loaded"
@@ -118,7 +119,6 @@ def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
     if (due := next_commit(found.checkpoints)) is not None:
         late = f"{duration(now - due)} late" if now > due else f"in {duration(due - now)}"
         yield "next commit", f"{late}, if saves go on as before"
-    failed = None if failure is None else failure.attempt
     saves = [each for each in found.checkpoints if each.in_flight and each.attempt != failed]
     yield "in flight", "; ".join(_of_save(each, now) for each in saves) or "nothing"
     if failure is not None:

@@ -117,7 +117,9 @@ def test_saves_in_flight_show_with_their_last_write_and_not_those_that_have_fail
     text = screen(found, 1e9 + 7200.0)
     assert "step-2, abandoned, it seems: last write 2 h ago" in text.replace("\n" + " " * 16, " ")
     leave(tmp_path, FAILURE_NAME, Note(error="E: why", attempt=NEWER))
-    assert "in flight     nothing" in screen(inspect(tmp_path), 0.0)
+    text = screen(inspect(tmp_path), 0.0)
+    assert "in flight     nothing" in text
+    assert "not committed" not in text
 
 
 def test_an_ordinary_root_fits_on_one_screen(tmp_path):
