@@ -120,7 +120,7 @@ _MOST_PAUSE: Final = 5.0
 def note_failure(
     record: SaveRecord, path: Location | None, detector: FailureDetector | None = None
 ) -> None:
-    """Have the error of a save to ``path`` noted beside the checkpoints, in the background. One rank does it."""
+    """Have the error noted beside the checkpoints, in the background: by rank 0, or if that is lost, by another."""
     if path is None or record.error is None or record.outcome == "skipped":
         return
     if record.rank and (detector is None or detector.lost_coordinator is None):

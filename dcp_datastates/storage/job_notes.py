@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from dcp_datastates.errors import DataStatesError
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.object_path import Location, stored
@@ -70,7 +71,7 @@ def leave(root: Location, name: str, note: Note) -> None:
     try:
         check_not_hung(place)
         bounded("leaving a note", place, _SECONDS, put)
-    except OSError as error:
+    except (DataStatesError, OSError) as error:
         logger.debug("no note is left: %s", error)
 
 
