@@ -61,7 +61,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test \
+.PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test prometheus-test \
     native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs look clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
@@ -81,6 +81,7 @@ help:
 	@echo "  make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
 	@echo "  make python-thorough  those of make test-thorough only, with the pinned torch"
 	@echo "  make integration-test the tests with the real $(INTEGRATIONS)"
+	@echo "  make prometheus-test  the dashboard and the alerts by a real Prometheus (apt-get install prometheus)"
 	@echo "  make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
 	@echo "                        (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "  make native-test      the C++ tests under AddressSanitizer + UBSan, and under ThreadSanitizer"
@@ -134,6 +135,12 @@ hostile-test: $(VENV)/installed
 # With the real libraries, which `make test` does not install.
 integration-test: $(VENV)/integrations
 	$(PYTEST) $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
+
+# The alerts and the dashboard by a real Prometheus, a package of the system: so it is in none of the tiers.
+prometheus-test: $(VENV)/installed
+	@for each in promtool prometheus; do command -v $$each >/dev/null || { \
+	    echo "there is no $$each: install Prometheus first (apt-get install prometheus)" >&2; exit 1; }; done
+	$(PYTEST) integration/prometheus $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub.py tests/unit/format/test_metadata_objects.py \
@@ -280,7 +287,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # The pages, and the files that they link to. They are copied in the repository's own tree, so that a link works on the
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
-    $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt) \
+    $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt docs/grafana/*) \
     $(wildcard docs/*.css docs/*.svg docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1

@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from dcp_datastates.checkpoints.describe import Checkpoint, Directory
+    from dcp_datastates.checkpoints.describe import Checkpoint
+    from dcp_datastates.checkpoints.overview import Directory
     from dcp_datastates.checkpoints.verify import Report
     from dcp_datastates.conversion.compare import Comparison, Difference
     from dcp_datastates.conversion.convert import Conversion
@@ -41,7 +42,7 @@ _PLACES: Final = {
     "Conversion": "conversion.convert",
     "Damage": "format.contents",
     "Difference": "conversion.compare",
-    "Directory": "checkpoints.describe",
+    "Directory": "checkpoints.overview",
     "Report": "checkpoints.verify",
 }
 

@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 from dcp_datastates.checkpoints.delete import delete
-from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
+from dcp_datastates.checkpoints.describe import inspect
+from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.checkpoints.keep import Keep
+from dcp_datastates.checkpoints.overview import Directory
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
@@ -16,9 +18,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     DataStatesError,
-    ForeignCheckpointError,
 )
-from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, date, printable, size
 from dcp_datastates_cli.output import NO, OK, TROUBLE, answer, complain, print_json, say
@@ -101,19 +101,14 @@ def _what_is_at(path: Location) -> str:
             f"{path} is a symbolic link; name the checkpoint that it points to: {path.resolve()}"
         )
     try:
-        committed = open_committed(path)
+        found = inspect(path)
     except CheckpointCorruptError:
         return "its metadata are damaged"
-    except ForeignCheckpointError:
-        raise
-    except CheckpointNotFoundError:
-        if not attempts_at(path):
-            raise
-        return "not committed"
-    return (
-        f"committed {date(committed.committed_at)}, {size(committed.nbytes)} in "
-        f"{count(len(committed.note.files), 'file')}"
-    )
+    if isinstance(found, Directory):
+        raise CheckpointNotFoundError(f"{path} is a directory of checkpoints; name some of them")
+    files = count(len(found.files), "file")
+    committed = f"committed {date(found.committed_at)}, {size(found.nbytes)} in {files}"
+    return committed if found.committed else "not committed"
 
 
 def _is_confirmed(found: list[str]) -> bool:

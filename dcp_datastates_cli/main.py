@@ -70,10 +70,15 @@ _COMMANDS: Final = {
     ),
     "inspect": _Command(
         "describe.run",
-        "Say what is in a checkpoint, or list a directory of checkpoints. Only the metadata are read, and the sizes of "
-        "files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another size, "
-        "2 no checkpoint or it cannot be read.",
-        [_CHECKPOINTS, _flag("--tensors", "list every tensor and object")],
+        "Say what is in a checkpoint, or how a directory of checkpoints stands. Of a directory: the newest, what is in "
+        "flight, what failed last, what is deleted next, and the free space. Only the metadata are read, and the sizes "
+        "of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another "
+        "size, 2 no checkpoint or it cannot be read.",
+        [
+            _CHECKPOINTS,
+            _flag("--tensors", "list every tensor and object of a checkpoint"),
+            _flag("--all", "list every checkpoint of a directory"),
+        ],
     ),
     "doctor": _Command(
         "doctor.run",
@@ -84,7 +89,7 @@ _COMMANDS: Final = {
         [_argument("root", "where checkpoints are to lie: a directory, or a URL")],
     ),
     "watch": _Command(
-        "watch.run",
+        "screen.run",
         "Show a directory of checkpoints as it changes, until Ctrl-C. The newest checkpoints with their age and the "
         "time between commits, and the saves that are in flight. To a pipe: a line for each commit. "
         "Exit status: 130 interrupted, 2 the directory cannot be read.",

@@ -2,8 +2,7 @@
 
 A data file is read piece by piece, and each piece is compared with its checksum before it is written. A file appears
 whole at the target, and the commit comes last, in the way of the place where the copy lies: so it is there whole, or
-not at all. It has the attempt of the original, so it is the same checkpoint: whichever process commits it, and however
-often, the outcome is the same. That is why no process withdraws it.
+not at all. It has the attempt of the original, so any process may commit it, any number of times; none withdraws it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
-from dcp_datastates.storage import (
-    attempts,
-    decisions,
-    local,
-    local_store,
-    operations,
-    readme,
-)
+from dcp_datastates.storage import attempts, decisions, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
@@ -163,10 +155,7 @@ def _read(file: ReadableFile, record: FileRecord, begin: int, end: int) -> memor
 
 
 def committed_at(target: Location) -> Attempt | None:
-    """The attempt that is committed at ``target``; None if there is none.
-
-    Raises :class:`CheckpointExistsError` if another program's checkpoint is there.
-    """
+    """The attempt committed at ``target``, or None. Raises :class:`CheckpointExistsError` for another program's."""
     try:
         return open_committed(target).note.attempt
     except CheckpointNotFoundError:
@@ -191,7 +180,6 @@ class CopyTarget:
     """Where the copy goes."""
 
     def __init__(self, location: Location, attempt: Attempt) -> None:
-        """Asks no storage."""
         self.location: Final = location
         self._directory, self._attempt = stored(location), attempt
 

@@ -129,9 +129,7 @@ def _delete(
 
 def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -> bool:
     """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there. Saves there
-    that are only slow fail: they are withdrawn first.
-
-    Raises as :func:`delete_committed`.
+    that are only slow fail: they are withdrawn first. Raises as :func:`delete_committed`.
     """
     place = stored(path)
     if attempts.is_taken(place):
@@ -151,9 +149,7 @@ def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -
 def _check(
     path: ObjectPath, victim: Found, is_abandoned: Callable[[Attempt], bool]
 ) -> dict[Attempt, Contents]:
-    """Raise :class:`NotDeleted` if the checkpoint is pinned, or was replaced, or a save may be in flight; returns all
-    that is there.
-    """
+    """What is there. Raises :class:`NotDeleted` if it is pinned, or was replaced, or a save may be in flight."""
     if pinned := pins(path):
         raise NotDeleted(path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first")
     if attempts.committed_attempt(path) != victim.attempt:
@@ -173,9 +169,7 @@ def _check(
 def _remove(
     path: ObjectPath, there: dict[Attempt, Contents], states: dict[Attempt, State], whole: bool
 ) -> bool:
-    """Remove the attempts, none of which can be loaded; returns whether nothing of them is left. ``whole``: other files
-    beside them, too.
-    """
+    """Remove the attempts, none of which can be loaded; returns whether nothing of them is left."""
     path.store.delete([(path / local.METADATA_NAME).key])
     path.store.delete([each.key for contents in there.values() for each in contents.data])
     path.store.delete([(path / attempt.name / DELETING).key for attempt in there])
@@ -188,7 +182,6 @@ def _remove(
 
 
 def _remove_directory(path: ObjectPath, there: dict[Attempt, Contents], whole: bool) -> bool:
-    """Remove the folders of the attempts, and the directory if it is then empty; returns whether it is gone."""
     readme.remove(Path(str(path)))
     attempts.remove_folders(path, there)
     if local_store.remove_folder(path.key, whole):

@@ -25,8 +25,7 @@ _all: weakref.WeakSet[Deletions] = weakref.WeakSet()
 
 
 class Deletions:
-    """Calls functions that delete, in order, in a thread of its own. The end of the process waits for it, for ten
-    minutes at most.
+    """Calls functions that delete, in order, in a thread of its own. The process waits ten minutes for it at its end.
 
     Any thread may call the methods. What a deletion raises is logged, with its traceback if it is not an error of
     storage, and the next one runs. If the thread cannot start, the next call tries again.
@@ -49,9 +48,7 @@ class Deletions:
             logger.warning("old checkpoints are deleted later: %s", self._worker.refusal)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return True when all that was requested is done, or False after ``seconds``. Does it in this thread if no
-        other can start.
-        """
+        """Return True when all that was requested is done (in this thread, if need be), or False after ``seconds``."""
         enter("waiting for deletions")
         done = threading.Event()
 

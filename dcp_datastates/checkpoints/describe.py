@@ -6,48 +6,32 @@ Nothing is unpickled, and no data file is opened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from dcp_datastates.checkpoints.find import flaw
-from dcp_datastates.checkpoints.inventory import (
-    attempts_at,
-    is_committed,
-    is_directory,
-    may_be_committed,
+from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
+from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.checkpoints.overview import (
+    Directory,
+    UncommittedAttempt,
+    overview,
+    ranks_of,
+    uncommitted_at,
 )
-from dcp_datastates.checkpoints.listing import Found, directories, natural_order, newest_first
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    DataStatesError,
-    ForeignCheckpointError,
-    StorageError,
-)
+from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
-from dcp_datastates.storage import attempts, decisions
-from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
-from dcp_datastates.text import columns, count, date, numbers, size, step_of
+from dcp_datastates.storage import attempts
+from dcp_datastates.storage.object_path import AnyPath, Location, locate
+from dcp_datastates.text import columns, count, date, numbers, size
 
 _SHOWN: Final = 16
 """How many tensors and objects, files, or checkpoints a text lists."""
-
-State = Literal["undecided", "withdrawn", "replaced", "deleted"]
-"""Of an attempt that is not the checkpoint at its path. Undecided: its save is in flight, or was abandoned."""
-
-_STATES: Final[dict[decisions.State | None, State]] = {
-    None: "undecided",
-    decisions.State.WITHDRAWN: "withdrawn",
-    decisions.State.COMMITTED: "replaced",
-    decisions.State.DELETED: "deleted",
-}
 
 
 @dataclass(frozen=True)
@@ -85,9 +69,7 @@ class DataFile:
     path: str
     """Relative to the checkpoint."""
     rank: int | None
-    """The rank that wrote it."""
     nbytes: int
-    """Bytes according to the metadata."""
     found_nbytes: int | None
     """Bytes on storage; None if the file is missing."""
 
@@ -102,16 +84,6 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class UncommittedAttempt:
-    """The files of a save that is still running, or has failed."""
-
-    attempt: str
-    state: State
-    files: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint. Sizes are bytes, times are seconds since the epoch."""
 
@@ -122,7 +94,6 @@ class Checkpoint:
     nbytes: int
     """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
-    """How many ranks wrote data files."""
     files: tuple[DataFile, ...] = field(repr=False)
     dtypes: tuple[DtypeTotal, ...] = field(repr=False)
     """Totals by dtype, largest first."""
@@ -130,7 +101,6 @@ class Checkpoint:
     objects: tuple[Object, ...] = field(repr=False)
     uncommitted: tuple[UncommittedAttempt, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that the save was given."""
     pins: tuple[str, ...] = ()
     """Why it is never deleted: the names that it is pinned under."""
 
@@ -139,9 +109,7 @@ class Checkpoint:
         return self.text(_SHOWN)
 
     def text(self, most: int | None) -> str:
-        """The time of the commit, the size, the dtypes, the first files (those with problems before the others), and
-        ``most`` tensors and objects (None: all).
-        """
+        """All of it, with the first files (problems before others), and ``most`` tensors and objects (None: all)."""
         lines = [str(self.path)]
         if self.committed:
             objects = size(sum(each.nbytes for each in self.objects))
@@ -160,6 +128,7 @@ class Checkpoint:
             lines.append(f"  pinned: {', '.join(self.pins)}")
         lines += [
             f"  attempt {each.attempt} is {each.state}: {count(each.files, 'file')}, {size(each.nbytes)}"
+            + (f", written until {date(each.written_at)}" if each.written_at else "")
             for each in self.uncommitted
         ]
         if self.dtypes:
@@ -182,76 +151,6 @@ class Checkpoint:
         return columns(("name", "shape", "dtype", "size>", "chunks>"), rows, most)
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One entry of a directory of checkpoints."""
-
-    name: str
-    step: int | None
-    """The number at the end of the name."""
-    format: Literal["dcp_datastates", "other"]
-    committed: bool
-    attempt: str | None = None
-    """The committed attempt; for an uncommitted checkpoint, the newest."""
-    nbytes: int | None = None
-    ranks: int | None = None
-    committed_at: float | None = None
-    problem: str | None = None
-    """Why :func:`~dcp_datastates.latest` would skip it."""
-    unjudged: bool = False
-    """Whether storage does not show what is there: :func:`~dcp_datastates.latest` then raises, and ``retain`` deletes
-    nothing, unless something newer is whole.
-    """
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    pins: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Directory:
-    """A directory of checkpoints: those of this package from newest to oldest, then all others."""
-
-    path: Location
-    latest: str | None
-    """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
-    checkpoints: tuple[Listed, ...] = field(repr=False)
-
-    def __str__(self) -> str:
-        """As :meth:`text`, with the first checkpoints."""
-        return self.text(_SHOWN)
-
-    def text(self, most: int | None) -> str:
-        """A line for each of ``most`` checkpoints (None: all): the time of the commit, the size, and whether it is the
-        latest or why not.
-        """
-        rows = [
-            (
-                each.name,
-                each.step,
-                date(each.committed_at) or _said(each),
-                each.attempt,
-                None if each.nbytes is None else size(each.nbytes),
-                each.ranks,
-                numbers(each.metrics),
-                self._note(each),
-            )
-            for each in self.checkpoints
-        ]
-        headers = ("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "metrics", "")
-        return "\n".join([str(self.path), *columns(headers, rows, most)])
-
-    def _note(self, each: Listed) -> str:
-        notes = ["latest" if each.name == self.latest else each.problem]
-        if each.pins:
-            notes.append(f"pinned: {', '.join(each.pins)}")
-        return "; ".join(filter(None, notes))
-
-
-def _said(each: Listed) -> str:
-    if each.committed:
-        return "yes"
-    return "unknown" if each.unjudged else "no"
-
-
 @public("inspect()")
 def inspect(
     path: AnyPath, *, storage_options: Mapping[str, Any] | None = None
@@ -270,12 +169,12 @@ def inspect(
         raise
     except CheckpointNotFoundError:
         if attempts_at(directory):
-            uncommitted = _uncommitted(directory, None)
+            uncommitted = uncommitted_at(directory)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
         if not is_directory(directory):
             raise
-        listed = _directory(directory)
-        if not listed.checkpoints:
+        listed = overview(directory)
+        if not listed.checkpoints and listed.failure is None:
             raise
         return listed
 
@@ -288,7 +187,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         attempt=committed.note.attempt.name,
         committed_at=committed.committed_at,
         nbytes=committed.nbytes,
-        ranks=_ranks(committed.note.files),
+        ranks=ranks_of(committed.note.files),
         files=tuple(
             _file(committed.note.files[name], found)
             for name, found in sizes(directory, committed.note.files.keys()).items()
@@ -296,7 +195,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         dtypes=_totals(tensors),
         tensors=tensors,
         objects=objects,
-        uncommitted=_uncommitted(directory, committed.note.attempt),
+        uncommitted=uncommitted_at(directory, committed.note.attempt),
         metrics=committed.note.metrics,
         pins=pins(directory),
     )
@@ -330,100 +229,7 @@ def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
     return tuple(sorted(totals, key=lambda total: (-total.nbytes, total.dtype)))
 
 
-def _ranks(paths: Iterable[str]) -> int:
-    return len({attempts.rank_of(Path(path).name) for path in paths} - {None})
-
-
 def _file(record: FileRecord, found: int | OSError) -> DataFile:
     name = record.relative_path
     rank = attempts.rank_of(Path(name).name)
     return DataFile(name, rank, record.nbytes, found if isinstance(found, int) else None)
-
-
-def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
-    place = stored(directory)
-    others = [attempt for attempt in attempts.present(place) if attempt != committed]
-    return tuple(
-        UncommittedAttempt(
-            attempt.name,
-            _STATES[decisions.state_of(place, attempt)],
-            len(contents.data),
-            sum(each.nbytes for each in contents.data),
-        )
-        for attempt, contents in sorted(attempts.survey(place, others).items())
-    )
-
-
-def _directory(root: Location) -> Directory:
-    everything = directories(root)
-    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
-    names = {listed.name for listed in ours}
-    others = _others(path for path in everything if path.name not in names)
-    first = next((each for each in ours if each.problem is None or each.unjudged), None)
-    latest = None if first is None or first.unjudged else first.name
-    return Directory(root, latest, (*ours, *others))
-
-
-def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
-    """The ``most`` newest checkpoints of this package in ``root``, newest first; and all saves without a commit.
-
-    Reads no more metadata than that needs. Raises :class:`StorageError` if ``root`` cannot be read.
-    """
-    everything = directories(root)
-    ours = [path for path in everything if may_be_committed(path)]
-    listed = [_listed(found) for found in islice(newest_first(ours), most)]
-    return listed, list(_others(path for path in everything if path not in ours))
-
-
-def _listed(found: Found) -> Listed:
-    unjudged = False
-    try:
-        problem = flaw([found], "structure")
-        pinned = pins(found.path)
-    except StorageError as error:
-        problem, pinned, unjudged = str(error), (), True
-    listed = Listed(
-        name=found.path.name,
-        step=step_of(found.path.name),
-        format="dcp_datastates",
-        committed=found.error is None,
-        attempt=None if found.error is not None else found.attempt.name,
-        problem=problem,
-        unjudged=unjudged,
-        metrics=found.metrics,
-        pins=pinned,
-    )
-    if (committed := found.committed) is None:
-        return listed
-    return replace(
-        listed,
-        nbytes=committed.nbytes,
-        ranks=_ranks(committed.note.files),
-        committed_at=committed.committed_at,
-    )
-
-
-def _others(paths: Iterable[Location]) -> Iterator[Listed]:
-    """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
-    for path in paths:
-        name, step = path.name, step_of(path.name)
-        try:
-            claimed, committed = attempts_at(path), is_committed(path)
-        except StorageError as error:
-            yield Listed(name, step, "other", False, problem=str(error), unjudged=True)
-            continue
-        if committed:
-            try:
-                open_committed(path)
-            except ForeignCheckpointError:
-                yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
-                continue
-            except DataStatesError as error:
-                yield Listed(name, step, "other", True, problem=str(error))
-                continue
-        if claimed:
-            state = _STATES[decisions.state_of(stored(path), claimed[-1])]
-            problem = (
-                f"not committed: {'in flight or abandoned' if state == 'undecided' else state}"
-            )
-            yield Listed(name, step, "dcp_datastates", False, claimed[-1].name, problem=problem)

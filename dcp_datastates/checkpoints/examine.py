@@ -41,7 +41,6 @@ from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
-"""Bytes per read: enough for any storage to reach full speed."""
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
@@ -49,8 +48,6 @@ _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN
 
 @dataclass(frozen=True)
 class _Bad:
-    """A damaged part of one file; offsets in bytes."""
-
     begin: int
     end: int
     problem: str
@@ -83,9 +80,7 @@ class Examination:
         self._damages = list(self._consistency_check.of_metadata())
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
-        """Read all files; returns all damages, those of the metadata too, by file and offset. Raises
-        :class:`StorageError`.
-        """
+        """Read all files; returns all damages, those of the metadata too, in order. Raises :class:`StorageError`."""
         try:
             work(self._units(), sum(record.nbytes for record in self._files), threads, progress)
         except OSError as error:
@@ -155,7 +150,6 @@ class Examination:
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
     ) -> None:
-        """Record damage for which a load refuses the whole file."""
         nbytes = None if begin is None or end is None else end - begin
         names = self._contents.all_names(record.relative_path)
         with self._lock:
@@ -216,7 +210,6 @@ def _skip(record: FileRecord, done: Done) -> None:
 
 
 def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[_Bad]:
-    """The blocks of ``[begin, end)`` that are damaged."""
     view = buffer[: end - begin]
     try:
         read = file.source.read_at(begin, view)
@@ -239,7 +232,6 @@ def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[
 
 
 def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
-    """Merge neighbouring parts with the same problem; ``parts`` are in order."""
     merged: list[_Bad] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -323,9 +315,7 @@ class ConsistencyCheck:
             yield f"the header has {key!r}, which the metadata lack", None
 
     def _expected(self, record: FileRecord, start: int) -> Iterator[tuple[str, HeaderEntry]]:
-        """Name and entry of every tensor and object that the metadata place in the file, whose data begin at
-        ``start``.
-        """
+        """Name and entry of all that the metadata place in the file, whose data begin at ``start``."""
         catalog, places = self._table.catalog, self._table.placement
         for row in self._contents.rows(record.relative_path).tolist():
             columns = (self._owners, places.begins, places.lengths)

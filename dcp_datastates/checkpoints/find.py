@@ -30,7 +30,6 @@ Verification = Literal["metadata", "structure", "full"]
 _REPLACEMENTS: Final = 3
 
 Problem = str | StorageError
-"""What is wrong with a file; or why that cannot be judged."""
 
 
 @overload
@@ -117,13 +116,6 @@ def check_verification(verify: str) -> None:
         )
 
 
-def latest_here(
-    root: Location, verify: Verification, among: Callable[[Location], bool] = lambda path: True
-) -> Location | None:
-    """:func:`latest` in this process alone, of the directories that ``among`` takes."""
-    return next(iter(newest_whole([root], verify, among)), None)
-
-
 def newest_whole(
     roots: Sequence[Location],
     verify: Verification,
@@ -159,10 +151,7 @@ def newest_whole(
 def copies_newest_first(
     roots: Sequence[Location], among: Callable[[Location], bool] = lambda path: True
 ) -> Iterator[list[Found]]:
-    """This package's checkpoints below ``roots``, newest first; of each all copies, the nearest first.
-
-    Copies in several tiers have one attempt. In one directory, each is a checkpoint of its own.
-    """
+    """This package's checkpoints below ``roots``, newest first; of each all tiers' copies, the nearest first."""
     paths = [path for root in dict.fromkeys(roots) for path in filter(among, candidates(root))]
     if len(roots) == 1:
         yield from ([found] for found in newest_first(paths))
@@ -223,7 +212,6 @@ def _flaw(copies: Sequence[Found], verify: Verification) -> str | None:
 def _problems_by_file(
     directory: Location, committed: Committed, verify: Verification
 ) -> dict[str, Problem]:
-    """The data files of ``committed`` that are not whole in ``directory``, and why."""
     problems: dict[str, Problem] = {}
     if verify == "full":
         for damage in Examination(directory, committed).run(thread_count(None), None):

@@ -19,11 +19,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from dcp_datastates.commit.told_errors import described, error_of
-from dcp_datastates.errors import (
-    ConfigurationError,
-    NoAnswerError,
-    RankLostError,
-)
+from dcp_datastates.errors import ConfigurationError, NoAnswerError, RankLostError
 from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
@@ -37,15 +33,12 @@ from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT: Final = 300.0
-"""How long the other ranks wait, in seconds."""
+"""Seconds."""
 
 _KNOWN_PAUSE: Final = 0.1
-"""Longest time between two looks while this rank has not met the first one, in seconds."""
 
 _FILE_SECONDS: Final = 10.0
-"""How long the first rank's first answer waits for the other ranks, if the job's store is a file: nothing admits them
-there once its process group is destroyed.
-"""
+"""How long the first answer waits for the other ranks at a file: nothing admits them after the group is destroyed."""
 
 _LINGER_SECONDS: Final = 5.0
 """How long the first rank's process waits at its end for ranks that have not met it: they cannot read its answers."""
@@ -156,9 +149,7 @@ def _await(
 
 
 def _told(found: bytes, trouble: str) -> Any:
-    """The value in an answer; raises the error in it. Whoever reaches the store can write there: nothing is unpickled,
-    and what is no answer is a :class:`NoAnswerError`, which begins with ``trouble``.
-    """
+    """The value in an answer; raises the error in it, or, for what is no answer, :class:`NoAnswerError`."""
     try:
         value, error = json.loads(found)
         told = None if error is None else error_of(values.from_json(error))
@@ -180,7 +171,6 @@ def _find(
     timeout: float,
     detector: FailureDetector | None,
 ) -> bytes:
-    """Wait for the answer, up to ``timeout`` seconds; then raise :class:`NoAnswerError`."""
     log = WaitLog(logger, "this rank")
     deadline = time.monotonic() + timeout
     first, incarnation = rank_set.ranks[0], rank_set.incarnation

@@ -43,16 +43,12 @@ def has_rest(path: Location) -> bool:
 
 
 def is_committed(path: Location) -> bool:
-    """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program. Raises
-    :class:`StorageError` if that cannot be told.
-    """
+    """:func:`attempts.is_taken`. Raises :class:`StorageError` if that cannot be told."""
     return attempts.is_taken(stored(path))
 
 
 def may_be_committed(path: Location) -> bool:
-    """:func:`is_committed`, or that cannot be told: who opens the checkpoint learns why. Sends no request to a store:
-    there, any prefix but an attempt's may be a checkpoint.
-    """
+    """:func:`is_committed`, or that cannot be told. A store is not asked: any prefix but an attempt's may be one."""
     if not stored(path).is_local:
         return Attempt.parse(path.name) is None
     try:
@@ -62,9 +58,7 @@ def may_be_committed(path: Location) -> bool:
 
 
 def remove_all(path: Location, first: Iterable[str]) -> None:
-    """Remove another program's checkpoint, with all that lies in it; the files ``first`` before all others, so that the
-    rest is no checkpoint if this is interrupted. Raises OSError.
-    """
+    """Remove another program's checkpoint; the files ``first``, without which it is none, before all others."""
     place = stored(path)
     with operations.during("delete", place.folder):
         place.store.delete([(place / name).key for name in first])

@@ -86,8 +86,7 @@ class Keep:
     def asks_for(self, found: Found, newest: float) -> bool:
         """Whether ``every`` or ``within`` asks for this checkpoint.
 
-        ``newest``: the time of the newest commit, in seconds since the epoch, or an earlier one; minus infinity if all
-        times are in doubt.
+        ``newest``: the time of the newest commit, or an earlier one; minus infinity if all times are in doubt.
         """
         if self._asks_for_step(found.path.name):
             return True

@@ -89,9 +89,7 @@ def checkpoints(
 
 
 def candidates(root: Location) -> list[Location]:
-    """The directories in ``root`` that may have a committed checkpoint, by one look at ``root``: for callers that open
-    only the newest of them. Raises as :func:`checkpoints`.
-    """
+    """The directories in ``root`` that may have a committed checkpoint. Raises as :func:`checkpoints`."""
     there = directories(root)
     found = [path for path in there if may_be_committed(path)]
     # A store is not asked for more than its list.
@@ -157,10 +155,7 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
 
 
 def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]]:
-    """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
-
-    The paths in one store's root are looked up in its index, by one request, whose failure is raised.
-    """
+    """Each of ``paths`` with an attempt that none committed there exceeds, from names: a store's by one request."""
 
     @functools.cache
     def indexed(root: ObjectPath) -> dict[str, Attempt]:
@@ -178,9 +173,7 @@ def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]
 
 
 def _newest_attempt(path: Location) -> Attempt:
-    """An attempt that none committed at ``path`` exceeds, as far as the names there tell: the greatest of all if there
-    are none, or they cannot be read.
-    """
+    """An attempt that none committed at ``path`` exceeds, as far as the names there tell."""
     try:
         return max(attempts_at(path), default=_NEWEST)
     except StorageError:
@@ -188,23 +181,18 @@ def _newest_attempt(path: Location) -> Attempt:
 
 
 def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
-    """A sort key: newer ones are greater."""
     # A symbolic link comes after its target, if that is in the same directory.
     is_original = found.error is not None or not is_link(found.path)
     return found.attempt, is_original, natural_order(found.path.name)
 
 
-@functools.lru_cache(
-    maxsize=1000
-)  # once for each, and not at every save that looks for old checkpoints beside it
+@functools.lru_cache(maxsize=1000)  # once for each, and not at every save beside it
 def _say_left_out(path: Location, problem: str) -> None:
     logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, problem)
 
 
 def open_found(path: Location) -> Found | None:
-    """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package. A place that
-    cannot be judged has an :attr:`Found.error`.
-    """
+    """The checkpoint at ``path``; None if it is none of this package. :attr:`Found.error` if that cannot be told."""
     try:
         return _opened(path)
     except StorageError as error:

@@ -84,10 +84,7 @@ def unpin(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Remove the pin ``name`` of the checkpoint at ``path``, if it has it. Only one process calls this.
-
-    Raises :class:`ConfigurationError` if ``name`` is no plain name, :class:`StorageError` if the system refuses.
-    """
+    """Remove the pin ``name`` of the checkpoint at ``path``, if any. One process calls this. Raises as :func:`pin`."""
     file = _file(path, name, storage_options)
     with local.explained("unpinning the checkpoint", file):
         file.store.delete([file.key])

@@ -1,6 +1,5 @@
-"""Deletes old checkpoints, but never one that may still be needed.
-
-Deletes one checkpoint after another, as in ``delete.py``; if a crash interrupts a deletion, the next call completes it.
+"""Deletes old checkpoints, one after another, but never one that may still be needed. The next call completes what a
+crash interrupts.
 """
 
 from __future__ import annotations
@@ -105,6 +104,7 @@ def retain_here(
     among: Callable[[Location], bool] | None = None,
     dry_run: bool = False,
     whole: bool = False,
+    commits: int = 0,
 ) -> Retained:
     """Do the work of :func:`retain` in this process alone. Any thread.
 
@@ -112,28 +112,29 @@ def retain_here(
         root, keep, verify: as for :func:`retain`.
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
-        whole: delete other files in a deleted checkpoint's directory, too: for a framework to which the directories
-            belong.
+        whole: delete other files in a deleted checkpoint's directory, too: if directories are a framework's.
+        commits: with ``dry_run``: as if so many more saves were committed.
     """
     keep = Keep.of(keep)
     check_verification(verify)
     root = locate(root)
     paths = [path for path in candidates(root) if among is None or among(path)]
-    if len(paths) < keep.last:
+    needed = max(0, keep.last - commits)
+    if len(paths) < needed:
         return Retained(paths[::-1])
     paths = [path for path in paths if not is_link(path)]
     everything: list[Found] = []
     last: list[Found] = []
-    for found in newest_first(paths):
+    for found in newest_first(paths) if needed else ():
         everything.append(found)
         if problem := flaw([found], verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
-        if len(last) == keep.last:
+        if len(last) == needed:
             break
     retained = Retained([found.path for found in last], newest=len(last))
-    if len(last) < keep.last:
+    if len(last) < needed:
         return retained
     seen = {found.path for found in everything}
     unopened = {path for path in paths if path not in seen and keep.asks_for_name(path.name)}
@@ -151,7 +152,7 @@ def retain_here(
             retained.deleted.append(found.path)
     retained.kept.extend(path for path in reversed(paths) if path in unopened)
     committed = unopened.union(found.path for found in everything).difference(retained.deleted)
-    for path in directories(root):
+    for path in directories(root) if not commits else ():
         mine = path not in retained.deleted and (among is None or among(path))
         if mine and path not in committed and _finish_deleting(path, last, dry_run, whole):
             retained.deleted.append(path)
@@ -219,7 +220,6 @@ def _delete(victim: Found, good: list[Found], dry_run: bool, whole: bool) -> boo
 
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
-    """Complete an interrupted deletion: remove attempts that are not committed, and older than all ``good`` ones."""
     try:
         if is_link(path) or is_committed(path):
             return False

@@ -25,19 +25,14 @@ class Report:
     """The result of :func:`verify`. Sizes are bytes."""
 
     path: Location
-    """The checkpoint's directory."""
     attempt: str | None
     """The committed attempt; None if the metadata are damaged."""
     files: int
-    """Data files that belong to the checkpoint."""
     nbytes: int
     """The expected size of ``.metadata`` and all data files."""
     tensors: int
-    """The number of tensors."""
     objects: int
-    """The number of Python objects."""
     seconds: float
-    """How long the check took."""
     damages: tuple[Damage, ...]
     """All damages, by file and offset; neighbouring blocks form one damage."""
 

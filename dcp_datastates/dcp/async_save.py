@@ -194,7 +194,7 @@ def _call(
         writer.enter()
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
-        directory = writer.path_of(path)
+        path = directory = writer.path_of(path)
         in_columns = options_in_columns(planner) is not None
         origin, group = SaveOrigin.PACKAGE, context.group
         save = stage_save(

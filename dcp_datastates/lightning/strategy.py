@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dcp_datastates.checkpoints.delete import delete
-from dcp_datastates.checkpoints.find import latest_here
+from dcp_datastates.checkpoints.find import newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import remove_all
 from dcp_datastates.checkpoints.listing import candidates, newest_first
@@ -415,7 +415,7 @@ def _older(path: str, left_out: Sequence[str]) -> str | None:
         newest = next(newest_first(candidates(folder)), None)
         if newest is None or newest.path.name != left_out[0]:
             return None
-        found = latest_here(folder, "structure", lambda each: each.name not in left_out)
-        return None if found is None else str(found)
+        found = newest_whole([folder], "structure", lambda each: each.name not in left_out)
+        return str(found[0]) if found else None
 
     return from_first_rank(look, "older", f"the checkpoint before {path}")

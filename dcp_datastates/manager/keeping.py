@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Final
 
@@ -15,10 +16,11 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.save_tracker import SaveTracker
-from dcp_datastates.manager.step_directories import StepDirectories
+from dcp_datastates.manager.step_directories import PREFIX, StepDirectories
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.storage.job_notes import RETENTION_NAME, Note, leave
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
@@ -69,6 +71,7 @@ class Keeping:
             self._archive = archive_of(slow, commit_group(rank_set))
             self._open_archive()
         self._deletes = rank_set.rank == 0 and (keep is not None or len(steps.roots) > 1)
+        self._is_noted = rank_set.rank != 0
 
     def _open_archive(self) -> None:
         fast, slow = self._steps.roots
@@ -113,10 +116,17 @@ class Keeping:
 
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""
+        if not self._is_noted:
+            self._saves.when_committed(self._note_rules)
         if self._deletes:
             self._newest = handle.path
             self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
+
+    def _note_rules(self) -> None:
+        self._is_noted = True
+        rules = None if self._keep is None else {"prefix": PREFIX, **asdict(self._keep)}
+        leave(self._steps.roots[0], RETENTION_NAME, Note(rules=rules))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all that is committed, and is to be archived, is; for at most ``seconds``, and then for what is to

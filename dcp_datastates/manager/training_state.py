@@ -30,13 +30,7 @@ from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import (
-    PerRank,
-    RngState,
-    differs,
-    packed,
-    warn_of_order,
-)
+from dcp_datastates.manager.per_rank import PerRank, RngState, differs, packed, warn_of_order
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -183,12 +177,7 @@ class TrainingState:
         for part in sorted(own, key=lambda each: isinstance(each.marked.wrapped, RngState)):
             part.finish()
 
-    def _prepare(
-        self,
-        loaded: dict[str, Any],
-        fit: Fit,
-        stored: Stored,
-    ) -> Fitting:
+    def _prepare(self, loaded: dict[str, Any], fit: Fit, stored: Stored) -> Fitting:
         """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
         optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
         fit, needed = load_options(fit, stored, optimizers)

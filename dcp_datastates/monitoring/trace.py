@@ -14,8 +14,7 @@ from dcp_datastates.storage.object_path import ObjectPath, locate
 
 
 def trace_of(
-    path: str | os.PathLike[str] | ObjectPath,
-    storage_options: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str] | ObjectPath, storage_options: Mapping[str, Any] | None = None
 ) -> list[SaveRecord]:
     """What each rank's part of the save of the checkpoint at ``path`` cost, in the order of the ranks.
 

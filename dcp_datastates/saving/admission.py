@@ -141,5 +141,4 @@ class Saves:
 
 
 def _is_told(save: SaveOperation) -> bool:
-    """Whether the save is over, and the caller knows its outcome or need not be told."""
     return save.over and (not save.own or save.committed.asked or save.committed.peek() is None)

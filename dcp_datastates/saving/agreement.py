@@ -166,7 +166,6 @@ def _assign(
 
 
 def _difference(saves: Sequence[SaveName]) -> Reason | None:
-    """Why the ranks do not mean the same save."""
     first = saves[0]
     rank = next((rank for rank, each in enumerate(saves) if each != first), None)
     if rank is None:
@@ -201,9 +200,7 @@ GATE_SECONDS_AFTER_A_MISS: Final = 5.0
 """The same, if the save before has been given up so. Beats, which tell of calls, come every four seconds or sooner."""
 
 COME_SECONDS: Final = 30.0
-"""How long the ranks wait for one another in a save that DCP runs: when one has come, DCP's planning is over on all. A
-rank whose planner fails then, in ``finish_plan``, never comes, and DCP tells no other rank.
-"""
+"""How long the ranks wait for one another in a save that DCP runs: a rank whose ``finish_plan`` fails never comes."""
 
 _BEAT_SECONDS: Final = 8.0
 """How long it takes until every rank knows that all have come."""

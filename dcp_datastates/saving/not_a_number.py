@@ -34,9 +34,7 @@ _LATER: Final = 64
 
 
 def look_for_nan(save: SaveOperation) -> None:
-    """Look at the elements; the state must still be as at the call. Raises :class:`SaveFailedError` with
-    ``on_nan="refuse"``.
-    """
+    """Look at the elements, which are as at the call. Raises :class:`SaveFailedError` with ``on_nan="refuse"``."""
     found = []
     if save.group.rank_set.rank == 0:  # whose metrics are stored
         numbers = save.metrics.items()

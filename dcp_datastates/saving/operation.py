@@ -38,7 +38,7 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.results import SaveRecord, SaveStats
-from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.storage import local
@@ -54,7 +54,6 @@ T = TypeVar("T")
 _POLL_SECONDS: Final = 0.1
 
 LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
-"""Why a save is left out."""
 
 
 class SaveOperation:
@@ -89,13 +88,10 @@ class SaveOperation:
         self.working_directory: Final = local.working_directory()
         """The process's, at the call."""
         self.order: Final = next_order()
-        """Sequence number in this process."""
         self.unused_writers: Final = 0 if self.own else group.unused_writers
         """For a save that DCP runs: how many writers the program had made and not used."""
         self.number: Final = group.count_call(self.own)
-        """Of this save, among the saves of these ranks in this process that this package runs, or (:attr:`own` is
-        false) DCP.
-        """
+        """Of this save, among the saves of these ranks in this process that this package (:attr:`own`) or DCP runs."""
         self.reads: Final = DeferredReads(self.order, stats, config.commit_timeout)
         """Of the staged state; of no state if the planner resolves its data in place."""
         self.left_out: Final = left_out
@@ -176,9 +172,7 @@ class SaveOperation:
         return self.committed.done() and self.has_ended
 
     def record_error(self, error: BaseException) -> BaseException:
-        """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
-        counts.
-        """
+        """Let planning fail with ``error`` on this rank, unless it has failed; returns the error that counts."""
         with self._lock:
             self._error = self._error or error
             return self._error
@@ -275,9 +269,7 @@ class SaveOperation:
         return ticket
 
     def agree(self, ticket: Ticket, claimed: Claim | None = None) -> None:
-        """Take the coordinator's ticket: from now on every rank has a round for this save. No effect on the
-        coordinator, which has drawn it.
-        """
+        """Take the coordinator's ticket: from now on every rank has a round. No effect on the coordinator."""
         with self._lock:
             if self._ticket is not None:
                 return
@@ -371,6 +363,7 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, error)
+            note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name

@@ -63,7 +63,6 @@ class WriteJob:
     sealed: Sequence[SealedFile]
     report: Report
     fences: list[DeviceEvent]
-    """Events that device copies must wait for."""
     readers: list[DeviceEvent]
     """Events of the kernels that this thread has launched to resolve tensors."""
     keep: list[Any]
@@ -145,11 +144,7 @@ class _LocalPart(WrittenPart):
 
 
 def begin(
-    content: WriteJob,
-    stats: SaveStats,
-    order: int,
-    window: Window,
-    expected: ExpectedBytes | None,
+    content: WriteJob, stats: SaveStats, order: int, window: Window, expected: ExpectedBytes | None
 ) -> WrittenPart:
     """Begin to read the files of ``content``, and to write them. The last three arguments are the engine's."""
     native, files = content.engine, content.files
@@ -162,7 +157,6 @@ def begin(
 
 
 def _error_of(fault: Fault, nbytes: int) -> DataStatesError:
-    """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
     if fault.kind == "io":
         # StorageError adds the number and the path itself.
         text = fault.message.replace(f" of '{fault.path}'", "").replace(
@@ -277,9 +271,7 @@ _uploads: weakref.WeakSet[_StorePart] = weakref.WeakSet()
 
 
 def _abort_all() -> None:
-    """At the end of the process, when it has waited for its saves: a thread in a store's library must not outlive the
-    interpreter, and parts that are never completed cost money.
-    """
+    """A thread in a store's library must not outlive the interpreter, and parts that are never completed cost money."""
     until = time.monotonic() + _LAST_SECONDS
     for part in list(_uploads):
         part.abort(until)

@@ -131,10 +131,7 @@ class RankContext:
         self._worker.post(run)
 
     def run(
-        self,
-        what: str,
-        timeout: float,
-        propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
+        self, what: str, timeout: float, propose: Callable[[], tuple[SaveName, SavePlanning, bytes]]
     ) -> None:
         """Plan ``what`` with the other ranks, and write nothing. Waits for the planning thread; raises its error."""
         number = self.group.count_call()
@@ -158,9 +155,7 @@ class RankContext:
         ended.result()
 
     def close(self) -> None:
-        """End the thread when all submitted work is done, and wait for it, within a bound: Python before 3.14 aborts if
-        it ends while a thread is in torch's code. Idempotent.
-        """
+        """End the threads after all submitted work, within a bound: Python before 3.14 aborts if they are in torch."""
         self._closed_at = time.monotonic()
         self._worker.close(_CLOSE_SECONDS)
         self._reader.close(_CLOSE_SECONDS)

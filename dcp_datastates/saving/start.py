@@ -74,9 +74,7 @@ def archive_root(archive: AnyPath | None, options: Mapping[str, Any] | None) -> 
 
 
 def check_at_call(location: Location | None, config: WriterConfig) -> None:
-    """In the training thread: raise :class:`CheckpointExistsError` if the save may not replace what is there. Does not
-    ask a store, over the network.
-    """
+    """Raise :class:`CheckpointExistsError` if the save may not replace what is in a directory. Asks no store."""
     if isinstance(location, Path) and not config.overwrite:
         directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))

@@ -51,7 +51,6 @@ class Sources:
     planning: SavePlanning
     reads: DeferredReads
     step: Callable[[], None]
-    """Counts one more resolved item, as progress."""
     keep: list[Any] = field(default_factory=list)
     """Objects that must stay alive until they have been read."""
     devices: set[int] = field(default_factory=set)
@@ -190,7 +189,6 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
 
 
 def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> WriteJob:
-    """This rank's part, ready to be read."""
     reads, config, rank = save.reads, save.config, save.group.rank_set.rank
     native = engine(config.host_cache_bytes)
     look_for_nan(save)
@@ -239,9 +237,7 @@ def _finish(
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:
-    """The directories to sync for the entries of files in ``folder``. Raises :class:`ConfigurationError` unless this
-    rank sees ``folder``, which the coordinator made.
-    """
+    """The directories to sync for files in ``folder``. Raises :class:`ConfigurationError` if this rank has it not."""
     # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
     # may use a cached "missing" for half a minute.
     made = local.make_directories(folder, "share")

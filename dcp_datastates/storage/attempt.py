@@ -44,9 +44,7 @@ class Attempt:
 
     @staticmethod
     def parse(name: str) -> Attempt | None:
-        """The attempt whose directory has this name, or None for any other name, and for a time that is 50 years ahead
-        of this machine's clock.
-        """
+        """The attempt whose directory has this name; None for another name, and for a time 50 years ahead."""
         match = _NAME.fullmatch(name)
         latest = max(time.time_ns(), _EARLIEST_CLOCK) + _MOST_AHEAD
         if match is None or int(match[1], 16) > latest:

@@ -7,8 +7,9 @@ A directory of checkpoints in an object store has an index of the attempts that 
 entry is an empty object, ``<root>/.attempts/<inverted attempt>.<name of the checkpoint>``. Stores list keys in order,
 and the inverted number sorts the newest attempt first: a new save learns from one LIST which number is greater than all
 others, and ``latest`` where to look. An entry is written before its attempt is committed, so every committed attempt
-has one; an attempt with an entry need not be committed. A directory on a file system needs no index: it is listed
-itself.
+has one; an attempt with an entry need not be committed. A file system needs no index: its directories are listed.
+
+What asks storage raises :class:`StorageError`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class Contents:
     """The objects below one attempt's prefix."""
 
     data: list[StoredObject] = field(default_factory=list)
-    """The files of ranks."""
     decision: StoredObject | None = None
     others: list[StoredObject] = field(default_factory=list)
     """Markers, and what other programs have put there."""
@@ -68,7 +68,7 @@ def attempts_in(folders: Iterable[str]) -> list[Attempt]:
 
 
 def present(directory: ObjectPath) -> list[Attempt]:
-    """The attempts below ``directory``, oldest first: one LIST. Raises :class:`StorageError`."""
+    """The attempts below ``directory``, oldest first: one LIST."""
     folders = directory.store.list(directory.key).folders
     for name in filter(is_far_ahead, folders):
         _say_ignored(str(directory / name))
@@ -87,7 +87,7 @@ def _say_ignored(path: str) -> None:
 def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | None:
     """The checkpoint at ``directory``: the newest attempt there that is committed, and its decision. None if none is.
 
-    One LIST and one GET in the usual case. Raises :class:`StorageError`.
+    One LIST and one GET in the usual case.
     """
 
     def look(attempt: Attempt) -> StoredDecision | None:
@@ -100,14 +100,12 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | 
 def committed_attempt(directory: ObjectPath) -> Attempt | None:
     """As :func:`newest_committed`, without the metadata, which may be large: reads some bytes of the decision."""
     found = _newest(
-        directory,
-        lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None,
+        directory, lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None
     )
     return None if found is None else found[0]
 
 
 def _newest(directory: ObjectPath, look: Callable[[Attempt], T | None]) -> tuple[Attempt, T] | None:
-    """The newest attempt for which ``look`` finds a decision to commit it, and what it finds."""
     seen: list[Attempt] | None = None
     for _ in range(_TRIES):
         there = present(directory)
@@ -126,9 +124,7 @@ def _newest(directory: ObjectPath, look: Callable[[Attempt], T | None]) -> tuple
 
 
 def has_foreign_metadata(directory: ObjectPath) -> bool:
-    """Whether ``.metadata`` of another program, such as stock DCP, is in ``directory``. This package's is a copy of a
-    decision for DCP's tools, and says nothing. Raises :class:`StorageError`.
-    """
+    """Whether ``.metadata`` of another program, such as stock DCP, is in ``directory``. This package's says nothing."""
     path = directory / METADATA_NAME
     try:
         nbytes = path.store.size(path.key)
@@ -138,9 +134,7 @@ def has_foreign_metadata(directory: ObjectPath) -> bool:
 
 
 def is_taken(directory: ObjectPath) -> bool:
-    """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's. Raises
-    :class:`StorageError`.
-    """
+    """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's."""
     if committed_attempt(directory) is not None:
         return True
     return directory.is_local and has_foreign_metadata(directory)
@@ -153,16 +147,14 @@ def rank_of(name: str) -> int | None:
 
 
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
-    """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
+    """Whether a rank's file of the attempt is there."""
     return any(each.data for each in survey(directory, [attempt]).values())
 
 
 def survey(
     directory: ObjectPath, among: Iterable[Attempt] | None = None
 ) -> dict[Attempt, Contents]:
-    """The objects of the attempts ``among`` (None: of all that are) at ``directory``: one LIST for each of them. Raises
-    :class:`StorageError`.
-    """
+    """The objects of the attempts ``among`` (None: of all that are) at ``directory``: one LIST for each of them."""
     found: dict[Attempt, Contents] = {}
     for attempt in present(directory) if among is None else among:
         folder, contents = directory / attempt.name, Contents()
@@ -179,7 +171,6 @@ def survey(
 
 
 def _objects_in(folder: ObjectPath) -> list[StoredObject]:
-    """What lies directly in an attempt's folder."""
     listing = folder.store.list(folder.key)
     objects, decision = list(listing.objects), folder / DECISION_NAME
     if (
@@ -193,7 +184,7 @@ def _objects_in(folder: ObjectPath) -> list[StoredObject]:
 
 def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) -> None:
     """Delete ``rank``'s files of an attempt that cannot be committed; its decision stays. Each of ``world`` ranks
-    deletes the files whose rank number equals its own modulo ``world``. Raises :class:`StorageError`.
+    deletes the files whose rank number equals its own modulo ``world``.
     """
     folder = directory / attempt.name
     mine = [
@@ -206,9 +197,7 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
 
 
 def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
-    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none. Raises
-    :class:`StorageError`.
-    """
+    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none."""
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
         names = folder.store.list(folder.key).names
@@ -254,9 +243,7 @@ class Entry:
 
 
 def entries(root: ObjectPath) -> list[Entry]:
-    """The entries of the checkpoints below ``root``, the newest first: one LIST for each 1,000. Raises
-    :class:`StorageError`.
-    """
+    """The entries of the checkpoints below ``root``, the newest first: one LIST for each 1,000."""
     index = root / INDEX_NAME
     listed = index.store.list(index.key).objects
     found = (Entry.parse(each.name) for each in listed)
@@ -264,9 +251,7 @@ def entries(root: ObjectPath) -> list[Entry]:
 
 
 def register(directory: ObjectPath, attempt: Attempt) -> None:
-    """Make the entry of an attempt at ``directory`` that is about to be committed. Idempotent; raises
-    :class:`StorageError`.
-    """
+    """Make the entry of an attempt at ``directory`` that is about to be committed. Idempotent."""
     if directory.is_local:
         return
     path = directory.parent / INDEX_NAME / Entry(attempt, directory.name).key
@@ -276,7 +261,7 @@ def register(directory: ObjectPath, attempt: Attempt) -> None:
 
 
 def forget(directory: ObjectPath, there: Iterable[Attempt]) -> None:
-    """Remove the entries of the attempts ``there`` at ``directory``. Idempotent; raises :class:`StorageError`."""
+    """Remove the entries of the attempts ``there`` at ``directory``. Idempotent."""
     index = directory.parent / INDEX_NAME
     keys = [(index / Entry(attempt, directory.name).key).key for attempt in there]
     if keys and not directory.is_local:

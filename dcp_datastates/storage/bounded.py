@@ -36,8 +36,6 @@ class _Abandoned(BaseException):
 
 @dataclass
 class _Work:
-    """Work that is abandoned if it hangs."""
-
     what: str
     moved_at: float = field(default_factory=time.monotonic)
     ended: bool = False
@@ -60,9 +58,7 @@ _current = _Current()
 _lock = threading.RLock()  # guards what follows, and ended and abandoned of each work
 _hung: dict[Hashable, _Work] = {}
 _idle: list[Worker] = []
-"""The storage thread that waits for work. A call that starts one yields the processor and the GIL two more times than
-one that finds it, which on a busy machine takes milliseconds.
-"""
+"""The storage thread that waits for work: to start one takes milliseconds on a busy machine (two more turns)."""
 
 
 def bounded(what: str, path: Hashable, seconds: float, function: Callable[[], T]) -> T:
@@ -100,10 +96,7 @@ def bounded(what: str, path: Hashable, seconds: float, function: Callable[[], T]
 
 
 def finished_within(seconds: float, function: Callable[[], object]) -> bool:
-    """Run ``function`` in a storage thread; return whether it ended within ``seconds``. If not, it goes on.
-
-    For work whose end the caller need not know, such as a cleanup.
-    """
+    """Run ``function`` in a storage thread; return whether it ended within ``seconds``. If not, it goes on."""
     done = _start(function)
     if not wait([done], seconds).done:
         return False

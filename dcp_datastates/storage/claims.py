@@ -22,9 +22,7 @@ from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
 
 _CLAIMS: Final = 100
-"""How many numbers are tried: where a server's reply to the creation of a directory is lost, and the client asks again,
-one's own directory looks like another's.
-"""
+"""How many numbers are tried: if a server's reply is lost, a directory just made looks like another process's."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
-from dcp_datastates.storage.object_store import (
-    NotDurableError,
-    NotStoredError,
-    ObjectMissingError,
-)
+from dcp_datastates.storage.object_store import NotDurableError, NotStoredError, ObjectMissingError
 
 DECISION_NAME: Final = "decision"
 
@@ -48,7 +44,6 @@ class State(Enum):
 
     COMMITTED = "committed"
     WITHDRAWN = "withdrawn"
-    """It was not committed, and cannot be any more."""
     DELETED = "deleted"
     """It was committed, and is being deleted."""
 
@@ -100,9 +95,8 @@ def decide(
     the attempt and reads which of the two came first; ``on_doubt`` is called with the error before.
 
     Raises :class:`CheckpointSupersededError` if another process has committed an attempt with this number, or has
-    removed the attempt's folder;
-    :class:`NotStoredError`: it is not committed, and not withdrawn; any other :class:`StorageError`: the attempt may be
-    committed, or may come to be. :func:`withdraw` then decides.
+    removed the attempt's folder; :class:`NotStoredError`: it is not committed, and not withdrawn; any other
+    :class:`StorageError`: the attempt may be committed, or may come to be. :func:`withdraw` then decides.
     """
     path = decision_path(directory, attempt)
     try:
@@ -161,11 +155,9 @@ def decide_alone(
     directory: ObjectPath, attempt: Attempt, data: bytes, creates_once: bool = True
 ) -> State:
     """Commit an attempt that no process withdraws, with the metadata ``data``; returns what is decided about it: a copy
-    of one that is committed elsewhere (any process, any number of times: a request that is carried out late does no
-    harm), or, without ``creates_once``, one in a store that lets two creations of an object succeed
-    (:mod:`self_test`), where only one process may decide about an attempt.
-
-    Raises as :func:`decide`.
+    of one that is committed elsewhere (any process, any number of times), or, without ``creates_once``, one in a store
+    that lets two creations of an object succeed (:mod:`self_test`), where only one process may decide. Raises as
+    :func:`decide`.
     """
     path = decision_path(directory, attempt)
     failure: OSError | None = None

@@ -5,10 +5,7 @@ failpoint, or when it constructs its engine, which keeps them::
 
     publish.rename.before=kill;flush.write.after@3=error:EIO;vote.before=sleep:5
 
-``name@N`` applies only to the N-th time in this process. Actions: ``kill`` (SIGKILL to this process), ``stop``
-(SIGSTOP), ``sleep:SECONDS``, ``error:ERRNO`` (the place raises OSError; at a ``.before``, the system call is not made).
-``DCP_DATASTATES_FAILPOINTS_LOG`` names a file to which each action first appends a line with the failpoint's name: a
-test whose failpoint never fired has shown nothing. If the variable is unset, a failpoint does nothing.
+If the variable is unset, a failpoint does nothing. CONTRIBUTING.md has the actions, and the log of those that fired.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class FsspecStore(LibraryStore):
 
     @property
     def _files(self) -> Any:
-        """The library's file system, of now."""
         return self._client
 
     def _open(self) -> Any:
@@ -85,7 +84,6 @@ class FsspecStore(LibraryStore):
             raise
 
     def _give_up(self, file: Any, key: str) -> None:
-        """Remove what an upload has stored."""
         # Many file systems publish what they have when a file is closed, and a file that is dropped closes itself.
         with contextlib.suppress(AttributeError):
             file.closed = True
@@ -106,9 +104,7 @@ class FsspecStore(LibraryStore):
             return b""
         data = memoryview(
             self._ask(
-                "reading",
-                key,
-                lambda: self._files.cat_file(self._path(key), start=begin, end=end),
+                "reading", key, lambda: self._files.cat_file(self._path(key), start=begin, end=end)
             )
         )
         if len(data) > end - begin:

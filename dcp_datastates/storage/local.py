@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
@@ -22,31 +23,16 @@ from dcp_datastates.text import size as show_size
 
 METADATA_NAME: Final = ".metadata"
 
-_SCHEMES: Final = [
-    "s3:",
-    "s3a:",
-    "gs:",
-    "gcs:",
-    "az:",
-    "azure:",
-    "adl:",
-    "abfs:",
-    "abfss:",
-    "hdfs:",
-    "memory:",
-]
+_SCHEME: Final = re.compile("(s3a?|gs|gcs|az|azure|adl|abfss?|hdfs|memory):")
 
 
 def _check_is_path(path: object, name: str) -> None:
     if isinstance(path, (str, os.PathLike)):
         return
+    given, hint = f"={reprlib.repr(path)}", ""
     if isinstance(path, Mapping):
-        given, hint = (
-            f" is a {type(path).__name__}, and",
-            "; it is load(path, state) and save(state, path)",
-        )
-    else:
-        given, hint = f"={reprlib.repr(path)}", ""
+        given = f" is a {type(path).__name__}, and"
+        hint = "; it is load(path, state) and save(state, path)"
     raise ConfigurationError(
         f"{name}{given} must be a str or os.PathLike of a directory, or a URL{hint}"
     )
@@ -70,7 +56,7 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
             f"{name}={text!r} is a URL, and only a local or mounted directory works there; dcp_datastates.copy takes "
             f"checkpoints to a store"
         )
-    if lost := [each for each in text.split("/") if each in _SCHEMES]:
+    if lost := [each for each in text.split("/") if _SCHEME.fullmatch(each)]:
         raise ConfigurationError(
             f"{name}={text!r} was a URL, which has lost a slash in a Path or by os.path: pass it as a str, such as "
             f"'{lost[0]}//bucket/run'"
@@ -115,10 +101,7 @@ def moved_away(target: Path) -> Path | None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raise early if this process cannot create ``directory``, or cannot write to it.
-
-    Checks the nearest parent that exists, following symbolic links; creates nothing.
-    """
+    """Raise early if this process cannot create ``directory`` or write to it; looks at the nearest that exists."""
     nearest = Path(os.path.realpath(directory))
     while not presence.is_there(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
@@ -144,20 +127,19 @@ def _is_read_only(path: Path) -> bool:
 
 
 def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
-    """Text to append to an error ``number`` from writing ``nbytes`` bytes at ``path``; empty if the error is not about
-    space.
-    """
+    """Text to append to an error ``number`` from writing ``nbytes`` at ``path``; empty unless it is about space."""
+    wanted = f"{show_size(nbytes)} were to be written, and " if nbytes else ""
     if number == errno.EDQUOT:
-        return f"; {show_size(nbytes)} were to be written, and a quota is used up"
+        return f"; {wanted}a quota is used up"
     if number != errno.ENOSPC:
         return ""
-    free = ""
     with contextlib.suppress(OSError):
-        status = os.statvfs(Path(path).parent)
-        free = f", and {show_size(status.f_bavail * status.f_frsize)} are free there now"
-        if not status.f_favail and status.f_files:
-            free += " (and no inode)"
-    return f"; {show_size(nbytes)} were to be written{free}"
+        status = os.statvfs(path if presence.is_directory(path) else Path(path).parent)
+        no_inode = " (and no inode)" if not status.f_favail and status.f_files else ""
+        return (
+            f"; {wanted}{show_size(status.f_bavail * status.f_frsize)} are free there now{no_inode}"
+        )
+    return ""
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ which fails, too. Each change of a name is followed by a sync of its directory, 
 returns.
 
 A key's folder must exist: only :func:`make_folder` makes one. So nothing can be created any more in the folder of an
-attempt that was removed, however late the process is that tries.
+attempt that was removed, however late the process is that tries. What asks storage raises :class:`StorageError`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ _EXISTS: Final = (errno.EEXIST, errno.ENOTEMPTY)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MARK: Final = "mark:"
 _LONGEST_MARK: Final = 64
-"""Bytes. On a full file system, a small object is the text of a symbolic link, which takes no room there: else nothing
-could be deleted to make room.
-"""
+"""Bytes. On a full file system, so small an object is the text of a symbolic link: deletions must work there."""
 
 _MOST_BYTES: Final = 4 << 30
 """Of the largest object that is read whole. The metadata of 16,384 ranks with 900 tensors each have 1 GiB."""
@@ -166,17 +164,13 @@ class LocalStore:
 
 
 def make_folder(key: str, phase: str) -> bool:
-    """Make the folder ``key`` for objects, and its parents; returns whether this call made it. Raises
-    :class:`StorageError`.
-    """
+    """Make the folder ``key`` for objects, and its parents; returns whether this call made it."""
     path = _path(key)
     return path in local.make_directories(path, phase)
 
 
 def remove_folder(key: str, whole: bool = False) -> bool:
-    """Remove the folder ``key`` if no object is in it, durably; returns whether it is gone. ``whole``: with all other
-    files that are in it, too, unless an attempt is. Raises :class:`StorageError`.
-    """
+    """Remove the folder ``key``, durably, if no object is in it (``whole``: no attempt); returns whether it is gone."""
     path = _path(key)
     for entry in presence.entries_in(path):
         if not (whole or _UNFINISHED.fullmatch(entry.name)) or Attempt.parse(entry.name):
@@ -202,21 +196,17 @@ def remove_folder(key: str, whole: bool = False) -> bool:
 
 
 def is_object(path: Path) -> bool:
-    """Whether a folder is an object, which was created where the file system has no links. Raises
-    :class:`StorageError`.
-    """
+    """Whether a folder is an object, which was created where the file system has no links."""
     return presence.is_directory(path) and presence.is_file(path / _WITHIN)
 
 
 def has_unfinished(key: str) -> bool:
-    """Whether a killed process has left anything in the folder ``key``. Raises :class:`StorageError`."""
+    """Whether a killed process has left anything in the folder ``key``."""
     return any(map(_UNFINISHED.fullmatch, presence.names_in(_path(key))))
 
 
 def discard_folder(key: str) -> bool:
-    """Remove the folder ``key`` with what is in it, by a rename: no other process can create anything in it from the
-    first moment on. Returns whether it is gone. Raises :class:`StorageError`.
-    """
+    """Remove the folder ``key`` by a rename, so that none can create anything in it; returns whether it is gone."""
     path = _path(key)
     gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("deleting", path):
@@ -235,7 +225,7 @@ def discard_folder(key: str) -> bool:
 
 def put_copy(key: str, of: str, data: Buffer) -> None:
     """Store the object ``of``, whose bytes are ``data``, as ``key``, too: another name of its file, which is durable
-    already; the name may be gone after a crash. Raises :class:`StorageError`.
+    already; the name may be gone after a crash.
     """
     path = _path(key)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
@@ -255,9 +245,7 @@ def put_copy(key: str, of: str, data: Buffer) -> None:
 
 
 def sweep(key: str) -> None:
-    """Remove what processes that were killed in :func:`discard_folder` or :func:`put_copy` have left in the folder
-    ``key``. Never raises.
-    """
+    """Remove what killed :func:`discard_folder` and :func:`put_copy` have left in the folder ``key``. Never raises."""
     with contextlib.suppress(OSError):
         for entry in presence.entries_in(_path(key)):
             name = _UNFINISHED.fullmatch(entry.name)
@@ -323,7 +311,6 @@ def _missing_is_told(path: Path) -> Iterator[None]:
 
 
 def _mark_at(path: Path) -> bytes | None:
-    """The bytes of an object that was stored as the text of a symbolic link; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         text = os.readlink(path)
         if text.startswith(_MARK):

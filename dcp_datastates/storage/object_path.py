@@ -154,15 +154,11 @@ def locate(
         raise ConfigurationError(f"path={path!r} names no bucket; write s3://bucket/run/step-100")
     if scheme == "memory" and bucket:
         bucket, key = "", f"{bucket}/{key}".rstrip("/")
-    if "@" in bucket and scheme not in ("abfs", "abfss"):
+    has_user = "@" in bucket and scheme not in ("abfs", "abfss")
+    if has_user or _CREDENTIALS.search(key):
         raise ConfigurationError(
-            f"path has credentials in it ({scheme}://…@…): names of checkpoints appear in logs and files; give "
-            f"credentials by the environment, or by storage_options"
-        )
-    if _CREDENTIALS.search(key):
-        raise ConfigurationError(
-            f"path has credentials in it ({scheme}://…?…=…): names of checkpoints appear in logs and files; give "
-            f"credentials by the environment, or by storage_options"
+            f"path has credentials in it ({scheme}://{'…@…' if has_user else '…?…=…'}): names of checkpoints appear in "
+            f"logs and files; give credentials by the environment, or by storage_options"
         )
     for segment in key.split("/") if key else ():
         # Azure takes a backslash for a slash.
@@ -208,9 +204,7 @@ def check_opens(location: Location) -> None:
 
 
 def check_prefix(path: ObjectPath) -> None:
-    """Raise :class:`ConfigurationError` if no checkpoint can be saved there: it is the bucket itself, or its store
-    cannot be opened. Asks no server.
-    """
+    """Raise :class:`ConfigurationError` if it is the bucket itself, or its store cannot be opened. Asks no server."""
     if not path.key:
         raise ConfigurationError(
             f"path={str(path)!r} is a bucket: a checkpoint needs a prefix, such as {path / 'run/step-100'}"

@@ -132,8 +132,7 @@ def part_bytes(nbytes: int) -> int:
 def put_pieces(
     store: ObjectStore, key: str, nbytes: int, pieces: Iterator[Buffer], parts_in_flight: int
 ) -> None:
-    """Store an object of ``nbytes`` bytes: in one request if it is one part, else as a stream. ``pieces`` may come from
-    a store.
+    """Store an object of ``nbytes`` bytes, in one request if it is one part. ``pieces`` may come from a store.
 
     Raises :class:`StorageError`, and what ``pieces`` raises.
     """

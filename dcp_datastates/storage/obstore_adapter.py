@@ -252,11 +252,7 @@ def _delete(client: Callable[[], Any], names: Sequence[str]) -> None:
 
 
 def _retries(tries: int, seconds: float) -> Any:
-    return {
-        "max_retries": tries,
-        "retry_timeout": timedelta(seconds=seconds),
-        "backoff": _BACKOFF,
-    }
+    return {"max_retries": tries, "retry_timeout": timedelta(seconds=seconds), "backoff": _BACKOFF}
 
 
 _AWS_SOURCES: Final = (

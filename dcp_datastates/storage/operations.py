@@ -1,10 +1,8 @@
 """The file operations outside the native engine, one function each: so that tests can watch and break them.
 
 Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. None begins in work that was
-abandoned (``bounded.py``). If ``DCP_DATASTATES_TRACE`` names
-a file, each completed operation, also of the native engine, is appended to it as a line of JSON. Tests compute from
-such a trace what a crash could leave behind. (Paths are the system's bytes: :func:`os.fsdecode` reads a line.) A sync
-makes two records, ``sync_begin`` and ``sync``; it covers the operations recorded before ``sync_begin``.
+abandoned (``bounded.py``). CONTRIBUTING.md describes the trace (``DCP_DATASTATES_TRACE``), from which tests compute
+what a crash could leave behind. (Paths are the system's bytes: :func:`os.fsdecode` reads a line.)
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What an fsync of a directory says where there is none, as in SMB: the server keeps the entries by itself. The native
-engine goes by the same (``output_file.cpp``).
-"""
+"""What an fsync of a directory says where it is not needed, as in SMB. ``output_file.cpp`` goes by the same."""
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -182,9 +178,7 @@ def link(path: Path, target: Path, phase: str) -> None:
 
 
 def exchange(path: Path, target: Path, phase: str) -> None:
-    """Exchange two entries, atomically (renameat2(2)). Raises OSError with an errno of :data:`NO_EXCHANGE` where the
-    file system or the C library cannot do that.
-    """
+    """Exchange two entries, atomically (renameat2(2)). Raises an errno of :data:`NO_EXCHANGE` where that is missing."""
     with _operation(phase, "exchange", path, to=str(target)):
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if renameat2 is None:

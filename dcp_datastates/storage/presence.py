@@ -108,9 +108,7 @@ def _judged(operation: Callable[[], T], path: str | os.PathLike[str]) -> T | Non
 
 
 def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """The status of what ``path`` leads to; None if that is nothing: symbolic links that lead in a circle, too. Raises
-    :class:`StorageError`.
-    """
+    """The status of what ``path`` leads to; None for nothing, and a circle of links. Raises :class:`StorageError`."""
     try:
         return _judged(lambda: os.stat(path), path)
     except StorageError as error:

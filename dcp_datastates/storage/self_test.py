@@ -132,8 +132,7 @@ def what_works_for(directory: ObjectPath) -> Findings:
 
 
 def what_works(root: Location) -> Findings:
-    """What storage at ``root``, an existing directory or a prefix in a store, can do. The first call for a root tries
-    it, says once what is missing, and waits for storage.
+    """What storage at ``root``, an existing directory or a prefix in a store, can do: tried once, and said once.
 
     Raises :class:`StorageError` if saves cannot work there, or storage fails. Any thread.
     """
@@ -145,9 +144,7 @@ def what_works(root: Location) -> Findings:
 
 @functools.lru_cache(maxsize=64)
 def _remembered(root: ObjectPath, mounted: Any) -> Findings:
-    """``mounted``: the store, or the device's number; something else may be mounted there later. An error is not
-    remembered: what is missing may be granted until the next save.
-    """
+    """``mounted``: the store, or the device's number. An error is not remembered: what is missing may be granted."""
     found = examine(root)
     if (missing := found.missing) is not None:
         raise StorageError(errno.EOPNOTSUPP, _said(missing), str(root))
@@ -159,9 +156,7 @@ def _remembered(root: ObjectPath, mounted: Any) -> Findings:
 
 
 def what_it_says(path: Location | None) -> str:
-    """Text to append to the error of a save to ``path`` that makes no progress: what its store answers. The libraries
-    do not tell why an upload stands still. Empty if it answers well, and for a directory. Takes some seconds.
-    """
+    """What the store of a save without progress answers, for its error; empty if that is well. Takes some seconds."""
     if not isinstance(path, ObjectPath):
         return ""
     try:
@@ -183,10 +178,7 @@ def examine(root: Location) -> Findings:
     began, place = time.monotonic(), stored(root)
     name = f"self-test.{secrets.token_hex(8)}"
     causes: _Causes = {}
-    with (
-        operations.during(operations.SELF_TEST),
-        explained("trying what storage can do", root),
-    ):
+    with operations.during(operations.SELF_TEST), explained("trying what storage can do", root):
         if place.is_local:
             _try_directory(place, place / f".{name}", causes)
         else:
@@ -303,9 +295,7 @@ def _delete(folder: ObjectPath) -> str | None:
 
 
 def _create_once(folder: ObjectPath, key: str) -> str | None:
-    """Create one object several times. Some stores ignore the condition of a request, or check it before they store the
-    object, so that two requests at the same time may both succeed.
-    """
+    """Create one object several times: some stores ignore the condition, or check it before they store the object."""
     create = folder.store.put_if_absent
     cause = (
         _cause(folder, lambda: _differs(create(key, b"0"), True))

@@ -72,7 +72,6 @@ class LibraryStore:
         raise NotImplementedError
 
     def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
-        """The error for an ``error`` of the library."""
         raise NotImplementedError
 
     def _ask(
@@ -116,7 +115,6 @@ class LibraryStore:
         return (ExpiredError if _EXPIRED.search(said) else StorageError)(number, text, url)
 
     def _said(self, error: Exception) -> str:
-        """The text of the library's error, without secrets."""
         return without_secrets(str(error), secrets_in(self._options)) or type(error).__name__
 
 
@@ -186,9 +184,8 @@ def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def without_secrets(message: str, known: Iterable[str] = ()) -> str:
-    """A library's message without what may be a secret: those that are ``known``, queries of URLs, users in URLs,
-    values of keys and tokens; of a server's answer, which may repeat what was sent and how it was signed, the error's
-    code and message.
+    """A message without what may be a secret: those that are ``known``, queries of URLs, users in URLs, values of keys
+    and tokens; of a server's answer, which may repeat what was sent, the error's code and message.
     """
     for secret in known:
         message = message.replace(secret, "…")

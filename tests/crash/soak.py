@@ -36,6 +36,7 @@ from support.state.planners import FailingPlanner
 from support.state.saving import number_at, part, report_of, save_over
 
 from dcp_datastates.commit import group
+from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.storage import failpoints
 
 WORLD = 4
@@ -324,6 +325,7 @@ _libc = ctypes.CDLL(None)
 
 
 def _usage() -> Usage:
+    finish_callbacks(60)  # their thread starts with the first failure
     gc.collect()
     _libc.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

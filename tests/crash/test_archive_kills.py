@@ -26,10 +26,7 @@ CELLS = [
     for kind in kinds
     for when in ("before", "after")
 ]
-SAMPLE = (
-    "archive.write.before-coordinator-directory",
-    "archive.commit.after-coordinator-store",
-)
+SAMPLE = ("archive.write.before-coordinator-directory", "archive.commit.after-coordinator-store")
 
 
 @pytest.mark.parametrize("cell", sampled(CELLS, SAMPLE))

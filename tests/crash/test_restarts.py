@@ -68,8 +68,7 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    "events",
-    sampled(["join", "join leave join", "join orphans join"], keep=["join"]),
+    "events", sampled(["join", "join leave join", "join orphans join"], keep=["join"])
 )
 def test_nodes_that_come_and_go_change_the_job_and_its_saves_work(events, tmp_path):
     """Two agents on one machine. A node that comes does not raise the count of restarts, and the store stays."""

@@ -242,10 +242,7 @@ def test_what_the_coordinator_was_told_in_saves_that_failed_is_told_again(shared
     save_by(state(10), by, planner)
     for number in range(6):
         log = shared_dir / f"fired{number}"
-        with (
-            armed_on(0, "vote.before=error:EIO", log),
-            pytest.raises(DataStatesError),
-        ):
+        with armed_on(0, "vote.before=error:EIO", log), pytest.raises(DataStatesError):
             save_by(state(1000 * (number + 1)), by, planner)
     for length in (10, 10, 6000):
         save_by(state(length), by, planner)
@@ -367,10 +364,7 @@ def test_fsdp_that_reshards_in_place_is_steady_and_each_save_is_the_state_at_its
         optimizer.zero_grad()
 
     def state():
-        return {
-            "model": model.state_dict(),
-            "optim": get_optimizer_state_dict(model, optimizer),
-        }
+        return {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
 
     step()
     steady = []

@@ -7,11 +7,7 @@ import torch.distributed as dist
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import assert_same, async_save, load_by_both, load_everything
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    init_from_local_shards,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 
 _ROWS, _COLUMNS = 48, 500
 

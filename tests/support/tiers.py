@@ -59,10 +59,7 @@ def tries(few: int, many: int, variable: str | None = None) -> list[Any]:
     """
     if variable and variable in os.environ:
         return [pytest.param(int(os.environ[variable]), id="chosen")]
-    return [
-        pytest.param(few, id="few"),
-        pytest.param(many, id="many", marks=pytest.mark.thorough),
-    ]
+    return [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.thorough)]
 
 
 def part_of(nodeid: str) -> int:

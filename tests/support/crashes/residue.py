@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dcp_datastates.commit import group as groups
 from dcp_datastates.io import engine
+from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks import gloo_group
 from dcp_datastates.ranks.failure_detector import FailureDetector
 
@@ -38,6 +39,7 @@ class Residue:
 
     @staticmethod
     def now() -> Residue:
+        finish_callbacks(_SECONDS)  # their thread starts with the first failure, which it notes
         gc.collect()
         _await_beats()
         stats = engine.stats()

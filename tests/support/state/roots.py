@@ -79,12 +79,4 @@ def another_version(path: Path) -> None:
     file.write_bytes(with_format(file.read_bytes(), 99))
 
 
-STRUCTURAL = [
-    damage_metadata,
-    cut_metadata,
-    cut,
-    grow,
-    lose,
-    lose_all,
-    another_version,
-]
+STRUCTURAL = [damage_metadata, cut_metadata, cut, grow, lose, lose_all, another_version]

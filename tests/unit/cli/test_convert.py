@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from support.state.checkpoints import assert_same, save
 from support.state.files import data_files, flip_bit
 from support.state.states import filled
 
+from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates_cli.main import main
 
 MODEL = {"a.weight": filled((40, 30), torch.float32, 1), "b": torch.ones(3)}
@@ -108,13 +111,36 @@ def test_an_existing_destination_is_replaced_with_overwrite(source, tmp_path):
     )
 
 
-@pytest.mark.parametrize("command", ["convert", "diff"])
-def test_progress_is_shown_on_a_terminal(command, source, tmp_path, capsys):
-    terminal = Terminal()
-    arguments = {"convert": [source, tmp_path / "out", "--to", "dcp"], "diff": [source, source]}
-    with mock.patch("sys.stderr", terminal):
-        assert main([command, *map(str, arguments[command])]) == 0
-    assert {"convert": "converting in", "diff": "comparing in"}[command] in terminal.getvalue()
+@pytest.mark.parametrize("command", ["convert", "diff", "copy", "verify"])
+def test_progress_is_shown_on_a_terminal_and_not_in_a_pipe(command, source, tmp_path):
+    shown = []
+    for number, stream in enumerate((Terminal(), io.StringIO())):
+        out = tmp_path / f"out-{number}"
+        doing, *arguments = {
+            "convert": ("converting in", source, out, "--to", "dcp"),
+            "diff": ("comparing in", source, source),
+            "copy": ("copying in", source, out),
+            "verify": ("verifying in", source),
+        }[command]
+        with mock.patch("sys.stderr", stream):
+            assert main([command, *map(str, arguments)]) == 0
+        shown.append(stream.getvalue())
+    assert shown[1] == ""
+    assert doing in shown[0]
+    assert "0:00:00" in shown[0]
+
+
+def test_the_bar_has_the_rate_and_the_time_left():
+    with (
+        mock.patch("sys.stderr", Terminal()) as terminal,
+        mock.patch("rich.console.monotonic") as now,
+    ):
+        now.return_value = 0.0
+        with progress_bar("copying", "step-1", False) as progress:
+            for part in range(6):
+                now.return_value = float(part)
+                progress(part * 10_000_000, 100_000_000)
+    assert re.search(r"10\.0 MB/s\S* \S*0:00:05", terminal.getvalue())
 
 
 def test_diff_says_what_differs_with_status_1(source, tmp_path):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 
 import pytest
 import torch
 from support.commands import run_cli
-from support.crashes.mounts import mounted
+from support.crashes.mounts import fill, mounted, remount
 from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.checkpoints import assert_same, load, save
 from support.stores.kinds import new_store, objects_below
@@ -20,6 +21,7 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import object_path
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from dcp_datastates.storage.self_test import Operation
+from dcp_datastates_cli import doctor
 
 
 def operations(ended):
@@ -116,3 +118,22 @@ def test_storage_that_fails_or_is_not_there_is_status_2(monkeypatch, tmp_path):
     ended = run_cli("doctor", "mem://bucket/run")
     assert ended.returncode == 2
     assert "503" in ended.stderr
+
+
+def test_a_full_or_read_only_disk_and_one_that_hangs_are_said_with_a_way_out(monkeypatch, tmp_path):
+    with mounted("tmpfs", tmp_path) as root:
+        filler = fill(root, 0)
+        ended = run_cli("doctor", root)
+        assert ended.returncode == 2
+        assert "No space left on device; 0 B are free there now" in ended.stderr
+        assert "delete checkpoints (dcp-datastates retain, or rm)" in ended.stderr
+        filler.unlink()
+        remount(root, "ro")
+        assert "mounted read-only" in run_cli("doctor", root).stderr
+    answers = threading.Event()
+    monkeypatch.setattr(doctor, "_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "examine", lambda root: answers.wait())
+    ended = run_cli("doctor", tmp_path)
+    answers.set()
+    assert ended.returncode == 2
+    assert "trying what storage can do has not returned" in ended.stderr

@@ -88,13 +88,14 @@ def test_without_a_terminal_no_command_imports_rich(root):
         ["inspect", checkpoint],
         ["verify", checkpoint],
         ["latest", str(root)],
+        ["trace", checkpoint],
     ]
     code = f"""
 import sys
 from {module} import {function}
 for command in {commands!r}:
     assert {function}(command) == 0
-    assert "rich" not in sys.modules, command
+    assert not {{"rich", "matplotlib"}} & set(sys.modules), command
 """
     ended = run_python("-c", code)
     assert ended.returncode == 0, ended
@@ -132,12 +133,7 @@ def test_runtime_dependencies_are_those_that_are_imported():
                 imported |= _imports(ast.parse(path.read_text()))
     third_party = imported - set(sys.stdlib_module_names) - {"dcp_datastates", "dcp_datastates_cli"}
     # A folder is opened where transformers is; the others are in the extras cloud and metrics.
-    optional = {
-        "fsspec",
-        "obstore",
-        "prometheus_client",
-        "transformers",
-    }
+    optional = {"fsspec", "obstore", "prometheus_client", "transformers"}
     assert third_party - optional == declared
 
 

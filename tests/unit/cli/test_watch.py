@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,8 @@ from support.commands import run_cli
 from support.state.checkpoints import save
 from support.waiting import await_that
 
-from dcp_datastates.checkpoints.describe import newest
-from dcp_datastates_cli.watch import next_commit, table
+from dcp_datastates.checkpoints.overview import overview
+from dcp_datastates_cli.screen import next_commit, screen
 
 
 @contextmanager
@@ -87,16 +86,18 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
 def test_the_table_has_age_distance_and_the_next(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save({"w": torch.ones(100)}, tmp_path / f"step-{step}")
-    committed, open_saves = newest(tmp_path, 2)
+    found = overview(tmp_path, 2)
+    committed = found.checkpoints
     assert [each.name for each in committed] == ["step-3", "step-2"]
-    assert open_saves == []
     times = [each.committed_at or 0.0 for each in committed]
-    assert next_commit(committed) == pytest.approx(times[0] + times[0] - times[1])
+    due = next_commit(committed)
+    assert due == pytest.approx(times[0] + times[0] - times[1])
     assert next_commit(committed[:1]) is None
-    now = time.time()
-    text = "\n".join(table(committed, open_saves, now + 5400, now + 1800))
-    assert "next commit: in 1 h" in text
+    text = screen(found, due - 3600.0, 2)
+    assert "next commit   in 1 h, if" in text
     assert "step-3" in text
+    assert "next commit   1 h late, if" in screen(found, due + 3600.0, 2)
+    assert "newest        step-3, age 1 h, committed 2" in screen(found, times[0] + 3600.0, 2)
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -30,6 +34,8 @@ from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.tiers import archive
 
 STATE = {"w": torch.arange(100_000.0)}
+GRAFANA = Path(__file__).parents[3] / "docs" / "grafana"
+ALERTS = yaml.safe_load((GRAFANA / "alerts.yml").read_text())
 
 
 @pytest.fixture
@@ -178,3 +184,21 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'dcp_datastates\[metrics\]'"):
         register_metrics()
+
+
+def test_the_dashboard_and_the_alerts_name_what_is_exported(registry):
+    """integration/prometheus asks a real Prometheus about them."""
+    families = list(registry.collect())
+    known = {sample.name for family in families for sample in family.samples}
+    known |= {f"{family.name}_total" for family in families if family.type == "counter"}
+    dashboard = json.loads((GRAFANA / "dashboard.json").read_text())
+    rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+    assert len(rules) == 3
+    panels = [target for each in dashboard["panels"] for target in each.get("targets", ())]
+    for each in (*panels, *rules):
+        named = set(re.findall(r"dcp_datastates_\w+", each["expr"]))
+        assert named, each
+        assert named <= known, each
+    used = set(re.findall(r"dcp_datastates_\w+", json.dumps(panels)))
+    for family in families:
+        assert any(each.startswith(family.name) for each in used), family.name

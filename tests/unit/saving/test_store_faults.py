@@ -167,10 +167,7 @@ def test_a_server_that_dies_in_an_upload_fails_the_save_by_name(then):
         save(OLD, f"{root}/step-0")
         death = proxy.inject(die, *PARTS, skip=2)
         handle = dcp_datastates.async_save(
-            NEW,
-            f"{root}/step-1",
-            host_cache_size=CACHE,
-            commit_timeout=5.0,
+            NEW, f"{root}/step-1", host_cache_size=CACHE, commit_timeout=5.0
         )
         await_that(lambda: death.seen)
         if then == "restarted":
