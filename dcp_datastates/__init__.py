@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from dcp_datastates.loading.record import on_load
     from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
-    from dcp_datastates.tiers.ram_nodes import configure_ram
+    from dcp_datastates.tiers.nodes import configure_nodes
 
 __all__ = [
     "AutoInterval",
@@ -109,7 +109,7 @@ __all__ = [
     "UnsupportedTensorError",
     "async_save",
     "configure_engine",
-    "configure_ram",
+    "configure_nodes",
     "convert",
     "copy",
     "delete",
@@ -142,7 +142,7 @@ _PLACES = {
     "Report": "checkpoints.verify.Report",
     "RngState": "manager.RngState",
     "Trainable": "manager.Trainable",
-    "configure_ram": "tiers.ram_nodes.configure_ram",
+    "configure_nodes": "tiers.nodes.configure_nodes",
     "convert": "conversion.convert.convert",
     "copy": "checkpoints.copy.copy",
     "delete": "checkpoints.delete.delete",
@@ -172,13 +172,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-def _ram_store(root: str) -> "_ObjectStore":
-    from dcp_datastates.tiers.ram_store import open_ram
+def _nodes_store(root: str, key: str) -> "_ObjectStore":
+    from dcp_datastates.tiers.copies import open_nodes
 
-    return open_ram(root)
+    return open_nodes(root, key)
 
 
-_register("ram", _ram_store)
+_register("ram", _nodes_store)
+_register("node", _nodes_store)
 
 try:
     __version__ = version("dcp_datastates")

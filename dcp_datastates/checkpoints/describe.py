@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, locate, stored
+from dcp_datastates.storage.object_path import Location, copies_in, locate, stored
 from dcp_datastates.text import columns, count, date, numbers, size, step_of
 
 _SHOWN: Final = 16
@@ -91,6 +91,8 @@ class DataFile:
     """Bytes according to the metadata."""
     found_nbytes: int | None
     """Bytes on storage; None if the file is missing."""
+    nodes: tuple[str, ...] = ()
+    """Where its copies lie, if the store has several."""
 
     @property
     def problem(self) -> str | None:
@@ -100,6 +102,12 @@ class DataFile:
         if self.found_nbytes != self.nbytes:
             return f"has {self.found_nbytes} bytes instead of {self.nbytes}"
         return None
+
+    @property
+    def note(self) -> str:
+        """The problem, and where the copies lie."""
+        where = f"on {', '.join(self.nodes)}" if self.nodes else None
+        return "; ".join(filter(None, (self.problem, where)))
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ class Checkpoint:
             lines += ["", *columns(("dtype", "tensors>", "size>"), totals)]
         if self.files:
             files = sorted(self.files, key=lambda file: file.problem is None)
-            rows = [(file.path, file.rank, size(file.nbytes), file.problem) for file in files]
+            rows = [(file.path, file.rank, size(file.nbytes), file.note) for file in files]
             lines += ["", *columns(("file", "rank>", "size>", ""), rows, _SHOWN)]
         if most != 0 and (self.tensors or self.objects):
             lines += ["", *self._contents(most)]
@@ -283,6 +291,7 @@ def describe(
 
 def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
     tensors, objects = _contents(committed)
+    copies = copies_in(directory / committed.note.attempt.name)
     return Checkpoint(
         path=directory,
         committed=True,
@@ -291,7 +300,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         nbytes=committed.nbytes,
         ranks=_ranks(committed.note.files),
         files=tuple(
-            _file(committed.note.files[name], found)
+            _file(committed.note.files[name], found, copies.get(Path(name).name, ()))
             for name, found in sizes(directory, committed.note.files.keys()).items()
         ),
         dtypes=_totals(tensors),
@@ -335,10 +344,11 @@ def _ranks(paths: Iterable[str]) -> int:
     return len({attempts.rank_of(Path(path).name) for path in paths} - {None})
 
 
-def _file(record: FileRecord, found: int | OSError) -> DataFile:
+def _file(record: FileRecord, found: int | OSError, nodes: Sequence[str]) -> DataFile:
     name = record.relative_path
     rank = attempts.rank_of(Path(name).name)
-    return DataFile(name, rank, record.nbytes, found if isinstance(found, int) else None)
+    nbytes = found if isinstance(found, int) else None
+    return DataFile(name, rank, record.nbytes, nbytes, tuple(nodes))
 
 
 def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:

@@ -37,7 +37,7 @@ from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, leave_copy
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -66,6 +66,17 @@ class _File:
     table: ChecksumTable
     pieces_left: int
     bad: list[_Bad] = field(default_factory=list)
+
+
+def examine(
+    directory: Location, committed: Committed, threads: int, progress: Progress | None
+) -> list[Damage]:
+    """As :meth:`Examination.run`. If a store has several copies of a file, it is damaged if all are."""
+    while True:
+        damages = Examination(directory, committed).run(threads, progress)
+        left = {each.file: each for each in damages if each.file in committed.note.files}
+        if not [file for file in left if leave_copy(directory / file, left[file].problem)]:
+            return damages
 
 
 class Examination:

@@ -30,7 +30,7 @@ from dcp_datastates.io.streams import ReadRange, fetch
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, leave_copy
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,14 @@ class StoredCheckpoint:
         return [(self._places[index], group) for index, group in sorted(found.items())]
 
     def leave(self, files: Iterable[str], error: DataStatesError) -> None:
-        """Read ``files`` from their next places from now on, because of ``error``. If a file has no other, raises the
-        error of its nearest copy.
+        """Read ``files`` from their next copies from now on, because of ``error``: in the same place, if its store has
+        several, else in the next place. If a file has no other, raises the error of its nearest copy.
         """
         for file in files:
-            following = self._used.get(file, 0) + 1
+            used = self._used.get(file, 0)
+            if leave_copy(self._places[used] / file, error):
+                continue
+            following = used + 1
             first = self._first_errors.setdefault(file, error)
             if following == len(self._places):
                 raise first

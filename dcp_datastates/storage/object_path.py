@@ -12,7 +12,7 @@ from typing import Any, Final
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates.storage.local_store import LocalStore
-from dcp_datastates.storage.object_store import ObjectStore, url_of
+from dcp_datastates.storage.object_store import CopiedStore, ObjectStore, url_of
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 _CREDENTIALS: Final = re.compile(r"(?i)\?.*(token|secret|passw|sig|key|credential)\w*=")
@@ -150,6 +150,10 @@ def locate(
     scheme, bucket, key = match[1].lower(), match[2], match[3].rstrip("/")
     if scheme == "file":
         return local.local_path("/" + key, below)
+    if scheme == "node":
+        if bucket:
+            raise ConfigurationError(f"path={path!r} names no directory; write node:///{bucket}/…")
+        bucket = "/"
     if not bucket and scheme != "memory":
         raise ConfigurationError(f"path={path!r} names no bucket; write s3://bucket/run/step-100")
     if scheme == "memory" and bucket:
@@ -173,10 +177,10 @@ def locate(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
     root = f"{scheme}://{bucket}"
-    if (
-        scheme in _openers
-    ):  # the processes of a job that only name such a store have a part in it, too
+    if scheme in _openers:
+        # The processes of a job that only name such a store have a part in it, too.
         store_of(root)
+        _openers[scheme](root, key)
     return ObjectPath(root, key, options)
 
 
@@ -199,6 +203,18 @@ def locate_all(
             f"path={paths!r} has local paths only: storage_options are for URLs"
         )
     return tuple(locate(path, options=options if is_url(path) else None) for path in paths)
+
+
+def leave_copy(location: Location, why: object) -> bool:
+    """:meth:`CopiedStore.leave` of the object; False if its store has one copy of each."""
+    path = stored(location)
+    return isinstance(path.store, CopiedStore) and path.store.leave(path.key, str(why))
+
+
+def copies_in(folder: Location) -> dict[str, Sequence[str]]:
+    """:meth:`CopiedStore.places` of the objects in the folder; none if its store has one copy of each."""
+    path = stored(folder)
+    return path.store.places(path.key) if isinstance(path.store, CopiedStore) else {}
 
 
 def check_opens(location: Location) -> None:
@@ -230,14 +246,14 @@ _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abf
 
 _lock = threading.RLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
-_openers: dict[str, Callable[[str], ObjectStore]] = {}
+_openers: dict[str, Callable[[str, str], ObjectStore]] = {}
 
 
-def register(scheme: str, opener: Callable[[str], ObjectStore]) -> None:
+def register(scheme: str, opener: Callable[[str, str], ObjectStore]) -> None:
     """Let ``opener`` open the stores of ``scheme``: for stores of rooms above this one.
 
-    It is called each time that such a store is named or used, and returns the same object for the same root. It must
-    not wait.
+    It is called with a root and a key each time that a user names a place there, and with the root and "" each time
+    that the store is used. It returns the same object for the same root, and must not wait.
     """
     _openers[scheme] = opener
 
@@ -252,7 +268,7 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
     with _lock:
         scheme = root.partition("://")[0]
         if scheme in _openers and not options:
-            _opened[root, by_options] = _openers[scheme](root)
+            _opened[root, by_options] = _openers[scheme](root, "")
         elif (root, by_options) not in _opened:
             _opened[root, by_options] = _open(root, options)
         return _opened[root, by_options]

@@ -7,10 +7,10 @@ consistent with all calls that returned before it began, as S3, GCS and Azure pr
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
@@ -110,6 +110,21 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
+
+
+@runtime_checkable
+class CopiedStore(Protocol):
+    """A store that has copies of an object on several nodes. Raises as :class:`ObjectStore`."""
+
+    def leave(self, key: str, why: str) -> bool:
+        """Read the object from another copy from now on, because the one that is read is damaged, and replace that in
+        the background. Returns False, and does nothing, if there is no other.
+        """
+
+    def places(self, prefix: str) -> dict[str, Sequence[str]]:
+        """The names of the nodes that have each object or folder directly below ``prefix``, by its name; a folder's
+        ends in a slash.
+        """
 
 
 def url_of(root: str, key: str) -> str:

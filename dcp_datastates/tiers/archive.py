@@ -42,7 +42,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
-from dcp_datastates.tiers.ram_store import RamStore
+from dcp_datastates.tiers.node_store import NodeStore
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 logger = logging.getLogger(__name__)
@@ -325,10 +325,10 @@ def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> 
 def _free(fast: Location) -> float:
     if not isinstance(fast, ObjectPath):
         return shutil.disk_usage(fast).free
-    if not isinstance(fast.store, RamStore):  # no store tells
+    if not isinstance(fast.store, NodeStore):  # no store tells
         return math.inf
     try:
-        return fast.store.left()
+        return fast.store.left(fast.key)
     except StorageError as error:  # the save will say so, too
         logger.warning("whether there is room for a save is not known: %s", error)
         return math.inf

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.stores.harm import HarmProxy, cut_after, flipped_at, held_after
-from support.stores.ram import RamCluster
+from support.stores.nodes import Cluster
 from support.waiting import await_that
 
 from dcp_datastates import StorageError
@@ -24,7 +24,7 @@ PIECE = os.urandom(3 << 20)
 
 @pytest.fixture
 def cluster(tmp_path):
-    made = RamCluster(tmp_path, 3)
+    made = Cluster(tmp_path, 3)
     yield made
     made.close()
 
@@ -165,7 +165,7 @@ def test_a_server_serves_only_what_lies_below_its_directory(cluster, key):
 
 
 def test_a_full_node_fails_the_put_with_enospc(tmp_path):
-    cluster = RamCluster(tmp_path, 2, most_bytes=10 << 20)
+    cluster = Cluster(tmp_path, 2, most_bytes=10 << 20)
     store = cluster.store("a")
     put(store, "r00000-0.safetensors", 2)
     with pytest.raises(StorageError, match="10485760 bytes") as raised:
@@ -218,10 +218,11 @@ def test_a_creation_that_a_node_did_not_see_is_found(cluster, proxied):
 
 
 def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path):
-    cluster = RamCluster(tmp_path, 1)
-    (cluster.folders["a"] / ".unfinished" / "left").write_bytes(b"x")
+    cluster = Cluster(tmp_path, 1)
+    (cluster.folders["a"] / "run").mkdir()
+    (cluster.folders["a"] / "run" / ".left.0123456789abcdef~").write_bytes(b"x")
     living = cluster.files["a"].unpublished("run/a")
-    RamCluster(tmp_path, 1).close()
+    Cluster(tmp_path, 1).close()
     assert len(cluster.rests()) == 1, "what a living process writes stays"
     living.close()
     cluster.close()

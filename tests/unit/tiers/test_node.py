@@ -7,10 +7,10 @@ import contextlib
 import pytest
 from support.jobs.scripts import run_script
 from support.stores.asking import asked
-from support.stores.ram import RamCluster
+from support.stores.nodes import Cluster
 
-from dcp_datastates.tiers import ram_node
-from dcp_datastates.tiers.ram_node import RamFiles
+from dcp_datastates.tiers import node_files
+from dcp_datastates.tiers.node_files import NodeFiles
 from dcp_datastates.wire.line import RefusedError, connect
 
 
@@ -18,8 +18,8 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
     ended = run_script(
         """
         from pathlib import Path
-        from dcp_datastates.tiers.ram_node import RamFiles
-        files = RamFiles(Path(path), 1 << 20)
+        from dcp_datastates.tiers.node_files import NodeFiles
+        files = NodeFiles("a", Path(path), 1 << 20)
         new = files.unpublished("run/x")
         new.write(b"x" * 1000)
         def held():
@@ -45,7 +45,7 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
 
 @pytest.fixture
 def line(tmp_path):
-    cluster = RamCluster(tmp_path, 1)
+    cluster = Cluster(tmp_path, 1)
     with contextlib.closing(connect(cluster.address("a"))) as made:
         yield made
     assert cluster.has("x") == []
@@ -101,7 +101,7 @@ def test_a_directory_that_others_may_have_made_is_refused_and_nothing_is_written
     if by == "mode 0777":
         directory.chmod(0o777)
     if by == "another user":
-        monkeypatch.setattr(ram_node.os, "getuid", lambda: 12345)
+        monkeypatch.setattr(node_files.os, "getuid", lambda: 12345)
     with pytest.raises(OSError, match="Not a directory" if by == "a link" else "this user's"):
-        RamFiles(directory, 1 << 20)
+        NodeFiles("a", directory, 1 << 20)
     assert [*directory.iterdir(), *target.iterdir()] == []

@@ -9,7 +9,7 @@ import torch
 from support.jobs.scripts import run_script
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, configure_ram
+from dcp_datastates import ConfigurationError, configure_nodes
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from dcp_datastates import ConfigurationError, configure_ram
         {"peers": -1},
         {"peers": True},
         {"peers": "2"},
-        {"size": "much"},
-        {"size": 0},
+        {"memory": "much"},
+        {"memory": 0},
         {"rate": "fast"},
         {"rate": 0},
         {"directory": 3},
@@ -30,28 +30,28 @@ from dcp_datastates import ConfigurationError, configure_ram
 def test_options_that_cannot_work_are_refused_by_name(options):
     (name,) = options
     with pytest.raises(ConfigurationError, match=rf"\b{name}="):
-        configure_ram(**options)
+        configure_nodes(**options)
 
 
 def test_a_process_alone_uses_its_node(tmp_path: Path):
     ended = run_script(
         """
         import dcp_datastates
-        from dcp_datastates import ConfigurationError, configure_ram
-        configure_ram(directory=path, rate="1GB/s", size="1GiB")
-        dcp_datastates.save({"w": torch.full((5,), 3.0)}, "ram://run/step-1")
-        place = dcp_datastates.latest("ram://run")
-        assert str(place) == "ram://run/step-1", place
+        from dcp_datastates import ConfigurationError, configure_nodes
+        configure_nodes(directory=path, rate="1GB/s", memory="1GiB")
+        dcp_datastates.save({"w": torch.full((5,), 3.0)}, "node:///run/step-1")
+        place = dcp_datastates.latest("node:///run")
+        assert str(place) == "node:///run/step-1", place
         assert dcp_datastates.load(place)["w"].tolist() == [3.0] * 5
-        assert dcp_datastates.verify("ram://run/step-1").whole
-        configure_ram(directory=path, rate="1GB/s", size="1GiB")
+        assert dcp_datastates.verify("node:///run/step-1").whole
+        configure_nodes(directory=path, rate="1GB/s", memory="1GiB")
         try:
-            configure_ram(peers=2)
+            configure_nodes(peers=2)
         except ConfigurationError as error:
             assert "comes too late" in str(error)
         else:
             raise AssertionError
-        dcp_datastates.delete("ram://run/step-1")
+        dcp_datastates.delete("node:///run/step-1")
         """,
         tmp_path / "memory",
     )

@@ -1,4 +1,4 @@
-"""Ranks keep checkpoints in the memory of nodes. These are directories here: a node that is lost comes back empty."""
+"""Ranks keep checkpoints on the disks of nodes. These are directories here: a node that is lost comes back empty."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, number_in
 from support.state.checkpoints import CACHE, raises
 from support.state.saving import Report, part, save_over, try_to_save
+from support.stores.nodes import rests_below
 from support.tiers import sampled
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, ConfigurationError, StorageError
-from dcp_datastates.tiers import ram_nodes
+from dcp_datastates.tiers import nodes
 
-URL = "ram://run"
+URL = "node:///run"
 ELEMENTS = 3_000_000
 """Of each rank's weight: 12 MB, two pieces."""
 
@@ -29,25 +30,25 @@ ELEMENTS = 3_000_000
 def configure(root: str, nodes: int = 2, peers: int = 1) -> None:
     """The ranks fill the nodes one after the other, as torchrun's do."""
     node = f"node{dist.get_rank() * nodes // dist.get_world_size()}"
-    dcp_datastates.configure_ram(peers=peers, directory=f"{root}/{node}", node=node)
+    dcp_datastates.configure_nodes(peers=peers, directory=f"{root}/{node}", node=node)
 
 
 def save_configured(number: int) -> None:
     save_over(part(number, ELEMENTS), f"{URL}/step-{number}", read_window="immediate").result(60)
 
 
-def save_in_memory(root: str, number: int, nodes: int = 2, peers: int = 1) -> None:
+def save_on_nodes(root: str, number: int, nodes: int = 2, peers: int = 1) -> None:
     configure(root, nodes, peers)
     save_configured(number)
     dist.barrier()
 
 
-def try_to_save_in_memory(root: str, number: int) -> Report:
+def try_to_save_on_nodes(root: str, number: int) -> Report:
     configure(root)
     return try_to_save(f"{URL}/step-{number}", number, ELEMENTS, 60)
 
 
-def find_in_memory(root: str, number: int | None, saved_by: int, nodes: int = 2) -> None:
+def find_on_nodes(root: str, number: int | None, saved_by: int, nodes: int = 2) -> None:
     """Checkpoint ``number`` of as many ranks is the newest, and whole."""
     configure(root, nodes)
     path = dcp_datastates.latest(URL)
@@ -55,14 +56,14 @@ def find_in_memory(root: str, number: int | None, saved_by: int, nodes: int = 2)
     assert found == number
 
 
-def go_on_in_memory(root: str, number: int) -> None:
+def go_on_on_nodes(root: str, number: int) -> None:
     """Save ``number`` and the next, and keep one checkpoint."""
-    save_in_memory(root, number)
+    save_on_nodes(root, number)
     save_configured(number + 1)
     dcp_datastates.retain(URL, keep=1)
 
 
-def loop_in_memory(
+def loop_on_nodes(
     root: str, archive: str, first: int, last: int, resumes: int | None, nodes: int = 2
 ) -> None:
     """A training loop with both tiers."""
@@ -86,23 +87,23 @@ def files_on(root: Path, pattern: str = "*.safetensors") -> dict[str, list[str]]
 def test_the_newest_checkpoint_outlives_a_node(tmp_path, lost, world):
     root = str(tmp_path)
     for number in (1, 2):
-        run_on_ranks(4, save_in_memory, root=root, number=number)
+        run_on_ranks(4, save_on_nodes, root=root, number=number)
     shutil.rmtree(tmp_path / f"node{lost}")
-    run_on_ranks(world, find_in_memory, root=root, number=2, saved_by=4)
-    run_on_ranks(world, save_in_memory, root=root, number=3)
-    run_on_ranks(4, find_in_memory, root=root, number=3, saved_by=world)
+    run_on_ranks(world, find_on_nodes, root=root, number=2, saved_by=4)
+    run_on_ranks(world, save_on_nodes, root=root, number=3)
+    run_on_ranks(4, find_on_nodes, root=root, number=3, saved_by=world)
 
 
 def test_a_job_on_one_node_finds_what_two_have_saved(tmp_path):
-    run_on_ranks(4, save_in_memory, root=str(tmp_path), number=1)
-    run_on_ranks(2, find_in_memory, root=str(tmp_path), number=1, saved_by=4, nodes=1)
+    run_on_ranks(4, save_on_nodes, root=str(tmp_path), number=1)
+    run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=1, saved_by=4, nodes=1)
 
 
 @pytest.mark.parametrize(
     ("peers", "copies"), sampled([(0, 1), (1, 2), (2, 3), (9, 4)], keep=[(1, 2), (9, 4)])
 )
 def test_each_data_file_lies_on_its_node_and_its_peers(tmp_path, peers, copies):
-    run_on_ranks(4, save_in_memory, root=str(tmp_path), number=1, nodes=4, peers=peers)
+    run_on_ranks(4, save_on_nodes, root=str(tmp_path), number=1, nodes=4, peers=peers)
     found = files_on(tmp_path)
     assert len(found) == 4
     for name, nodes in found.items():
@@ -114,15 +115,15 @@ def test_each_data_file_lies_on_its_node_and_its_peers(tmp_path, peers, copies):
 
 
 def _some_name_no_store(root: str) -> None:
-    ram_nodes._MEETING_SECONDS = 0.5  # type: ignore[misc]
+    nodes._MEETING_SECONDS = 0.5  # type: ignore[misc]
     try:
         configure(root)
         if dist.get_rank() == 0:
-            with raises(StorageError, "rank 1, 2 of 3", "named no ram:// path"):
+            with raises(StorageError, "rank 1, 2 of 3", "named no node:// path"):
                 dcp_datastates.verify(f"{URL}/step-1")
         dist.barrier()
     finally:
-        ram_nodes._MEETING_SECONDS = 60.0  # type: ignore[misc]
+        nodes._MEETING_SECONDS = 60.0  # type: ignore[misc]
 
 
 def test_ranks_that_name_no_store_are_named(tmp_path):
@@ -130,11 +131,11 @@ def test_ranks_that_name_no_store_are_named(tmp_path):
 
 
 def _one_name_for_two_nodes(root: str) -> None:
-    dcp_datastates.configure_ram(directory=f"{root}/{dist.get_rank()}", node="same")
-    with raises(StorageError, "several hosts", "'same'", "configure_ram(node=...)"):
+    dcp_datastates.configure_nodes(directory=f"{root}/{dist.get_rank()}", node="same")
+    with raises(StorageError, "several hosts", "'same'", "configure_nodes(node=...)"):
         dcp_datastates.latest(URL)
     with raises(ConfigurationError, "comes too late"):
-        dcp_datastates.configure_ram(node="other")
+        dcp_datastates.configure_nodes(node="other")
     dist.barrier()
 
 
@@ -145,7 +146,7 @@ def test_two_nodes_of_one_name_are_refused(tmp_path):
 def _a_node_is_full(root: str) -> None:
     node = f"node{dist.get_rank()}"
     size = "5MB" if node == "node1" else "auto"
-    dcp_datastates.configure_ram(directory=f"{root}/{node}", node=node, size=size)
+    dcp_datastates.configure_nodes(directory=f"{root}/{node}", node=node, size=size)
     with raises(dcp_datastates.DataStatesError, "node1", "5000000 bytes"):
         save_configured(2)
     dcp_datastates.save({"small": dist.get_rank()}, f"{URL}/step-3")
@@ -155,12 +156,12 @@ def _a_node_is_full(root: str) -> None:
 def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
     run_on_ranks(2, _a_node_is_full, root=str(tmp_path))
     assert {name.split("/")[0] for name in files_on(tmp_path)} == {"step-3"}
-    assert list(tmp_path.glob("node*/.unfinished/*")) == []
+    assert rests_below(tmp_path) == []
 
 
 def _saves_more_than_fits(root: str, archive: str) -> None:
     node = f"node{dist.get_rank()}"
-    dcp_datastates.configure_ram(directory=f"{root}/{node}", node=node, size="40MB")
+    dcp_datastates.configure_nodes(directory=f"{root}/{node}", node=node, size="40MB")
     state = {"w": torch.zeros(3_000_000), "step": 0}
     with CheckpointManager(URL, every=1, keep=9, archive=archive, host_cache_size=CACHE) as manager:
         for step in range(6):
@@ -184,18 +185,18 @@ def test_full_memory_gives_up_what_is_archived(tmp_path):
     ("point", "victim"),
     sampled(
         itertools.product(
-            ["ram.piece.before@2", "ram.publish.before", "ram.publish.after"], [0, 3]
+            ["node.piece.before@2", "node.publish.before", "node.publish.after"], [0, 3]
         ),
-        keep=[("ram.piece.before@2", 3)],
+        keep=[("node.piece.before@2", 3)],
     ),
 )
 def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
     root, fired = str(tmp_path), tmp_path / "fired"
-    run_on_ranks(4, save_in_memory, root=root, number=1)
+    run_on_ranks(4, save_on_nodes, root=root, number=1)
     environments = [
         variables(f"{point}=kill", fired) if rank == victim else {} for rank in range(4)
     ]
-    body = f"{__name__}:try_to_save_in_memory"
+    body = f"{__name__}:try_to_save_on_nodes"
     ended = run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2)
     assert fired.read_text()
     assert ended[victim].killed
@@ -203,23 +204,23 @@ def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
         if rank.rank != victim:
             assert not rank.result().committed
             assert rank.result().ours, rank.result().text
-    run_on_ranks(4, find_in_memory, root=root, number=1, saved_by=4)
+    run_on_ranks(4, find_on_nodes, root=root, number=1, saved_by=4)
     # Processes that are older than those that were killed would leave a newer attempt alone.
-    body = f"{__name__}:go_on_in_memory"
+    body = f"{__name__}:go_on_on_nodes"
     for rank in run_ranks(body, 4, tmp_path, root=root, number=2):
         rank.result()
-    run_on_ranks(4, find_in_memory, root=root, number=3, saved_by=4)
-    assert list(tmp_path.glob("node*/.unfinished/*")) == []
+    run_on_ranks(4, find_on_nodes, root=root, number=3, saved_by=4)
+    assert rests_below(tmp_path) == []
     (attempt,) = {name.rpartition("/")[0] for name in files_on(tmp_path)}
     assert attempt.startswith("step-3/")
 
 
 def test_a_loop_goes_on_from_memory_or_from_the_archive(tmp_path):
     root, archive = str(tmp_path), str(tmp_path / "archive")
-    run_on_ranks(4, loop_in_memory, root=root, archive=archive, first=0, last=5, resumes=None)
+    run_on_ranks(4, loop_on_nodes, root=root, archive=archive, first=0, last=5, resumes=None)
     assert len({name.split("/")[0] for name in files_on(tmp_path)}) == 2
     shutil.rmtree(tmp_path / "node1")
-    run_on_ranks(4, loop_in_memory, root=root, archive=archive, first=5, last=6, resumes=4)
+    run_on_ranks(4, loop_on_nodes, root=root, archive=archive, first=5, last=6, resumes=4)
     for node in ("node0", "node1"):
         shutil.rmtree(tmp_path / node)
-    run_on_ranks(2, loop_in_memory, root=root, archive=archive, first=6, last=7, resumes=5)
+    run_on_ranks(2, loop_on_nodes, root=root, archive=archive, first=6, last=7, resumes=5)
