@@ -24,7 +24,6 @@ from dcp_datastates.errors import (
     DataStatesError,
 )
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import INDEX_NAME, committed_attempt
 from dcp_datastates.storage.decisions import decision_path
@@ -54,24 +53,20 @@ _SETTLE_SECONDS: Final = 5.0
 
 _LOOK_SECONDS: Final = 0.05
 
-_every: Final[list[Copies]] = []
-
 
 class Copies:
-    """The copies of one store. Any thread calls the methods; they do not wait. Thread: ``dcp_datastates-copies``, which
-    starts with the first work.
+    """The copies of one store, in one job. Any thread calls the methods; they do not wait. Thread:
+    ``dcp_datastates-copies``, which starts with the first work.
     """
 
-    def __init__(self, store: NodeStore) -> None:
-        self.store: Final = store
+    def __init__(self, store: NodeStore, job: nodes.NodesJob) -> None:
+        self._store, self._job = store, job
         self._pace = Pace(_RATE)
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards what follows
         self._roots: list[str] = []
         self._due: dict[str, float] = {}  # by key: until when it is tried
         self._thread: threading.Thread | None = None
-        store.on_loss = self.add
-        _every.append(self)
 
     def add(self, key: str) -> None:
         """A copy of this object is damaged or missing."""
@@ -125,22 +120,22 @@ class Copies:
 
     def _look(self, key: str) -> None:
         """Find what lacks copies, of the checkpoint at ``key`` or of those below it."""
-        while not nodes.current(self.store.url.partition(":")[0]).has_met:
+        while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
         try:
-            copied = self._copied_below(ObjectPath(self.store.url, key))
+            copied = self._copied_below(ObjectPath(self._store.url, key))
             if copied:
                 self._wait(_SETTLE_SECONDS)
-                own, name_of = self.store.nodes().own, self.store.name_of
-                self.store.delete(each for each in copied if own.find(name_of(each)) is None)
+                own, name_of = self._job.nodes().own, self._store.name_of
+                self._store.delete(each for each in copied if own.find(name_of(each)) is None)
         except (DataStatesError, OSError) as error:
             self._say_failed(key, error)
 
     def _copied_below(self, place: ObjectPath) -> list[str]:
         """Note the data files that lack copies, and copy the small objects that do; returns the keys of these."""
-        if not self.store.nodes().is_first:
+        if not self._job.nodes().is_first:
             return []
-        names = [each[:-1] for each in self.store.places(place.key) if each.endswith("/")]
+        names = [each[:-1] for each in self._store.places(place.key) if each.endswith("/")]
         is_one = any(Attempt.parse(name) for name in names)
         copied = [] if is_one else self._spread(place) + self._spread(place / INDEX_NAME)
         for path in [place] if is_one else [place / name for name in names]:
@@ -152,24 +147,24 @@ class Copies:
         place = stored(committed.directory)
         for record in committed.note.files.values():
             key = (place / record.relative_path).key
-            whole, lacking = self.store.copies_of(key, record.nbytes)
-            if lacking and whole and whole[0] is self.store.nodes().own:
+            whole, lacking = self._store.copies_of(key, record.nbytes)
+            if lacking and whole and whole[0] is self._job.nodes().own:
                 self.add(key)
         return self._spread(place / committed.note.attempt.name)
 
     def _spread(self, folder: ObjectPath) -> list[str]:
         """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
-        job = self.store.nodes()
+        job = self._job.nodes()
         found = [
             (folder / name).key
-            for name, held in self.store.places(folder.key).items()
+            for name, held in self._store.places(folder.key).items()
             if not (name.endswith("/") or is_data(name) or name == DELETING)
             and len(held) < len(job.ring)
             and held[0] == job.own.name
         ]
         for key in found:
             hit("node.spread.before")
-            self.store.spread(key)
+            self._store.spread(key)
         return found
 
     def _is_done(self, key: str) -> bool:
@@ -183,7 +178,7 @@ class Copies:
             return False
 
     def _send(self, key: str) -> bool:
-        file = ObjectPath(self.store.url, key)
+        file = ObjectPath(self._store.url, key)
         directory = file.parent.parent
         committed = open_committed(directory)
         attempt = committed.note.attempt
@@ -191,28 +186,28 @@ class Copies:
         if record is None and key != decision_path(directory, attempt).key:
             return False
         nbytes = len(committed.data) if record is None else record.nbytes
-        whole, lacking = self.store.copies_of(key, nbytes)
+        whole, lacking = self._store.copies_of(key, nbytes)
         if not (whole and lacking):
             return True
         hit("node.copy.before")
         try:
             pieces = checked_pieces(directory, record, self._paced) if record else [committed.data]
-            self.store.copy(key, pieces, lacking)
+            self._store.copy(key, pieces, lacking)
         except CheckpointCorruptError as error:
-            if self.store.leave(key, str(error)):
+            if self._store.leave(key, str(error)):
                 return False
             logger.error("%s is damaged on all nodes that have it: %s", file, error)
             return True
         hit("node.copy.after")
         if committed_attempt(directory) != attempt:  # deleted meanwhile
-            self.store.delete([key])
+            self._store.delete([key])
             return True
         logger.info("%s lies on node %s again", file, ", ".join(each.name for each in lacking))
         return True
 
     def _paced(self, nbytes: int) -> None:
         ends_at = time.monotonic() + _SAVE_SECONDS
-        while self.store.saves and time.monotonic() < ends_at:
+        while self._store.saves and time.monotonic() < ends_at:
             self._wait(_LOOK_SECONDS)
         self._wait(self._pace.delay(nbytes))
 
@@ -222,7 +217,7 @@ class Copies:
 
     def _say_failed(self, key: str, error: Exception) -> None:
         logger.warning(
-            "copies of %s cannot be made now: %s", ObjectPath(self.store.url, key), error
+            "copies of %s cannot be made now: %s", ObjectPath(self._store.url, key), error
         )
 
 
@@ -231,9 +226,8 @@ class _Ending(Exception):
 
 
 @functools.cache
-def _opened(root: str) -> Copies:
-    scheme = root.partition(":")[0]
-    return Copies(NodeStore(root, lambda: nodes.current(scheme).nodes()))
+def _opened(root: str) -> NodeStore:
+    return NodeStore(root, lambda: nodes.current(root.partition(":")[0]).nodes())
 
 
 def open_nodes(root: str, key: str) -> NodeStore:
@@ -242,15 +236,11 @@ def open_nodes(root: str, key: str) -> NodeStore:
     """
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
-    job, copies = nodes.current(root.partition(":")[0]), _opened(root)
-    if key and job.name_path(copies.store.name_of(key)):
+    store, job = _opened(root), nodes.current(root.partition(":")[0])
+    copies = job.background.get(root)
+    if not isinstance(copies, Copies):
+        copies = job.background[root] = Copies(store, job)
+        store.on_loss = copies.add
+    if key and job.name_path(store.name_of(key)):
         copies.look(key)
-    return copies.store
-
-
-def _stop() -> None:
-    for each in _every:
-        each.close()
-
-
-at_end(_stop, Phase.GIVE_UP)
+    return store

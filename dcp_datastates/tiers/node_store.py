@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -279,7 +280,7 @@ class NodeStore:
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
                     hit("node.piece.before")
-                    each(lambda node: copies[node].write(piece), 1)  # noqa: B023
+                    each(functools.partial(_write, copies, piece), 1)
                 del piece  # while waiting for the next
             with self._explained("storing", key):
                 each(lambda node: copies[node].complete())
@@ -361,6 +362,10 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
+
+
+def _write(copies: Mapping[Node, Writing], piece: Buffer, node: Node) -> None:
+    copies[node].write(piece)
 
 
 def is_data(key: str) -> bool:

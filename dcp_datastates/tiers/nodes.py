@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch.distributed as dist
 
@@ -120,6 +120,12 @@ class _Process:
     token: str
 
 
+class Closable(Protocol):
+    """What ends when it is told to; it does not wait."""
+
+    def close(self) -> None: ...
+
+
 class NodesJob:
     """The part of this process in the nodes of a job. Construction does not wait.
 
@@ -134,6 +140,8 @@ class NodesJob:
         self._problem = ""
         self._known = threading.Event()  # _nodes or _problem is set for good
         self._gives_up_at: float | None = None
+        self.background: Final[dict[str, Closable]] = {}
+        """What works for the job's stores, by their roots; it ends with the job."""
         self._paths: set[str] = set()
         try:
             self.own = files = config.files(scheme)
@@ -185,6 +193,8 @@ class NodesJob:
 
     def close(self, seconds: float = 0.0) -> None:
         """Use the other nodes no more; and serve them no more, once they are gone, or after ``seconds``."""
+        for each in self.background.values():
+            each.close()
         for node in [] if self._nodes is None else self._nodes.others:
             if isinstance(node, OtherNode):
                 node.client.close()

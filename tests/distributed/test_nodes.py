@@ -20,21 +20,23 @@ from support.tiers import sampled
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, ConfigurationError, StorageError
-from dcp_datastates.tiers import nodes
+from dcp_datastates.tiers import nodes as tier
 
 URL = "node:///run"
 ELEMENTS = 3_000_000
 """Of each rank's weight: 12 MB, two pieces."""
 
 
-def configure(root: str, nodes: int = 2, peers: int = 1) -> None:
+def configure(root: str, nodes: int = 2, peers: int = 1, memory: str = "auto") -> None:
     """The ranks fill the nodes one after the other, as torchrun's do."""
     node = f"node{dist.get_rank() * nodes // dist.get_world_size()}"
-    dcp_datastates.configure_nodes(peers=peers, directory=f"{root}/{node}", node=node)
+    tier.MEMORY = Path(root, node)
+    directory = f"{root}/{node}"
+    dcp_datastates.configure_nodes(peers=peers, directory=directory, node=node, memory=memory)
 
 
-def save_configured(number: int) -> None:
-    save_over(part(number, ELEMENTS), f"{URL}/step-{number}", read_window="immediate").result(60)
+def save_configured(number: int, url: str = URL) -> None:
+    save_over(part(number, ELEMENTS), f"{url}/step-{number}", read_window="immediate").result(60)
 
 
 def save_on_nodes(root: str, number: int, nodes: int = 2, peers: int = 1) -> None:
@@ -115,7 +117,7 @@ def test_each_data_file_lies_on_its_node_and_its_peers(tmp_path, peers, copies):
 
 
 def _some_name_no_store(root: str) -> None:
-    nodes._MEETING_SECONDS = 0.5  # type: ignore[misc]
+    tier._MEETING_SECONDS = 0.5  # type: ignore[misc]
     try:
         configure(root)
         if dist.get_rank() == 0:
@@ -123,7 +125,7 @@ def _some_name_no_store(root: str) -> None:
                 dcp_datastates.verify(f"{URL}/step-1")
         dist.barrier()
     finally:
-        nodes._MEETING_SECONDS = 60.0  # type: ignore[misc]
+        tier._MEETING_SECONDS = 60.0  # type: ignore[misc]
 
 
 def test_ranks_that_name_no_store_are_named(tmp_path):
@@ -144,12 +146,10 @@ def test_two_nodes_of_one_name_are_refused(tmp_path):
 
 
 def _a_node_is_full(root: str) -> None:
-    node = f"node{dist.get_rank()}"
-    size = "5MB" if node == "node1" else "auto"
-    dcp_datastates.configure_nodes(directory=f"{root}/{node}", node=node, size=size)
+    configure(root, memory="5MB" if dist.get_rank() else "auto")
     with raises(dcp_datastates.DataStatesError, "node1", "5000000 bytes"):
-        save_configured(2)
-    dcp_datastates.save({"small": dist.get_rank()}, f"{URL}/step-3")
+        save_configured(2, "ram://run")
+    dcp_datastates.save({"small": dist.get_rank()}, "ram://run/step-3")
     dist.barrier()
 
 
@@ -160,10 +160,11 @@ def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
 
 
 def _saves_more_than_fits(root: str, archive: str) -> None:
-    node = f"node{dist.get_rank()}"
-    dcp_datastates.configure_nodes(directory=f"{root}/{node}", node=node, size="40MB")
+    configure(root, memory="40MB")
     state = {"w": torch.zeros(3_000_000), "step": 0}
-    with CheckpointManager(URL, every=1, keep=9, archive=archive, host_cache_size=CACHE) as manager:
+    with CheckpointManager(
+        "ram://run", every=1, keep=9, archive=archive, host_cache_size=CACHE
+    ) as manager:
         for step in range(6):
             state["w"].fill_(step)
             state["step"] = step
