@@ -99,40 +99,46 @@ class Copies:
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE
-        while not self._closing.is_set():
-            with self._changed:
-                if not (self._roots or self._due):
-                    self._changed.wait()
-                roots, self._roots = self._roots, []
-            with contextlib.suppress(_Ending):
-                for root in roots:
-                    self._look(root)
+        with contextlib.suppress(_Ending):
+            while True:
+                with self._changed:
+                    if not (self._roots or self._due):
+                        self._changed.wait()
+                    roots, self._roots = self._roots, []
+                copied = [key for root in roots for key in self._look(root)]
                 before = len(self._due)
                 for key, ends_at in [*self._due.items()]:
                     if self._is_done(key) or time.monotonic() > ends_at:
                         with self._changed:
                             self._due.pop(key, None)
+                self._settle(copied)
                 if self._due:
-                    pause = (
-                        min(2 * pause, _LONGEST_PAUSE) if len(self._due) >= before else _FIRST_PAUSE
-                    )
-                    self._wait(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    self._wait(_FIRST_PAUSE if len(self._due) < before else pause)
 
-    def _look(self, key: str) -> None:
-        """Find what lacks copies, of the checkpoint at ``key`` or of those below it."""
+    def _look(self, root: str) -> list[str]:
+        """Note the data files that lack copies, of the checkpoint at ``root`` or of those below it, and copy the small
+        objects that do; returns the keys of these.
+        """
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
         try:
-            copied = self._copied_below(ObjectPath(self._store.url, key))
-            if copied:
-                self._wait(_SETTLE_SECONDS)
-                own, name_of = self._job.nodes().own, self._store.name_of
-                self._store.delete(each for each in copied if own.find(name_of(each)) is None)
+            return self._copied_below(ObjectPath(self._store.url, root))
         except (DataStatesError, OSError) as error:
-            self._say_failed(key, error)
+            self._say_failed(root, error)
+            return []
+
+    def _settle(self, copied: list[str]) -> None:
+        """Delete what was copied while another process deleted it."""
+        if copied:
+            self._wait(_SETTLE_SECONDS)
+            try:
+                own, name_of = self._job.own, self._store.name_of
+                self._store.delete(key for key in copied if own.find(name_of(key)) is None)
+            except OSError as error:
+                self._say_failed(copied[0], error)
 
     def _copied_below(self, place: ObjectPath) -> list[str]:
-        """Note the data files that lack copies, and copy the small objects that do; returns the keys of these."""
         if not self._job.nodes().is_first:
             return []
         names = [each[:-1] for each in self._store.places(place.key) if each.endswith("/")]

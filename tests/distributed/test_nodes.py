@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import logging
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,14 +17,22 @@ from support.crashes.failing import variables
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, number_in
-from support.state.checkpoints import CACHE, raises
-from support.state.saving import Report, part, save_over, try_to_save
+from support.state.checkpoints import CACHE, assert_same, raises
+from support.state.saving import Report, checkpoint, part, save_over, try_to_save
 from support.stores.nodes import rests_below
 from support.tiers import sampled
+from support.waiting import await_that, lines
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager, ConfigurationError, StorageError
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointManager,
+    ConfigurationError,
+    StorageError,
+)
+from dcp_datastates.tiers import copies
 from dcp_datastates.tiers import nodes as tier
+from dcp_datastates.tiers.node import OtherNode
 
 URL = "node:///run"
 ELEMENTS = 3_000_000
@@ -225,3 +237,175 @@ def test_a_loop_goes_on_from_memory_or_from_the_archive(tmp_path):
     for node in ("node0", "node1"):
         shutil.rmtree(tmp_path / node)
     run_on_ranks(2, loop_on_nodes, root=root, archive=archive, first=6, last=7, resumes=5)
+
+
+# ---- copies that are damaged or lost ---------------------------------------------------------------
+
+
+def objects_on(root: Path) -> dict[str, dict[str, bytes]]:
+    """Of each object's name below the run, its bytes on each node that has it."""
+    return {
+        name: {node: (root / node / "run" / name).read_bytes() for node in there}
+        for name, there in files_on(root, "*").items()
+        if not name.endswith("~")
+    }
+
+
+def assert_still_there(root: Path, whole: dict[str, dict[str, bytes]]) -> None:
+    """The objects ``whole`` lie on all nodes."""
+    found = objects_on(root)
+    assert [name for name in whole if found.get(name) != whole[name]] == []
+
+
+def await_copies(root: str, nodes: int = 2) -> None:
+    """Until every object lies on ``nodes`` nodes, the same on all."""
+
+    def are_same() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # it was published a moment ago
+            found = objects_on(Path(root)).values()
+            return all(len(on) == nodes and len({*on.values()}) == 1 for on in found)
+        return False
+
+    await_that(are_same, otherwise="an object has no copy, or another one")
+    dist.barrier()
+
+
+def harm(root: Path, node: str, name: str, how: str) -> None:
+    """Damage the copies of objects ``name`` on ``node``."""
+    paths = sorted(root.glob(f"{node}/run/step-1/*/{name}"))
+    assert paths
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        if how == "a bit":
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        elif how == "cut short":
+            path.write_bytes(data[: len(data) // 3])
+        else:
+            path.unlink()
+
+
+def find_damaged(root: str, how: str, by: str, names: list[str]) -> None:
+    """What was damaged on one node is read from the other, and written there again."""
+    with lines(logging.WARNING) as said:
+        configure(root)
+        if by == "load":
+            assert number_in([URL], 2, ELEMENTS) == 1
+        elif by == "verify":
+            assert dcp_datastates.verify(f"{URL}/step-1").whole
+        else:
+            assert dcp_datastates.latest(URL, verify="full") is not None
+        await_copies(root)
+    if how != "missing" and by != "latest" and dist.get_rank() == 0:
+        for name in names:
+            assert any(name in line and "node node0 is damaged" in line for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("how", "by"),
+    sampled(
+        itertools.product(["a bit", "cut short", "missing"], ["load", "verify", "latest"]),
+        keep=[("a bit", "load"), ("a bit", "verify"), ("cut short", "load")],
+    ),
+)
+def test_a_damaged_copy_is_read_from_the_other_node_and_written_again(tmp_path, how, by):
+    run_on_ranks(2, save_on_nodes, root=str(tmp_path), number=1)
+    whole = objects_on(tmp_path)
+    names = ["decision", *(f"r0000{rank}-0.safetensors" for rank in range(2))]
+    for name in names:
+        harm(tmp_path, "node0", name, how)
+    run_on_ranks(2, find_damaged, root=str(tmp_path), how=how, by=by, names=names)
+    assert objects_on(tmp_path) == whole
+
+
+def find_copies_again(root: str, nodes: int = 2, peers: int = 1) -> None:
+    """Only name the run: what is committed gets its copies back, while saves go on."""
+    configure(root, nodes, peers)
+    dcp_datastates.latest(URL)
+    save_configured(2)
+    await_copies(root, nodes)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_comes_back_empty_gets_all_copies_again(tmp_path, lost):
+    run_on_ranks(2, save_on_nodes, root=str(tmp_path), number=1)
+    whole = objects_on(tmp_path)
+    shutil.rmtree(tmp_path / f"node{lost}")
+    run_on_ranks(2, find_copies_again, root=str(tmp_path))
+    assert_still_there(tmp_path, whole)
+    # So the other node may be lost, too.
+    shutil.rmtree(tmp_path / f"node{1 - lost}")
+    run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=2, saved_by=2)
+
+
+def find_no_whole_copy(root: str, archive: str) -> None:
+    configure(root)
+    with raises(CheckpointCorruptError, "r00000-0.safetensors", "checksum"):
+        dcp_datastates.load(f"{URL}/step-1")
+    assert not dcp_datastates.verify(f"{URL}/step-1").whole
+    state = checkpoint(1, 2, ELEMENTS)
+    assert_same(dcp_datastates.load([f"{URL}/step-1", f"{archive}/step-1"]), state)
+
+
+def test_if_both_copies_are_damaged_a_load_says_so_or_takes_the_archive(tmp_path):
+    run_on_ranks(2, save_on_nodes, root=str(tmp_path), number=1)
+    shutil.copytree(tmp_path / "node0" / "run", tmp_path / "archive")
+    for node in ("node0", "node1"):
+        harm(tmp_path, node, "r00000-0.safetensors", "a bit")
+    run_on_ranks(2, find_no_whole_copy, root=str(tmp_path), archive=str(tmp_path / "archive"))
+
+
+def save_with_a_copy_that_fails(root: str) -> None:
+    """The first copy of rank 0's data file fails; the save goes on, and the copy is made later."""
+    configure(root)
+    with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
+        patch.setattr(copies, "_FIRST_PAUSE", 0.05)
+        if dist.get_rank() == 0:
+            begin, left = OtherNode.unpublished, [OSError(errno.ENOSPC, "No space left on device")]
+
+            def fails_once(node: OtherNode, key: str) -> object:
+                if "safetensors" in key and left:
+                    raise left.pop()
+                return begin(node, key)
+
+            patch.setattr(OtherNode, "unpublished", fails_once)
+        save_configured(1)
+        await_copies(root)
+    named = [line for line in said if "the copy on node node1 has failed" in line]
+    assert len(named) == (dist.get_rank() == 0)
+    assert all("r00000-0.safetensors" in line and "No space left" in line for line in named)
+
+
+def test_a_copy_that_fails_fails_no_save_and_is_made_later(tmp_path):
+    run_on_ranks(2, save_with_a_copy_that_fails, root=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "point",
+    sampled(
+        ["node.spread.before@2", "node.copy.before", "node.piece.before@2", "node.copy.after"],
+        keep=["node.piece.before@2"],
+    ),
+)
+def test_a_process_is_killed_while_it_makes_copies_again(tmp_path, point):
+    root, fired = str(tmp_path), tmp_path / "fired"
+    run_on_ranks(2, save_on_nodes, root=root, number=1)
+    whole = objects_on(tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+    environments = [variables(f"{point}=kill", fired), {}]
+    body = f"{__name__}:name_the_run"
+    ended = run_ranks(body, 2, tmp_path, environments=environments, root=root)
+    assert fired.read_text()
+    assert ended[0].killed
+    run_on_ranks(2, find_copies_again, root=root)
+    assert rests_below(tmp_path) == []
+    assert_still_there(tmp_path, whole)
+
+
+def name_the_run(root: str) -> None:
+    """Until the process is killed that makes copies."""
+    configure(root)
+    dcp_datastates.latest(URL)
+    if dist.get_rank() == 0:
+        time.sleep(30)
+    dist.barrier()
