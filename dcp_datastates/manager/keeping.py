@@ -21,7 +21,7 @@ from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
-from dcp_datastates.tiers.run_identity import another_run, check_one_run
+from dcp_datastates.tiers.run_identity import another_run, of_another_run
 
 _SPARE: Final = 1.05
 """Room for a save, in sizes of the one before."""
@@ -66,32 +66,30 @@ class Keeping:
             self._then = [partial(steps.delete_old, each, rule, self._own[each]) for each in tiers]
         self._rank_set = rank_set
         self._archives: list[Archive] = []
-        self._another = steps.roots[-1]  # the archive of another run, unless it is one run
-        self._is_one_run = len(steps.roots) == 1
+        self._another: int | None = None
+        """Which archive is of another run."""
         for slow in steps.roots[1:]:
             self._archives.append(archive_of(slow, commit_group(rank_set)))
             self._archives[-1].beside = [each for each in steps.roots[1:] if each != slow]
-        self._open_archives()
+        if self._archives:
+            self._open_archives()
         self._deletes = rank_set.rank == 0 and (keep is not None or len(steps.roots) > 1)
 
     def _open_archives(self) -> None:
-        fast = self._steps.roots[0]
-        for archive in self._archives:
-            check = partial(check_one_run, fast, archive.slow)
-            self._is_one_run = from_first_of(
-                self._rank_set, check, "run", "the run's identity", DEFAULT_TIMEOUT
-            )
-            if not self._is_one_run:
-                self._another = archive.slow
-                return
+        fast, *slow = self._steps.roots
+        check = partial(of_another_run, fast, slow)
+        self._another = from_first_of(
+            self._rank_set, check, "run", "the run's identity", DEFAULT_TIMEOUT
+        )
+        for archive in self._archives if self._another is None else []:
             archive.open(fast)
 
     def check(self) -> None:
-        """Before a save: raises :class:`ConfigurationError` if the archive is another run's. All ranks call this."""
-        if not self._is_one_run:
+        """Before a save: raises :class:`ConfigurationError` if an archive is another run's. All ranks call this."""
+        if self._another is not None:
             self._open_archives()
-        if not self._is_one_run:
-            raise another_run(self._steps.roots[0], self._another)
+        if self._another is not None:
+            raise another_run(self._steps.roots[0], self._steps.roots[1 + self._another])
 
     def adopt(self, names: Iterable[str]) -> None:
         """Checkpoints of these names are this run's, too: it goes on from them."""

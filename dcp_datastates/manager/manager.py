@@ -90,8 +90,8 @@ class CheckpointManager:
         missing: See ``rename``.
         exclude: See ``rename``.
         process_group: The ranks that save; None: all.
-        archive: A slower tier, a directory or URL, or a list of some, the nearest first. Checkpoints are copied there in
-            the background, before they may be deleted from ``root``. :meth:`restore_latest` takes the newest of all.
+        archive: A slower tier, a directory or URL, or a list of some, the nearest first. Checkpoints are copied there
+            in the background, before they may be deleted from ``root``. :meth:`restore_latest` takes the newest of all.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
         archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
         archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.

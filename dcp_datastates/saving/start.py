@@ -71,8 +71,8 @@ def archive_roots(
     """
     if archive is None:
         return ()
-    names = archive if isinstance(archive, list | tuple) else [archive]
-    roots = locate_all(names, options if any(map(is_url, names)) else None)
+    any_url = any(map(is_url, archive if isinstance(archive, list | tuple) else [archive]))
+    roots = locate_all(archive, options if any_url else None)
     for root in roots:
         check_opens(root)
     return roots

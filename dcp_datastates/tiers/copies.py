@@ -98,7 +98,7 @@ class Copies:
     # ---- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE
+        pause, nodes.background.job = _FIRST_PAUSE, self._job
         with contextlib.suppress(_Ending):
             while True:
                 with self._changed:
@@ -222,6 +222,8 @@ class Copies:
             raise _Ending
 
     def _say_failed(self, key: str, error: Exception) -> None:
+        if self._job.is_over():
+            raise _Ending
         logger.warning(
             "copies of %s cannot be made now: %s", ObjectPath(self._store.url, key), error
         )

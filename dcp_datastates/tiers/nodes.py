@@ -165,6 +165,10 @@ class NodesJob:
         """Whether this is the job of ``rank_set``, or there is no job since."""
         return not dist.is_initialized() or self._rank_set.base is rank_set.base
 
+    def is_over(self) -> bool:
+        """Whether the ranks of the job have left each other."""
+        return self._rank_set.world > 1 and not is_current(self._rank_set)
+
     def name_path(self, key: str) -> bool:
         """This process uses what lies at ``key``; returns whether it names it for the first time, and something lies
         there on this node. Raises OSError.
@@ -277,6 +281,9 @@ _lock = threading.RLock()  # guards what follows
 _config = NodesConfig()
 _jobs: dict[str, NodesJob] = {}
 
+background: Final = threading.local()
+"""In a thread with a ``job``, that job's stores are used as long as it lasts, and no other is begun."""
+
 
 def configure_nodes(
     *,
@@ -337,6 +344,9 @@ def current(scheme: str) -> NodesJob:
     rank_set = rank_set_of(None)
     with _lock:
         job = _jobs.get(scheme)
+        mine: NodesJob | None = getattr(background, "job", None)
+        if mine is not None and (job is not mine or mine.is_over()):
+            raise StorageError(errno.ESHUTDOWN, "the job has ended")
         if job is None or not job.is_of(rank_set):
             if job is not None:
                 del _jobs[scheme]
