@@ -9,7 +9,6 @@ sends little.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -60,7 +59,8 @@ class Copies:
     """
 
     def __init__(self, store: NodeStore, job: nodes.NodesJob) -> None:
-        self._store, self._job = store, job
+        self.store, self._job = store, job
+        store.on_loss = self.add
         self._pace = Pace(_RATE)
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards what follows
@@ -123,7 +123,7 @@ class Copies:
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
         try:
-            return self._copied_below(ObjectPath(self._store.url, root))
+            return self._copied_below(ObjectPath(self.store.url, root))
         except (DataStatesError, OSError) as error:
             self._say_failed(root, error)
             return []
@@ -133,15 +133,15 @@ class Copies:
         if copied:
             self._wait(_SETTLE_SECONDS)
             try:
-                own, name_of = self._job.own, self._store.name_of
-                self._store.delete(key for key in copied if own.find(name_of(key)) is None)
+                own, name_of = self._job.own, self.store.name_of
+                self.store.delete(key for key in copied if own.find(name_of(key)) is None)
             except OSError as error:
                 self._say_failed(copied[0], error)
 
     def _copied_below(self, place: ObjectPath) -> list[str]:
         if not self._job.nodes().is_first:
             return []
-        names = [each[:-1] for each in self._store.places(place.key) if each.endswith("/")]
+        names = [each[:-1] for each in self.store.places(place.key) if each.endswith("/")]
         is_one = any(Attempt.parse(name) for name in names)
         copied = [] if is_one else self._spread(place) + self._spread(place / INDEX_NAME)
         for path in [place] if is_one else [place / name for name in names]:
@@ -153,7 +153,7 @@ class Copies:
         place = stored(committed.directory)
         for record in committed.note.files.values():
             key = (place / record.relative_path).key
-            whole, lacking = self._store.copies_of(key, record.nbytes)
+            whole, lacking = self.store.copies_of(key, record.nbytes)
             if lacking and whole and whole[0] is self._job.nodes().own:
                 self.add(key)
         return self._spread(place / committed.note.attempt.name)
@@ -163,14 +163,14 @@ class Copies:
         job = self._job.nodes()
         found = [
             (folder / name).key
-            for name, held in self._store.places(folder.key).items()
+            for name, held in self.store.places(folder.key).items()
             if not (name.endswith("/") or is_data(name) or name == DELETING)
             and len(held) < len(job.ring)
             and held[0] == job.own.name
         ]
         for key in found:
             hit("node.spread.before")
-            self._store.spread(key)
+            self.store.spread(key)
         return found
 
     def _is_done(self, key: str) -> bool:
@@ -184,7 +184,7 @@ class Copies:
             return False
 
     def _send(self, key: str) -> bool:
-        file = ObjectPath(self._store.url, key)
+        file = ObjectPath(self.store.url, key)
         directory = file.parent.parent
         committed = open_committed(directory)
         attempt = committed.note.attempt
@@ -192,28 +192,28 @@ class Copies:
         if record is None and key != decision_path(directory, attempt).key:
             return False
         nbytes = len(committed.data) if record is None else record.nbytes
-        whole, lacking = self._store.copies_of(key, nbytes)
+        whole, lacking = self.store.copies_of(key, nbytes)
         if not (whole and lacking):
             return True
         hit("node.copy.before")
         try:
             pieces = checked_pieces(directory, record, self._paced) if record else [committed.data]
-            self._store.copy(key, pieces, lacking)
+            self.store.copy(key, pieces, lacking)
         except CheckpointCorruptError as error:
-            if self._store.leave(key, str(error)):
+            if self.store.leave(key, str(error)):
                 return False
             logger.error("%s is damaged on all nodes that have it: %s", file, error)
             return True
         hit("node.copy.after")
         if committed_attempt(directory) != attempt:  # deleted meanwhile
-            self._store.delete([key])
+            self.store.delete([key])
             return True
         logger.info("%s lies on node %s again", file, ", ".join(each.name for each in lacking))
         return True
 
     def _paced(self, nbytes: int) -> None:
         ends_at = time.monotonic() + _SAVE_SECONDS
-        while self._store.saves and time.monotonic() < ends_at:
+        while self.store.saves and time.monotonic() < ends_at:
             self._wait(_LOOK_SECONDS)
         self._wait(self._pace.delay(nbytes))
 
@@ -225,17 +225,12 @@ class Copies:
         if self._job.is_over():
             raise _Ending
         logger.warning(
-            "copies of %s cannot be made now: %s", ObjectPath(self._store.url, key), error
+            "copies of %s cannot be made now: %s", ObjectPath(self.store.url, key), error
         )
 
 
 class _Ending(Exception):
     """The process ends."""
-
-
-@functools.cache
-def _opened(root: str) -> NodeStore:
-    return NodeStore(root, lambda: nodes.current(root.partition(":")[0]).nodes())
 
 
 def open_nodes(root: str, key: str) -> NodeStore:
@@ -244,11 +239,10 @@ def open_nodes(root: str, key: str) -> NodeStore:
     """
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
-    store, job = _opened(root), nodes.current(root.partition(":")[0])
+    job = nodes.current(root.partition(":")[0])
     copies = job.background.get(root)
     if not isinstance(copies, Copies):
-        copies = job.background[root] = Copies(store, job)
-        store.on_loss = copies.add
-    if key and job.name_path(store.name_of(key)):
+        copies = job.background[root] = Copies(NodeStore(root, job.nodes), job)
+    if key and job.name_path(copies.store.name_of(key)):
         copies.look(key)
-    return store
+    return copies.store

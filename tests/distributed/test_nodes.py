@@ -254,9 +254,6 @@ def objects_on(root: Path) -> dict[str, dict[str, bytes]]:
 def assert_still_there(root: Path, whole: dict[str, dict[str, bytes]]) -> None:
     """The objects ``whole`` lie on all nodes."""
     found = objects_on(root)
-    for name in whole:
-        if found.get(name) != whole[name]:
-            print("XX", name, {n: (len(b), hash(b)) for n, b in found.get(name, {}).items()}, {n: (len(b), hash(b)) for n, b in whole[name].items()})
     assert [name for name in whole if found.get(name) != whole[name]] == []
 
 
