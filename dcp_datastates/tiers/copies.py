@@ -105,6 +105,7 @@ class Copies:
                     if not (self._roots or self._due):
                         self._changed.wait()
                     roots, self._roots = self._roots, []
+                self._wait(0)
                 copied = [key for root in roots for key in self._look(root)]
                 before = len(self._due)
                 for key, ends_at in [*self._due.items()]:

@@ -294,7 +294,7 @@ class Unpublished:
     def _create(self) -> io.FileIO:
         """The file, locked: a file without a lock is one that a killed process has left."""
         while True:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            _make_folder(self._folder)
             try:
                 file = _opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileNotFoundError:  # another process has removed the folder, which was empty
@@ -321,6 +321,17 @@ def _check_own(directory: Path) -> None:
             f"be this user's ({os.getuid()}), and no other may write to it (chmod go-w); or use another one",
             os.fspath(directory),
         )
+
+
+def _make_folder(folder: str) -> None:
+    """Make it, and what is missing around it, for this user alone, whatever the umask says."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_folder(os.path.dirname(folder))
+        _make_folder(folder)
 
 
 def _opened(path: str | Path, flags: int) -> io.FileIO:

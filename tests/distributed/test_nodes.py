@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.crashes.failing import variables
+from support.crashes.mounts import mount
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, number_in
@@ -449,3 +450,32 @@ def test_a_loop_goes_on_from_memory_from_the_disks_or_from_the_store(tmp_path):
         shutil.rmtree(tmp_path / node)
     # The archives are behind by one step: 7 was archived, and 8 not.
     run_on_ranks(2, loop, root=root, first=8, last=9, resumes=7)
+
+
+# ---- hosts with file systems of their own ----------------------------------------------------------
+
+
+def save_on_own_disk(root: str, number: int, resumes: int | None) -> None:
+    """Each rank has another file system mounted at one path."""
+    mount(root, f"host{dist.get_rank()}", "disk")
+    dcp_datastates.configure_nodes(node=f"host{dist.get_rank()}")
+    url = f"node://{root}/disk/run"
+    assert number_in([url], 2, ELEMENTS) == resumes
+    save_configured(number, url)
+    checkpoint = dcp_datastates.inspect(f"{url}/step-{number}")
+    assert {file.nodes for file in checkpoint.files} == {("host0", "host1")}
+    dist.barrier()
+
+
+def test_one_path_on_the_disk_of_each_host(tmp_path):
+    for name in ("host0", "host1", "disk"):
+        (tmp_path / name).mkdir()
+    body = f"{__name__}:save_on_own_disk"
+    for number in (1, 2):
+        for rank in run_ranks(
+            body, 2, tmp_path, root=str(tmp_path), number=number, resumes=(number - 1) or None
+        ):
+            rank.result()
+        shutil.rmtree(tmp_path / f"host{number % 2}" / "run")
+    assert [*(tmp_path / "disk").iterdir()] == []
+    assert len([*tmp_path.glob("host1/run/step-2/*/*.safetensors")]) == 2
