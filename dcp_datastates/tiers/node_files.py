@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from typing_extensions import Buffer
 
 from dcp_datastates.process.forks import closed_in_children
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import INDEX_NAME
 from dcp_datastates.storage.local_store import UNFINISHED
@@ -114,7 +114,7 @@ class NodeFiles:
     def find(self, key: str) -> Entry | None:
         """The object; None if there is none."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return _entry(key, os.stat(self._path(key)))
+            return _entry(key, os.lstat(self._path(key)))
         return None
 
     def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
@@ -133,13 +133,12 @@ class NodeFiles:
     def list(self, prefix: str) -> list[Entry]:
         """The objects and the folders directly below ``prefix``, in no order."""
         found = []
-        for each in _scan(self._path(prefix)):
-            key = f"{prefix}/{each.name}"
-            if each.is_dir(follow_symlinks=False):
-                if any(True for _ in _files(each.path)):
-                    found.append(Entry(f"{key}/", 0, 0))
-            elif not _is_unfinished(each.name) and (entry := _entry_of(key, each)) is not None:
+        for name in presence.names_in(self._path(prefix)):
+            key = f"{prefix}/{name}"
+            if not _is_unfinished(name) and (entry := self.find(key)) is not None:
                 found.append(entry)
+            elif any(True for _ in _files(os.path.join(self._directory, key))):
+                found.append(Entry(f"{key}/", 0, 0))
         return found
 
     # ---- changing ----------------------------------------------------------------------------------
@@ -177,9 +176,9 @@ class NodeFiles:
 
     def left(self, key: str = "") -> int:
         """The bytes that still have room, at ``key``."""
-        folder = os.path.join(self._directory, key)
-        while not os.path.isdir(folder):
-            folder = os.path.dirname(folder)
+        folder = self._directory / key
+        while not presence.is_directory(folder):
+            folder = folder.parent
         system = os.statvfs(folder)
         free = system.f_bavail * system.f_frsize
         if self._most is None:
@@ -361,17 +360,3 @@ def _files(
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:
     return Entry(key, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
-
-
-def _entry_of(key: str, found: os.DirEntry[str]) -> Entry | None:
-    with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
-        return _entry(key, found.stat(follow_symlinks=False))
-    return None
-
-
-def _scan(directory: str | Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(os.fspath(directory)) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
