@@ -156,7 +156,6 @@ _PLACES = {
     "unpin": "checkpoints.pins.unpin",
     "verify": "checkpoints.verify.verify",
 }
-"""Of what is imported when it is first used."""
 
 
 def __getattr__(name: str) -> Any:

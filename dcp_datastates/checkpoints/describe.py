@@ -86,7 +86,6 @@ class DataFile:
     path: str
     """Relative to the checkpoint."""
     rank: int | None
-    """The rank that wrote it."""
     nbytes: int
     """Bytes according to the metadata."""
     found_nbytes: int | None
@@ -102,12 +101,6 @@ class DataFile:
         if self.found_nbytes != self.nbytes:
             return f"has {self.found_nbytes} bytes instead of {self.nbytes}"
         return None
-
-    @property
-    def note(self) -> str:
-        """The problem, and where the copies lie."""
-        where = f"on {', '.join(self.nodes)}" if self.nodes else None
-        return "; ".join(filter(None, (self.problem, where)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,6 @@ class Checkpoint:
     nbytes: int
     """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
-    """How many ranks wrote data files."""
     files: tuple[DataFile, ...]
     dtypes: tuple[DtypeTotal, ...]
     """Totals by dtype, largest first."""
@@ -139,7 +131,6 @@ class Checkpoint:
     objects: tuple[Object, ...]
     uncommitted: tuple[UncommittedAttempt, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that the save was given."""
     pins: tuple[str, ...] = ()
     """Why it is never deleted: the names that it is pinned under."""
 
@@ -176,7 +167,8 @@ class Checkpoint:
             lines += ["", *columns(("dtype", "tensors>", "size>"), totals)]
         if self.files:
             files = sorted(self.files, key=lambda file: file.problem is None)
-            rows = [(file.path, file.rank, size(file.nbytes), file.note) for file in files]
+            on = ", ".join
+            rows = [(f.path, f.rank, size(f.nbytes), f.problem or on(f.nodes)) for f in files]
             lines += ["", *columns(("file", "rank>", "size>", ""), rows, _SHOWN)]
         if most != 0 and (self.tensors or self.objects):
             lines += ["", *self._contents(most)]
@@ -197,7 +189,6 @@ class Listed:
 
     name: str
     step: int | None
-    """The number at the end of the name."""
     format: Literal["dcp_datastates", "other"]
     committed: bool
     attempt: str | None = None
@@ -225,7 +216,6 @@ class Directory:
     checkpoints: tuple[Listed, ...]
 
     def __str__(self) -> str:
-        """As :meth:`text`, with the first checkpoints."""
         return self.text(_SHOWN)
 
     def text(self, most: int | None) -> str:

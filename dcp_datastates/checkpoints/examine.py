@@ -166,7 +166,6 @@ class Examination:
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
     ) -> None:
-        """Record damage for which a load refuses the whole file."""
         nbytes = None if begin is None or end is None else end - begin
         names = self._contents.all_names(record.relative_path)
         with self._lock:
@@ -179,7 +178,6 @@ class Examination:
     # --- reading ------------------------------------------------------------------------------
 
     def _examine(self, file: _File, begin: int, end: int, done: Done) -> None:
-        """Read a piece; after a file's last piece, check its header."""
         if not hasattr(self._buffers, "own"):
             self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
         bad = _merged(_damaged(file, begin, end, self._buffers.own))
@@ -227,7 +225,6 @@ def _skip(record: FileRecord, done: Done) -> None:
 
 
 def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[_Bad]:
-    """The blocks of ``[begin, end)`` that are damaged."""
     view = buffer[: end - begin]
     try:
         read = file.source.read_at(begin, view)
@@ -250,7 +247,6 @@ def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[
 
 
 def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
-    """Merge neighbouring parts with the same problem; ``parts`` are in order."""
     merged: list[_Bad] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -304,7 +300,6 @@ class ConsistencyCheck:
             yield Damage(record.relative_path, 0, len(header), problem, names)
 
     def _problems(self, record: FileRecord, header: bytes) -> Iterator[tuple[str, str | None]]:
-        """Each with the name that it concerns; None: all names in the file."""
         start = len(header)
         try:
             entries = _entries(header, record.nbytes)

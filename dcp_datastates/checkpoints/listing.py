@@ -188,7 +188,6 @@ def _newest_attempt(path: Location) -> Attempt:
 
 
 def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
-    """A sort key: newer ones are greater."""
     # A symbolic link comes after its target, if that is in the same directory.
     is_original = found.error is not None or not is_link(found.path)
     return found.attempt, is_original, natural_order(found.path.name)

@@ -27,7 +27,6 @@ class Report:
     """The result of :func:`verify`. Sizes are bytes."""
 
     path: Location
-    """The checkpoint's directory."""
     attempt: str | None
     """The committed attempt; None if the metadata are damaged."""
     files: int
@@ -35,17 +34,13 @@ class Report:
     nbytes: int
     """The expected size of ``.metadata`` and all data files."""
     tensors: int
-    """The number of tensors."""
     objects: int
-    """The number of Python objects."""
     seconds: float
-    """How long the check took."""
     damages: tuple[Damage, ...]
     """All damages, by file and offset; neighbouring blocks form one damage."""
 
     @property
     def whole(self) -> bool:
-        """Whether no byte is damaged."""
         return not self.damages
 
     def __str__(self) -> str:

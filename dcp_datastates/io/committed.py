@@ -192,7 +192,6 @@ def _what_is_there(directory: ObjectPath, listing: Listing, data: bytes | None) 
 
 
 def _holds(path: ObjectPath) -> bool:
-    """Whether there may be a checkpoint at ``path``, a directory."""
     try:
         return bool(attempts.present(path)) or presence.is_there(str(path / METADATA_NAME))
     except StorageError:  # lost+found, say

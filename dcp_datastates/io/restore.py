@@ -42,7 +42,6 @@ _DETOUR_BYTES: Final = 256 << 20
 _SHARED_BYTES: Final = 512 << 20
 """What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
 
-
 _file_of: Final = operator.attrgetter("file")
 
 
@@ -86,12 +85,11 @@ class StoredCheckpoint:
             used = self._used.get(file, 0)
             if leave_copy(self._places[used] / file, error):
                 continue
-            following = used + 1
             first = self._first_errors.setdefault(file, error)
-            if following == len(self._places):
+            if used + 1 == len(self._places):
                 raise first
-            self._used[file] = following
-            logger.warning("%s; reading the copy in %s", error, self._places[following])
+            self._used[file] = used + 1
+            logger.warning("%s; reading the copy in %s", error, self._places[used + 1])
 
 
 class Sharing(Protocol):
@@ -318,7 +316,6 @@ def _say_written(requests: list[Request]) -> None:
 
 
 def _settle(request: Request) -> None:
-    """Copy what took a detour to its destination."""
     target = request.target
     if target is None or request.memory is target or request.memory is None:
         return
@@ -355,7 +352,6 @@ def _affected(
     source: StoredCheckpoint,
     place: Location,
 ) -> str:
-    """The tensors with bytes in the damaged block, the requested ones first."""
     relative_path = fault.path.removeprefix(f"{place}/")
     record = source.files.get(relative_path)
     begin, end = fault.offset, fault.offset + BLOCK_BYTES

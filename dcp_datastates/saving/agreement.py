@@ -166,7 +166,6 @@ def _assign(
 
 
 def _difference(saves: Sequence[SaveName]) -> Reason | None:
-    """Why the ranks do not mean the same save."""
     first = saves[0]
     rank = next((rank for rank, each in enumerate(saves) if each != first), None)
     if rank is None:

@@ -65,10 +65,7 @@ def writable(
 def archive_roots(
     archive: AnyPath | Sequence[AnyPath] | None, options: Mapping[str, Any] | None
 ) -> tuple[Location, ...]:
-    """The directories of archived checkpoints that a user names; ``options`` are the user's ``storage_options``.
-
-    Raises :class:`ConfigurationError`. Opens stores, and does not ask them.
-    """
+    """The directories of archives that a user names, whose stores it opens. Raises :class:`ConfigurationError`."""
     if archive is None:
         return ()
     any_url = any(map(is_url, archive if isinstance(archive, list | tuple) else [archive]))

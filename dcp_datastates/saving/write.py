@@ -190,7 +190,6 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
 
 
 def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> WriteJob:
-    """This rank's part, ready to be read."""
     reads, config, rank = save.reads, save.config, save.group.rank_set.rank
     native = engine(config.host_cache_bytes)
     look_for_nan(save)

@@ -179,7 +179,6 @@ def survey(
 
 
 def _objects_in(folder: ObjectPath) -> list[StoredObject]:
-    """What lies directly in an attempt's folder."""
     listing = folder.store.list(folder.key)
     objects, decision = list(listing.objects), folder / DECISION_NAME
     if (

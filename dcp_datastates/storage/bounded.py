@@ -36,8 +36,6 @@ class _Abandoned(BaseException):
 
 @dataclass
 class _Work:
-    """Work that is abandoned if it hangs."""
-
     what: str
     moved_at: float = field(default_factory=time.monotonic)
     ended: bool = False
@@ -172,7 +170,6 @@ def _start(function: Callable[[], T]) -> Future[T]:
 
 
 def _rest(worker: Worker) -> None:
-    """Keep the storage thread for the next work, unless there is one already."""
     if _idle:
         worker.finish()
     else:

@@ -35,7 +35,6 @@ class FsspecStore(LibraryStore):
 
     @property
     def _files(self) -> Any:
-        """The library's file system, of now."""
         return self._client
 
     def _open(self) -> Any:
@@ -85,7 +84,6 @@ class FsspecStore(LibraryStore):
             raise
 
     def _give_up(self, file: Any, key: str) -> None:
-        """Remove what an upload has stored."""
         # Many file systems publish what they have when a file is closed, and a file that is dropped closes itself.
         with contextlib.suppress(AttributeError):
             file.closed = True
@@ -188,7 +186,6 @@ class FsspecStore(LibraryStore):
 
 
 def _modified_at(about: Mapping[str, Any]) -> float:
-    """By what the file systems of fsspec call it; 0 if they do not tell."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = about.get(name)
         if isinstance(value, datetime):

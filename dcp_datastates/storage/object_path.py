@@ -72,12 +72,7 @@ class ObjectPath:
         text = os.fspath(below)
         return ObjectPath(self.root, f"{self.key}/{text}" if self.key else text, self._options)
 
-    def relative_to(self, other: ObjectPath) -> Path:
-        """The rest of the key below that of ``other``. Raises ValueError if it is not below."""
-        return Path(self._url).relative_to(other._url)
-
     def is_symlink(self) -> bool:
-        """False: a store has none."""
         return False
 
     def __str__(self) -> str:
@@ -158,15 +153,11 @@ def locate(
         raise ConfigurationError(f"path={path!r} names no bucket; write s3://bucket/run/step-100")
     if scheme == "memory" and bucket:
         bucket, key = "", f"{bucket}/{key}".rstrip("/")
-    if "@" in bucket and scheme not in ("abfs", "abfss"):
+    is_user = "@" in bucket and scheme not in ("abfs", "abfss")
+    if is_user or _CREDENTIALS.search(key):
         raise ConfigurationError(
-            f"path has credentials in it ({scheme}://…@…): names of checkpoints appear in logs and files; give "
-            f"credentials by the environment, or by storage_options"
-        )
-    if _CREDENTIALS.search(key):
-        raise ConfigurationError(
-            f"path has credentials in it ({scheme}://…?…=…): names of checkpoints appear in logs and files; give "
-            f"credentials by the environment, or by storage_options"
+            f"path has credentials in it ({scheme}://{'…@…' if is_user else '…?…=…'}): names of checkpoints appear in "
+            f"logs and files; give credentials by the environment, or by storage_options"
         )
     for segment in key.split("/") if key else ():
         # Azure takes a backslash for a slash.
@@ -178,9 +169,8 @@ def locate(
             )
     root = f"{scheme}://{bucket}"
     if scheme in _openers:
-        # The processes of a job that only name such a store have a part in it, too.
         store_of(root)
-        _openers[scheme](root, key)
+        _openers[scheme](root, key)  # who only names such a store has a part in it, too
     return ObjectPath(root, key, options)
 
 
@@ -206,7 +196,7 @@ def locate_all(
 
 
 def leave_copy(location: Location, why: object) -> bool:
-    """:meth:`CopiedStore.leave` of the object; False if its store has one copy of each."""
+    """:meth:`CopiedStore.leave`; False if the store has one copy of each object."""
     path = stored(location)
     return isinstance(path.store, CopiedStore) and path.store.leave(path.key, str(why))
 
@@ -252,8 +242,7 @@ _openers: dict[str, Callable[[str, str], ObjectStore]] = {}
 def register(scheme: str, opener: Callable[[str, str], ObjectStore]) -> None:
     """Let ``opener`` open the stores of ``scheme``: for stores of rooms above this one.
 
-    It is called with a root and a key each time that a user names a place there, and with the root and "" each time
-    that the store is used. It returns the same object for the same root, and must not wait.
+    It is called with a root, and the key that a user names or "" (the store is used). It must not wait.
     """
     _openers[scheme] = opener
 

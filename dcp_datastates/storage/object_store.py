@@ -28,7 +28,6 @@ class StoredObject:
 
     @property
     def name(self) -> str:
-        """The last part of the key."""
         return self.key.rpartition("/")[2]
 
 
@@ -44,7 +43,6 @@ class Listing:
 
     @property
     def names(self) -> list[str]:
-        """The names of all."""
         return [*self.folders, *self.links, *(each.name for each in self.objects)]
 
 
@@ -117,14 +115,10 @@ class CopiedStore(Protocol):
     """A store that has copies of an object on several nodes. Raises as :class:`ObjectStore`."""
 
     def leave(self, key: str, why: str) -> bool:
-        """Read the object from another copy from now on, because the one that is read is damaged, and replace that in
-        the background. Returns False, and does nothing, if there is no other.
-        """
+        """Read another copy from now on, and replace this one, which is damaged; False: there is no other."""
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
-        """The names of the nodes that have each object or folder directly below ``prefix``, by its name; a folder's
-        ends in a slash.
-        """
+        """The nodes that have each object or folder directly below ``prefix``; a folder's name ends in a slash."""
 
 
 def url_of(root: str, key: str) -> str:

@@ -72,7 +72,6 @@ class LibraryStore:
         raise NotImplementedError
 
     def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
-        """The error for an ``error`` of the library."""
         raise NotImplementedError
 
     def _ask(
@@ -116,7 +115,6 @@ class LibraryStore:
         return (ExpiredError if _EXPIRED.search(said) else StorageError)(number, text, url)
 
     def _said(self, error: Exception) -> str:
-        """The text of the library's error, without secrets."""
         return without_secrets(str(error), secrets_in(self._options)) or type(error).__name__
 
 
