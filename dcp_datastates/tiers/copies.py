@@ -115,7 +115,8 @@ class Copies:
                 self._settle(copied)
                 if self._due:
                     pause = min(2 * pause, _LONGEST_PAUSE)
-                    self._wait(_FIRST_PAUSE if len(self._due) < before else pause)
+                    with self._changed:
+                        self._changed.wait(_FIRST_PAUSE if len(self._due) < before else pause)
 
     def _look(self, root: str) -> list[str]:
         """Note the data files that lack copies, of the checkpoint at ``root`` or of those below it, and copy the small
@@ -238,8 +239,8 @@ def open_nodes(root: str, key: str) -> NodeStore:
     """The store ``root``, of the nodes of this job, which uses what lies at ``key``; at the first call, this process
     takes its part in it. Does not wait.
     """
-    if root.partition("://")[2].startswith("."):
-        raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
+    if f"{root}{key}".split("://")[1].lstrip("/").startswith("."):
+        raise ConfigurationError(f"{root}{key} cannot be opened: its name begins with a dot")
     job = nodes.current(root.partition(":")[0])
     copies = job.background.get(root)
     if not isinstance(copies, Copies):

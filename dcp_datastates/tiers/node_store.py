@@ -285,14 +285,13 @@ class NodeStore:
             with self._explained("storing", key):
                 each(lambda node: copies[node].complete())
                 hit("node.publish.before")
-                is_whole = len(left) == len(places)
                 if if_absent:
                     if not copies[left.pop(0)].publish(modified_ns, if_absent=True):
                         return False
                     hit("node.publish.between")
                 each(lambda node: copies[node].publish(modified_ns, if_absent=if_absent))
                 hit("node.publish.after")
-        if not is_whole:
+        if len(left) < len(places) - if_absent:
             self.on_loss(key)
         return True
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.crashes.failing import variables
-from support.crashes.mounts import mount
+from support.crashes.mounts import mount, tmpfs
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, number_in
@@ -170,6 +170,26 @@ def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
     run_on_ranks(2, _a_node_is_full, root=str(tmp_path))
     assert {name.split("/")[0] for name in files_on(tmp_path)} == {"step-3"}
     assert rests_below(tmp_path) == []
+
+
+def _a_disk_is_full(root: str) -> None:
+    disk = Path(root, "node1")
+    with tmpfs(disk, "6m"):
+        disk.chmod(0o700)
+        configure(root)
+        full = raises(dcp_datastates.DataStatesError, "rank 1 of 2", "No space left")
+        with lines(logging.WARNING) as said, full:
+            save_configured(2)
+        if dist.get_rank() == 0:
+            assert any("copy on node node1 has failed" in line for line in said)
+        dcp_datastates.save({"small": 1}, f"{URL}/step-3")
+        assert dcp_datastates.verify(f"{URL}/step-3").whole
+        dist.barrier()
+        assert rests_below(Path(root)) == []
+
+
+def test_a_full_disk_fails_the_save_and_the_next_works(tmp_path):
+    run_on_ranks(2, _a_disk_is_full, root=str(tmp_path))
 
 
 def _saves_more_than_fits(root: str, archive: str) -> None:

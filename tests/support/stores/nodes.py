@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -19,7 +20,8 @@ from dcp_datastates.wire.secret import Address
 
 def rests_below(folder: Path) -> list[Path]:
     """What was begun below ``folder``, and not published."""
-    return [path for path in folder.rglob(".*~") if path.is_file()]
+    found = os.walk(folder)  # folders may go meanwhile
+    return [Path(within, name) for within, _, names in found for name in names if name[-1] == "~"]
 
 
 class Cluster:

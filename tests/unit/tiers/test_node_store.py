@@ -91,11 +91,16 @@ def test_an_object_on_all_nodes_that_one_does_not_get_is_an_error_and_leaves_not
 
 @pytest.mark.parametrize(
     ("harm", "said"),
-    [(cut_after(1 << 20), "node b"), (flipped_at(4 << 20), "checksum differs")],
+    [
+        (cut_after(1 << 20), "node b"),
+        (flipped_at(4 << 20), "checksum differs"),
+        (held_after(1 << 20), "does not answer"),
+    ],
 )
 def test_a_copy_of_a_data_file_that_fails_is_named_and_the_file_is_stored(
-    cluster, proxied, harm, said, caplog
+    cluster, proxied, harm, said, caplog, monkeypatch
 ):
+    monkeypatch.setattr(line, "PROGRESS_SECONDS", 0.3)
     store, proxy = proxied
     lost = []
     store.on_loss = lost.append

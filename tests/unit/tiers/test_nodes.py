@@ -78,6 +78,7 @@ def test_a_url_of_a_disk_names_a_directory():
         dcp_datastates.latest("node://nvme/run")
 
 
-def test_a_name_with_a_dot_before_it_is_refused():
+@pytest.mark.parametrize("root", ["ram://.hidden", "node:///.hidden"])
+def test_a_name_with_a_dot_before_it_is_refused(root):
     with pytest.raises(ConfigurationError, match="begins with a dot"):
-        dcp_datastates.save({"w": torch.zeros(1)}, "ram://.unfinished/step-1")
+        dcp_datastates.save({"w": torch.zeros(1)}, f"{root}/step-1")
