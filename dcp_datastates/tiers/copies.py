@@ -102,13 +102,15 @@ class Copies:
         with contextlib.suppress(_Ending):
             while True:
                 with self._changed:
-                    if not (self._roots or self._due):
-                        self._changed.wait()
+                    self._changed.wait_for(
+                        lambda: self._roots or self._due or self._closing.is_set()
+                    )
                     roots, self._roots = self._roots, []
                 self._wait(0)
                 copied = [key for root in roots for key in self._look(root)]
-                before = len(self._due)
-                for key, ends_at in [*self._due.items()]:
+                with self._changed:
+                    due = [*self._due.items()]
+                for key, ends_at in due:
                     if self._is_done(key) or time.monotonic() > ends_at:
                         with self._changed:
                             self._due.pop(key, None)
@@ -116,7 +118,7 @@ class Copies:
                 if self._due:
                     pause = min(2 * pause, _LONGEST_PAUSE)
                     with self._changed:
-                        self._changed.wait(_FIRST_PAUSE if len(self._due) < before else pause)
+                        self._changed.wait(_FIRST_PAUSE if len(self._due) < len(due) else pause)
 
     def _look(self, root: str) -> list[str]:
         """Note the data files that lack copies, of the checkpoint at ``root`` or of those below it, and copy the small
@@ -245,6 +247,6 @@ def open_nodes(root: str, key: str) -> NodeStore:
     copies = job.background.get(root)
     if not isinstance(copies, Copies):
         copies = job.background[root] = Copies(NodeStore(root, job.nodes), job)
-    if key and job.name_path(copies.store.name_of(key)):
+    if key and job.own.name_path(copies.store.name_of(key)):
         copies.look(key)
     return copies.store

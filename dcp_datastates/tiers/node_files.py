@@ -83,24 +83,29 @@ class NodeFiles:
 
     # ---- what other nodes may reach ------------------------------------------------------------------
 
-    def name_path(self, key: str) -> None:
+    def name_path(self, key: str) -> bool:
         """This process uses what lies at ``key`` and below, so other nodes may reach it here. Removes what processes
-        that were killed have left there.
+        that were killed have left there. Returns whether it is new, and something lies there.
         """
         with self._lock:
-            self._named |= {key, os.path.join(os.path.dirname(key), INDEX_NAME)}
-            self._lock.notify_all()
+            is_new = not self._is_named(key)
+            if is_new:
+                self._named |= {key, os.path.join(os.path.dirname(key), INDEX_NAME)}
+                self._lock.notify_all()
         if self._is_whole_system:
             self.sweep(key)
+        return is_new and bool(self.list(key))
+
+    def _is_named(self, key: str) -> bool:
+        return bool({key, *map(str, PurePosixPath(key).parents)} & self._named)
 
     def check_named(self, key: str) -> str:
         """The key, if this process has named its path, or does soon. Raises PermissionError: in the whole file system,
         other nodes reach only what the job's checkpoints are.
         """
-        around = {key, *map(str, PurePosixPath(key).parents)}
         with self._lock:
             if self._is_whole_system and not self._lock.wait_for(
-                lambda: around & self._named, _NAMING_SECONDS
+                lambda: self._is_named(key), _NAMING_SECONDS
             ):
                 raise PermissionError(
                     errno.EACCES,
@@ -135,9 +140,11 @@ class NodeFiles:
         found = []
         for name in presence.names_in(self._path(prefix)):
             key = f"{prefix}/{name}"
-            if not _is_unfinished(name) and (entry := self.find(key)) is not None:
+            if _is_unfinished(name):
+                continue
+            if (entry := self.find(key)) is not None:
                 found.append(entry)
-            elif any(True for _ in _files(os.path.join(self._directory, key))):
+            elif not presence.is_link(path := self._path(key)) and any(map(bool, _files(path))):
                 found.append(Entry(f"{key}/", 0, 0))
         return found
 

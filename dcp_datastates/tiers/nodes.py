@@ -142,7 +142,6 @@ class NodesJob:
         self._gives_up_at: float | None = None
         self.background: Final[dict[str, Closable]] = {}
         """What works for the job's stores, by their roots; it ends with the job."""
-        self._paths: set[str] = set()
         try:
             self.own = files = config.files(scheme)
             if rank_set.world == 1:
@@ -168,15 +167,6 @@ class NodesJob:
     def is_over(self) -> bool:
         """Whether the ranks of the job have left each other."""
         return self._rank_set.world > 1 and not is_current(self._rank_set)
-
-    def name_path(self, key: str) -> bool:
-        """This process uses what lies at ``key``; returns whether it names it for the first time, and something lies
-        there on this node. Raises OSError.
-        """
-        is_new = key not in self._paths
-        self._paths.add(key)
-        self.own.name_path(key)
-        return is_new and bool(self.own.list(key))
 
     @property
     def has_met(self) -> bool:

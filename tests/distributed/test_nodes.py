@@ -359,6 +359,21 @@ def test_a_node_that_comes_back_empty_gets_all_copies_again(tmp_path, lost):
     run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=2, saved_by=2)
 
 
+def test_a_node_is_lost_with_its_process(tmp_path):
+    root, fired = str(tmp_path), tmp_path / "fired"
+    run_on_ranks(2, save_on_nodes, root=root, number=1)
+    whole = objects_on(tmp_path)
+    environments = [{}, variables("node.publish.before=kill", fired)]
+    body = f"{__name__}:try_to_save_on_nodes"
+    ended = run_ranks(body, 2, tmp_path, environments=environments, root=root, number=2)
+    assert ended[1].killed
+    assert not ended[0].result().committed
+    shutil.rmtree(tmp_path / "node1")
+    run_on_ranks(2, find_on_nodes, root=root, number=1, saved_by=2)
+    run_on_ranks(2, find_copies_again, root=root)
+    assert_still_there(tmp_path, whole)
+
+
 def find_no_whole_copy(root: str, archive: str) -> None:
     configure(root)
     with raises(CheckpointCorruptError, "r00000-0.safetensors", "checksum"):
