@@ -280,14 +280,22 @@ def assert_still_there(root: Path, whole: dict[str, dict[str, bytes]]) -> None:
 
 def await_copies(root: str, nodes: int = 2) -> None:
     """Until every object lies on ``nodes`` nodes, the same on all."""
+    differing = [""]
 
     def are_same() -> bool:
         with contextlib.suppress(FileNotFoundError):  # it was published a moment ago
-            found = objects_on(Path(root)).values()
-            return all(len(on) == nodes and len({*on.values()}) == 1 for on in found)
-        return False
+            found = objects_on(Path(root)).items()
+            differing[:] = [
+                f"{name} on {[*on]}"
+                for name, on in found
+                if len(on) < nodes or len({*on.values()}) > 1
+            ]
+        return not differing
 
-    await_that(are_same, otherwise="an object has no copy, or another one")
+    try:
+        await_that(are_same)
+    except AssertionError:
+        raise AssertionError(f"objects without a copy, or with another one: {differing}") from None
     dist.barrier()
 
 
@@ -370,7 +378,8 @@ def test_a_node_is_lost_with_its_process(tmp_path):
     assert not ended[0].result().committed
     shutil.rmtree(tmp_path / "node1")
     run_on_ranks(2, find_on_nodes, root=root, number=1, saved_by=2)
-    run_on_ranks(2, find_copies_again, root=root)
+    for rank in run_ranks(f"{__name__}:find_copies_again", 2, tmp_path, root=root):
+        rank.result()
     assert_still_there(tmp_path, whole)
 
 
