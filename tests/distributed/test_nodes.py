@@ -279,21 +279,22 @@ def assert_still_there(root: Path, whole: dict[str, dict[str, bytes]]) -> None:
 
 
 def await_copies(root: str, nodes: int = 2) -> None:
-    """Until every object lies on ``nodes`` nodes, the same on all."""
+    """Until every object of a committed attempt lies on ``nodes`` nodes, the same on all."""
     differing = [""]
 
     def are_same() -> bool:
         with contextlib.suppress(FileNotFoundError):  # it was published a moment ago
-            found = objects_on(Path(root)).items()
+            found = objects_on(Path(root))
             differing[:] = [
                 f"{name} on {[*on]}"
-                for name, on in found
-                if len(on) < nodes or len({*on.values()}) > 1
+                for name, on in found.items()
+                if f"{name.rpartition('/')[0]}/decision" in found
+                and (len(on) < nodes or len({*on.values()}) > 1)
             ]
         return not differing
 
     try:
-        await_that(are_same)
+        await_that(are_same, 30)
     except AssertionError:
         raise AssertionError(f"objects without a copy, or with another one: {differing}") from None
     dist.barrier()
