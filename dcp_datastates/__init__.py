@@ -31,7 +31,7 @@ The process
     errors                  the module of all errors: errors.DataStatesError is the base
     on_save, on_load        call a function with the record of each save or load
     configure_engine        threads, and limits of their rates
-    configure_ram           the memory of nodes that ram:// uses
+    configure_nodes         the nodes' memory and disks: ram:// and node://
 
 ``help(dcp_datastates.save)``, and so on, has the arguments. What functions return is in ``dcp_datastates.results``.
 
@@ -78,7 +78,7 @@ if _typing.TYPE_CHECKING:
     from dcp_datastates.manager import RngState as RngState
     from dcp_datastates.manager import Trainable as Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
-    from dcp_datastates.tiers.ram_nodes import configure_ram as configure_ram
+    from dcp_datastates.tiers.nodes import configure_nodes as configure_nodes
 
 _PLACES = {
     "AutoInterval": "manager.AutoInterval",
@@ -88,7 +88,7 @@ _PLACES = {
     "PerRank": "manager.PerRank",
     "RngState": "manager.RngState",
     "Trainable": "manager.Trainable",
-    "configure_ram": "tiers.ram_nodes.configure_ram",
+    "configure_nodes": "tiers.nodes.configure_nodes",
     "convert": "conversion.convert.convert",
     "copy": "checkpoints.copy.copy",
     "delete": "checkpoints.delete.delete",
@@ -122,13 +122,14 @@ def __dir__() -> list[str]:
     return sorted({*public, "errors", "__doc__", "__file__", "__path__", "__version__"})
 
 
-def _ram_store(root: str) -> "_ObjectStore":
-    from dcp_datastates.tiers.ram_store import open_ram
+def _nodes_store(root: str, key: str) -> "_ObjectStore":
+    from dcp_datastates.tiers.copies import open_nodes
 
-    return open_ram(root)
+    return open_nodes(root, key)
 
 
-_register("ram", _ram_store)
+_register("ram", _nodes_store)
+_register("node", _nodes_store)
 
 try:
     __version__ = _version("dcp_datastates")

@@ -15,7 +15,7 @@ import dcp_datastates as ds
 
 disk, shared, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-ds.configure_ram(directory=disk, node=os.environ.get("NODE_NAME"))  # None: the host's name
+ds.configure_nodes(directory=disk, node=os.environ.get("NODE_NAME"))  # None: the host's name
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
@@ -24,7 +24,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 state = {"model": model, "optimizer": optimizer}
 
 with ds.CheckpointManager(
-    "ram://run",  # on the disks, because of configure_ram
+    "node:///run",  # below the directory
     every=5,
     keep=2,
     archive=shared,

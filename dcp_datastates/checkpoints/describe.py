@@ -6,7 +6,7 @@ Nothing is unpickled, and no data file is opened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts
-from dcp_datastates.storage.object_path import AnyPath, Location, locate
+from dcp_datastates.storage.object_path import AnyPath, Location, copies_in, locate
 from dcp_datastates.text import columns, count, date, numbers, size
 
 _SHOWN: Final = 16
@@ -72,6 +72,8 @@ class DataFile:
     nbytes: int
     found_nbytes: int | None
     """Bytes on storage; None if the file is missing."""
+    nodes: tuple[str, ...] = ()
+    """Where its copies lie, if the store has several."""
 
     @property
     def problem(self) -> str | None:
@@ -136,7 +138,8 @@ class Checkpoint:
             lines += ["", *columns(("dtype", "tensors>", "size>"), totals)]
         if self.files:
             files = sorted(self.files, key=lambda file: file.problem is None)
-            rows = [(file.path, file.rank, size(file.nbytes), file.problem) for file in files]
+            on = ", ".join
+            rows = [(f.path, f.rank, size(f.nbytes), f.problem or on(f.nodes)) for f in files]
             lines += ["", *columns(("file", "rank>", "size>", ""), rows, _SHOWN)]
         if most != 0 and (self.tensors or self.objects):
             lines += ["", *self._contents(most)]
@@ -181,6 +184,7 @@ def inspect(
 
 def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
     tensors, objects = _contents(committed)
+    copies = copies_in(directory / committed.note.attempt.name)
     return Checkpoint(
         path=directory,
         committed=True,
@@ -189,7 +193,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         nbytes=committed.nbytes,
         ranks=ranks_of(committed.note.files),
         files=tuple(
-            _file(committed.note.files[name], found)
+            _file(committed.note.files[name], found, copies.get(Path(name).name, ()))
             for name, found in sizes(directory, committed.note.files.keys()).items()
         ),
         dtypes=_totals(tensors),
@@ -229,7 +233,8 @@ def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
     return tuple(sorted(totals, key=lambda total: (-total.nbytes, total.dtype)))
 
 
-def _file(record: FileRecord, found: int | OSError) -> DataFile:
+def _file(record: FileRecord, found: int | OSError, nodes: Sequence[str]) -> DataFile:
     name = record.relative_path
     rank = attempts.rank_of(Path(name).name)
-    return DataFile(name, rank, record.nbytes, found if isinstance(found, int) else None)
+    nbytes = found if isinstance(found, int) else None
+    return DataFile(name, rank, record.nbytes, nbytes, tuple(nodes))

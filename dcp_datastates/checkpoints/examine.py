@@ -37,7 +37,7 @@ from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, leave_copy
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -63,6 +63,17 @@ class _File:
     table: ChecksumTable
     pieces_left: int
     bad: list[_Bad] = field(default_factory=list)
+
+
+def examine(
+    directory: Location, committed: Committed, threads: int, progress: Progress | None
+) -> list[Damage]:
+    """As :meth:`Examination.run`. If a store has several copies of a file, it is damaged if all are."""
+    while True:
+        damages = Examination(directory, committed).run(threads, progress)
+        left = {each.file: each for each in damages if each.file in committed.note.files}
+        if not [file for file in left if leave_copy(directory / file, left[file].problem)]:
+            return damages
 
 
 class Examination:
@@ -162,7 +173,6 @@ class Examination:
     # --- reading ------------------------------------------------------------------------------
 
     def _examine(self, file: _File, begin: int, end: int, done: Done) -> None:
-        """Read a piece; after a file's last piece, check its header."""
         if not hasattr(self._buffers, "own"):
             self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
         bad = _merged(_damaged(file, begin, end, self._buffers.own))
@@ -285,7 +295,6 @@ class ConsistencyCheck:
             yield Damage(record.relative_path, 0, len(header), problem, names)
 
     def _problems(self, record: FileRecord, header: bytes) -> Iterator[tuple[str, str | None]]:
-        """Each with the name that it concerns; None: all names in the file."""
         start = len(header)
         try:
             entries = _entries(header, record.nbytes)

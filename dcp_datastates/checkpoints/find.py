@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args, overload
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.examine import Examination
+from dcp_datastates.checkpoints.examine import examine
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
@@ -214,7 +214,7 @@ def _problems_by_file(
 ) -> dict[str, Problem]:
     problems: dict[str, Problem] = {}
     if verify == "full":
-        for damage in Examination(directory, committed).run(thread_count(None), None):
+        for damage in examine(directory, committed, thread_count(None), None):
             problems.setdefault(damage.file, damage.problem)
     if verify != "structure":
         return problems

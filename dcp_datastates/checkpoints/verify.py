@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_datastates.checkpoints.examine import Examination
+from dcp_datastates.checkpoints.examine import examine
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
@@ -38,7 +38,6 @@ class Report:
 
     @property
     def whole(self) -> bool:
-        """Whether no byte is damaged."""
         return not self.damages
 
     def __repr__(self) -> str:
@@ -91,7 +90,7 @@ def verify(
         committed = open_committed(directory)
     except CheckpointCorruptError as error:
         return _unopened(directory, error, time.monotonic() - began)
-    damages = Examination(directory, committed).run(threads, progress)
+    damages = examine(directory, committed, threads, progress)
     if damages and (replaced := replacement(directory, committed.note.attempt, "verify")):
         raise replaced  # the damage seen is not real
     tensors = int((committed.table.catalog.properties >= 0).sum())

@@ -80,7 +80,7 @@ class DataStatesReader(StorageReader):
         exclude: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose; ``*`` and ``?`` stand
             for any text and any character.
         share_reads: Whether ranks that need the same bytes read them from storage once, and pass them on to each other
-            over TCP. None: if the path is a URL (but ``ram://``) or in a network file system. See docs/tune.md.
+            over TCP. None: if the path is a URL (but no node's) or in a network file system. See docs/tune.md.
         host_cache_size: Host memory for staging, bytes or a string such as ``"64MiB"``, the default. Used only if this
             process has no engine yet.
         storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None

@@ -26,7 +26,7 @@ from dcp_datastates.storage import attempts, decisions, local, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import Location, ObjectPath, leave_copy, stored
 from dcp_datastates.storage.object_store import Listing, ObjectMissingError
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,15 @@ def open_committed(directory: Location) -> Committed:
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    path, data = read(stored(directory))
-    if presence.is_page(data):
-        raise presence.web_page(path)
-    return Committed(directory, metadata.decode(data, path.location), data)
+    while True:
+        path, data = read(stored(directory))
+        try:
+            if presence.is_page(data):
+                raise presence.web_page(path)
+            return Committed(directory, metadata.decode(data, path.location), data)
+        except DataStatesError as error:
+            if not leave_copy(path, error):
+                raise
 
 
 def open_nearest(places: Sequence[Location]) -> Committed:
@@ -187,7 +192,6 @@ def _what_is_there(directory: ObjectPath, listing: Listing, data: bytes | None) 
 
 
 def _holds(path: ObjectPath) -> bool:
-    """Whether there may be a checkpoint at ``path``, a directory."""
     try:
         return bool(attempts.present(path)) or presence.is_there(str(path / METADATA_NAME))
     except StorageError:  # lost+found, say

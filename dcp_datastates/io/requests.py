@@ -163,7 +163,6 @@ def contents(requests: Iterable[Request]) -> dict[str, Transfer]:
 
 
 def _add_region(content: Transfer, request: Request, memory: torch.Tensor, itemsize: int) -> None:
-    """Describe a strided region in the stored (row-major) chunk, and in memory."""
     start = request.begin
     strides = dense_strides(request.chunk_sizes, itemsize)
     region = zip(request.offsets, request.lengths, request.chunk_sizes, strides, strict=True)

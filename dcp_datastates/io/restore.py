@@ -30,7 +30,7 @@ from dcp_datastates.io.streams import ReadRange, fetch
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, leave_copy
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ _DETOUR_BYTES: Final = 256 << 20
 
 _SHARED_BYTES: Final = 512 << 20
 """What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
-
 
 _file_of: Final = operator.attrgetter("file")
 
@@ -79,16 +78,18 @@ class StoredCheckpoint:
         return [(self._places[index], group) for index, group in sorted(found.items())]
 
     def leave(self, files: Iterable[str], error: DataStatesError) -> None:
-        """Read ``files`` from their next places from now on, because of ``error``. If a file has no other, raises the
-        error of its nearest copy.
+        """Read ``files`` from their next copies from now on, because of ``error``: in the same place, if its store has
+        several, else in the next place. If a file has no other, raises the error of its nearest copy.
         """
         for file in files:
-            following = self._used.get(file, 0) + 1
+            used = self._used.get(file, 0)
+            if leave_copy(self._places[used] / file, error):
+                continue
             first = self._first_errors.setdefault(file, error)
-            if following == len(self._places):
+            if used + 1 == len(self._places):
                 raise first
-            self._used[file] = following
-            logger.warning("%s; reading the copy in %s", error, self._places[following])
+            self._used[file] = used + 1
+            logger.warning("%s; reading the copy in %s", error, self._places[used + 1])
 
 
 class Sharing(Protocol):
@@ -315,7 +316,6 @@ def _say_written(requests: list[Request]) -> None:
 
 
 def _settle(request: Request) -> None:
-    """Copy what took a detour to its destination."""
     target = request.target
     if target is None or request.memory is target or request.memory is None:
         return
@@ -352,7 +352,6 @@ def _affected(
     source: StoredCheckpoint,
     place: Location,
 ) -> str:
-    """The tensors with bytes in the damaged block, the requested ones first."""
     relative_path = fault.path.removeprefix(f"{place}/")
     record = source.files.get(relative_path)
     begin, end = fault.offset, fault.offset + BLOCK_BYTES

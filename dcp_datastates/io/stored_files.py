@@ -59,8 +59,7 @@ def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int
 
 def range_reader(paths: Iterable[Location]) -> ReadRange:
     """Reads ranges of the files or objects at ``paths``, by the text of these. A file stays open as long as the result
-    lives. It raises
-    :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
+    lives. It raises :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
     by_name = {str(path): path for path in paths}
     opened = functools.cache(_File)

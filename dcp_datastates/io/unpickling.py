@@ -177,8 +177,6 @@ class _Anything:
 
 
 class _Dry(BoundedUnpickler):
-    """Builds what is plain, and calls nothing."""
-
     deepest = 500  # flattening a deeper state would exceed Python's own limit
 
     def find_class(self, module: str, name: str) -> Any:

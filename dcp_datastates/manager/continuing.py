@@ -210,7 +210,6 @@ class Continuing:
             )
 
     def _others(self) -> list[str]:
-        """The committed checkpoints of other names than a step's."""
         others = []
         for root in self._steps.roots:
             for found in newest_first(filterfalse(self._steps.is_one, candidates(root))):
@@ -221,7 +220,6 @@ class Continuing:
         return others
 
     def _describe(self) -> str:
-        """What the root holds, in words."""
         root = repr(str(self._steps.roots[0]))
         steps = self._steps.committed()
         if not steps:

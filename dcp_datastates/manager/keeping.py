@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +24,7 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.job_notes import RETENTION_NAME, Note, leave
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
-from dcp_datastates.tiers.run_identity import another_run, check_one_run
+from dcp_datastates.tiers.run_identity import another_run, of_another_run
 
 _SPARE: Final = 1.05
 """Room for a save, in sizes of the one before."""
@@ -33,10 +34,10 @@ class Keeping:
     """Deletes and archives. The thread of the loop uses it; all ranks construct it.
 
     Args:
-        steps: the checkpoints. A second tier is the archive.
+        steps: the checkpoints. Further tiers are archives.
         keep: the checkpoints to keep on the nearest tier; None: all.
         archive_every: archive every n-th save.
-        archive_keep: the checkpoints to keep in the archive; None: all.
+        archive_keep: the checkpoints to keep in each archive; None: all.
 
     Raises :class:`ConfigurationError` for an argument that cannot work, and for tiers of two runs.
     """
@@ -59,35 +60,40 @@ class Keeping:
         self._count = 0
         self._newest: Location | None = None
         self._nbytes = 0  # of a checkpoint
-        self._then: Callable[[], object] | None = None
+        self._then: list[Callable[[], object] | None] = [None for _ in steps.roots[1:]]
         self._own: list[set[str]] = [set() for _ in steps.roots]
         """On each tier, the names of this run's checkpoints: only these are deleted."""
         if archive_keep is not None:
-            self._then = partial(steps.delete_old, 1, Keep.of(archive_keep), self._own[-1])
+            rule = Keep.of(archive_keep)
+            tiers = range(1, len(steps.roots))
+            self._then = [partial(steps.delete_old, each, rule, self._own[each]) for each in tiers]
         self._rank_set = rank_set
-        self._archive: Archive | None = None
-        self._is_one_run = len(steps.roots) == 1
+        self._archives: list[Archive] = []
+        self._another: int | None = None
+        """Which archive is of another run."""
         for slow in steps.roots[1:]:
-            self._archive = archive_of(slow, commit_group(rank_set))
-            self._open_archive()
+            self._archives.append(archive_of(slow, commit_group(rank_set)))
+            self._archives[-1].beside = [each for each in steps.roots[1:] if each != slow]
+        if self._archives:
+            self._open_archives()
         self._deletes = rank_set.rank == 0 and (keep is not None or len(steps.roots) > 1)
         self._is_noted = rank_set.rank != 0
 
-    def _open_archive(self) -> None:
-        fast, slow = self._steps.roots
-        check = partial(check_one_run, fast, slow)
-        self._is_one_run = from_first_of(
+    def _open_archives(self) -> None:
+        fast, *slow = self._steps.roots
+        check = partial(of_another_run, fast, slow)
+        self._another = from_first_of(
             self._rank_set, check, "run", "the run's identity", DEFAULT_TIMEOUT
         )
-        if self._is_one_run and self._archive is not None:
-            self._archive.open(fast)
+        for archive in self._archives if self._another is None else []:
+            archive.open(fast)
 
     def check(self) -> None:
-        """Before a save: raises :class:`ConfigurationError` if the archive is another run's. All ranks call this."""
-        if not self._is_one_run:
-            self._open_archive()
-        if not self._is_one_run:
-            raise another_run(*self._steps.roots)
+        """Before a save: raises :class:`ConfigurationError` if an archive is another run's. All ranks call this."""
+        if self._another is not None:
+            self._open_archives()
+        if self._another is not None:
+            raise another_run(self._steps.roots[0], self._steps.roots[1 + self._another])
 
     def adopt(self, names: Iterable[str]) -> None:
         """Checkpoints of these names are this run's, too: it goes on from them."""
@@ -99,18 +105,18 @@ class Keeping:
         """Before a save: where the nearest tier is full, delete what is archived there, or wait until more is; for at
         most ``seconds``.
         """
-        fast, archive = self._steps.roots[0], self._archive
-        if self._deletes and archive is not None and self._nbytes:
-            saves = len(self._saves.in_flight()) + 1
-            make_room(fast, archive, int(saves * _SPARE * self._nbytes), seconds)
+        if self._deletes and self._archives and self._nbytes:
+            nbytes = int((len(self._saves.in_flight()) + 1) * _SPARE * self._nbytes)
+            make_room(self._steps.roots[0], self._archives, nbytes, seconds)
 
     def archive(self, save: SaveOperation) -> None:
         """A save has begun, and is not planned yet: archive it if it is its turn. Every rank calls this for every
         save.
         """
         self._count += 1
-        if self._archive is not None and (self._count - 1) % self._every == 0:
-            archived = archive_save(save, self._archive.slow, self._rate, self._then)
+        turns = self._archives if (self._count - 1) % self._every == 0 else []
+        for archive, then in zip(turns, self._then, strict=bool(turns)):
+            archived = archive_save(save, archive.slow, self._rate, then)
             if self._deletes:  # what is kept until then may be old
                 when_done(archived, lambda _: self._saves.deletions.request(self._committed))
 
@@ -132,12 +138,13 @@ class Keeping:
         """Wait until all that is committed, and is to be archived, is; for at most ``seconds``, and then for what is to
         be deleted.
         """
-        if self._archive is not None:
-            self._archive.wait(seconds)
+        ends_at = None if seconds is None else time.monotonic() + seconds
+        for archive in self._archives:
+            archive.wait(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
         self._saves.deletions.wait()
 
     def _committed(self) -> None:
-        if self._archive is not None and self._newest is not None:
+        if self._archives and self._newest is not None:
             with contextlib.suppress(CheckpointNotFoundError):  # the newest save may have failed
                 self._nbytes = open_committed(self._newest).nbytes
         if self._keep is not None:

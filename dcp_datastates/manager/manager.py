@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, SupportsIndex
@@ -35,7 +35,7 @@ from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.results import SaveRecord
-from dcp_datastates.saving.start import archive_root
+from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class CheckpointManager:
         missing: See ``rename``.
         exclude: See ``rename``.
         process_group: The ranks that save; None: all.
-        archive: A slower tier, a directory or URL. Checkpoints are copied to it in the background, before they may be
-            deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
+        archive: A slower tier, a directory or URL, or a list of some, the nearest first. Checkpoints are copied there
+            in the background, before they may be deleted from ``root``. :meth:`restore_latest` takes the newest of all.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
-        archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.
+        archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
         archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
@@ -116,7 +116,7 @@ class CheckpointManager:
         missing: Answer = "error",
         exclude: str | Iterable[str] = (),
         process_group: dist.ProcessGroup | None = None,
-        archive: str | os.PathLike[str] | None = None,
+        archive: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         archive_every: int = 1,
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
@@ -124,8 +124,7 @@ class CheckpointManager:
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
         stores = options.get("storage_options")
-        slow = archive_root(archive, stores)
-        roots = locate_all([root] if slow is None else [root, slow], stores)
+        roots = locate_all([root, *archive_roots(archive, stores)], stores)
         self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)

@@ -232,7 +232,6 @@ class OptimizerPart:
         container[last] = place
 
     def _take(self, values: Mapping[str, Any]) -> None:
-        """Understand the small values."""
         renamed = self.renamed or (lambda name: name)
         self._rest = values.get("rest.structure")
         for name, value in values.items():
@@ -347,7 +346,6 @@ class OptimizerPart:
         groups: Sequence[_Group],
         loaded: Mapping[str, Any],
     ) -> None:
-        """Keep what was loaded of parameters that the optimizer does not have."""
         kept, names = [], {name: elsewhere[name] for name in loaded if name in elsewhere}
         for group in groups:
             mine = tuple(name for name in group.names if name in names)

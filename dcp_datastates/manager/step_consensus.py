@@ -124,6 +124,5 @@ class StepConsensus:
 
 
 def _greatest(messages: Sequence[bytes]) -> list[bytes]:
-    """The greatest of each of the ranks' numbers, for all ranks."""
     numbers = map(json.loads, messages)
     return [json.dumps(list(map(max, *numbers))).encode()] * len(messages)

@@ -320,7 +320,6 @@ def _any_sharded(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """Whether it is a model, or one in parts."""
     if isinstance(value, (list, tuple)) and value:
         return all(isinstance(each, torch.nn.Module) for each in value) and are_parts(value)
     return isinstance(value, (torch.nn.Module, Trainable))

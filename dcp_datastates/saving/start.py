@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dcp_datastates.storage.object_path import (
     check_prefix,
     is_url,
     locate,
+    locate_all,
 )
 
 
@@ -61,16 +62,17 @@ def writable(
     return location
 
 
-def archive_root(archive: AnyPath | None, options: Mapping[str, Any] | None) -> Location | None:
-    """The directory of archived checkpoints that a user names; ``options`` are the user's ``storage_options``.
-
-    Raises :class:`ConfigurationError`. Opens a store, and does not ask it.
-    """
+def archive_roots(
+    archive: AnyPath | Sequence[AnyPath] | None, options: Mapping[str, Any] | None
+) -> tuple[Location, ...]:
+    """The directories of archives that a user names, whose stores it opens. Raises :class:`ConfigurationError`."""
     if archive is None:
-        return None
-    root = locate(archive, options=options if is_url(archive) else None)
-    check_opens(root)
-    return root
+        return ()
+    any_url = any(map(is_url, archive if isinstance(archive, list | tuple) else [archive]))
+    roots = locate_all(archive, options if any_url else None)
+    for root in roots:
+        check_opens(root)
+    return roots
 
 
 def check_at_call(location: Location | None, config: WriterConfig) -> None:

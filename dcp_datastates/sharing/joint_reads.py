@@ -24,7 +24,7 @@ from dcp_datastates.wire.server import listen
 
 logger = logging.getLogger(__name__)
 
-_IN_MEMORY: Final = ("ram://", "memory://")
+_IN_MEMORY: Final = ("ram://", "node://", "memory://")
 
 _NETWORK: Final = frozenset(
     [

@@ -165,7 +165,6 @@ def _start(function: Callable[[], T]) -> Future[T]:
 
 
 def _rest(worker: Worker) -> None:
-    """Keep the storage thread for the next work, unless there is one already."""
     if _idle:
         worker.finish()
     else:

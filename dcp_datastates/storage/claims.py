@@ -128,7 +128,6 @@ class Neighbours:
 
 
 def _device_of(path: Path) -> int:
-    """The number of the file system that ``path`` is on, or would be."""
     while (status := presence.status_of(path)) is None and path != path.parent:
         path = path.parent
     assert status is not None, "the root of all paths exists"

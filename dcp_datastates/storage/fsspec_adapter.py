@@ -184,7 +184,6 @@ class FsspecStore(LibraryStore):
 
 
 def _modified_at(about: Mapping[str, Any]) -> float:
-    """By what the file systems of fsspec call it; 0 if they do not tell."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = about.get(name)
         if isinstance(value, datetime):

@@ -37,7 +37,7 @@ from dcp_datastates.storage.object_store import (
 )
 from dcp_datastates.storage.operations import current_phase
 
-_UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
+UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
 """The name of a temporary file, which a killed process may leave."""
 
 _WITHIN: Final = "object"
@@ -125,7 +125,7 @@ class LocalStore:
     def list(self, prefix: str) -> Listing:
         folders, links, files = [], [], []
         for entry in presence.entries_in(_path(prefix)):
-            if _UNFINISHED.fullmatch(entry.name):
+            if UNFINISHED.fullmatch(entry.name):
                 continue
             if not local.is_directory(entry):
                 files.append(entry.name)
@@ -173,7 +173,7 @@ def remove_folder(key: str, whole: bool = False) -> bool:
     """Remove the folder ``key``, durably, if no object is in it (``whole``: no attempt); returns whether it is gone."""
     path = _path(key)
     for entry in presence.entries_in(path):
-        if not (whole or _UNFINISHED.fullmatch(entry.name)) or Attempt.parse(entry.name):
+        if not (whole or UNFINISHED.fullmatch(entry.name)) or Attempt.parse(entry.name):
             continue
         with local.explained("deleting", entry.path):
             if entry.is_dir(follow_symlinks=False):
@@ -202,7 +202,7 @@ def is_object(path: Path) -> bool:
 
 def has_unfinished(key: str) -> bool:
     """Whether a killed process has left anything in the folder ``key``."""
-    return any(map(_UNFINISHED.fullmatch, presence.names_in(_path(key))))
+    return any(map(UNFINISHED.fullmatch, presence.names_in(_path(key))))
 
 
 def discard_folder(key: str) -> bool:
@@ -248,7 +248,7 @@ def sweep(key: str) -> None:
     """Remove what killed :func:`discard_folder` and :func:`put_copy` have left in the folder ``key``. Never raises."""
     with contextlib.suppress(OSError):
         for entry in presence.entries_in(_path(key)):
-            name = _UNFINISHED.fullmatch(entry.name)
+            name = UNFINISHED.fullmatch(entry.name)
             if name and name[1] == local.METADATA_NAME:
                 os.unlink(entry)
             elif name and Attempt.parse(name[1]):

@@ -12,7 +12,7 @@ from typing import Any, Final
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates.storage.local_store import LocalStore
-from dcp_datastates.storage.object_store import ObjectStore, url_of
+from dcp_datastates.storage.object_store import CopiedStore, ObjectStore, url_of
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 _CREDENTIALS: Final = re.compile(r"(?i)\?.*(token|secret|passw|sig|key|credential)\w*=")
@@ -72,12 +72,7 @@ class ObjectPath:
         text = os.fspath(below)
         return ObjectPath(self.root, f"{self.key}/{text}" if self.key else text, self._options)
 
-    def relative_to(self, other: ObjectPath) -> Path:
-        """The rest of the key below that of ``other``. Raises ValueError if it is not below."""
-        return Path(self._url).relative_to(other._url)
-
     def is_symlink(self) -> bool:
-        """False: a store has none."""
         return False
 
     def __str__(self) -> str:
@@ -150,14 +145,18 @@ def locate(
     scheme, bucket, key = match[1].lower(), match[2], match[3].rstrip("/")
     if scheme == "file":
         return local.local_path("/" + key, below)
+    if scheme == "node":
+        if bucket:
+            raise ConfigurationError(f"path={path!r} names no directory; write node:///{bucket}/…")
+        bucket = "/"
     if not bucket and scheme != "memory":
         raise ConfigurationError(f"path={path!r} names no bucket; write s3://bucket/run/step-100")
     if scheme == "memory" and bucket:
         bucket, key = "", f"{bucket}/{key}".rstrip("/")
-    has_user = "@" in bucket and scheme not in ("abfs", "abfss")
-    if has_user or _CREDENTIALS.search(key):
+    is_user = "@" in bucket and scheme not in ("abfs", "abfss")
+    if is_user or _CREDENTIALS.search(key):
         raise ConfigurationError(
-            f"path has credentials in it ({scheme}://{'…@…' if has_user else '…?…=…'}): names of checkpoints appear in "
+            f"path has credentials in it ({scheme}://{'…@…' if is_user else '…?…=…'}): names of checkpoints appear in "
             f"logs and files; give credentials by the environment, or by storage_options"
         )
     for segment in key.split("/") if key else ():
@@ -169,10 +168,9 @@ def locate(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
     root = f"{scheme}://{bucket}"
-    if (
-        scheme in _openers
-    ):  # the processes of a job that only name such a store have a part in it, too
+    if scheme in _openers:
         store_of(root)
+        _openers[scheme](root, key)  # who only names such a store has a part in it, too
     return ObjectPath(root, key, options)
 
 
@@ -195,6 +193,18 @@ def locate_all(
             f"path={paths!r} has local paths only: storage_options are for URLs"
         )
     return tuple(locate(path, options=options if is_url(path) else None) for path in paths)
+
+
+def leave_copy(location: Location, why: object) -> bool:
+    """:meth:`CopiedStore.leave`; False if the store has one copy of each object."""
+    path = stored(location)
+    return isinstance(path.store, CopiedStore) and path.store.leave(path.key, str(why))
+
+
+def copies_in(folder: Location) -> dict[str, Sequence[str]]:
+    """:meth:`CopiedStore.places` of the objects in the folder; none if its store has one copy of each."""
+    path = stored(folder)
+    return path.store.places(path.key) if isinstance(path.store, CopiedStore) else {}
 
 
 def check_opens(location: Location) -> None:
@@ -224,14 +234,13 @@ _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abf
 
 _lock = threading.RLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
-_openers: dict[str, Callable[[str], ObjectStore]] = {}
+_openers: dict[str, Callable[[str, str], ObjectStore]] = {}
 
 
-def register(scheme: str, opener: Callable[[str], ObjectStore]) -> None:
+def register(scheme: str, opener: Callable[[str, str], ObjectStore]) -> None:
     """Let ``opener`` open the stores of ``scheme``: for stores of rooms above this one.
 
-    It is called each time that such a store is named or used, and returns the same object for the same root. It must
-    not wait.
+    It is called with a root, and the key that a user names or "" (the store is used). It must not wait.
     """
     _openers[scheme] = opener
 
@@ -246,7 +255,7 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
     with _lock:
         scheme = root.partition("://")[0]
         if scheme in _openers and not options:
-            _opened[root, by_options] = _openers[scheme](root)
+            _opened[root, by_options] = _openers[scheme](root, "")
         elif (root, by_options) not in _opened:
             _opened[root, by_options] = _open(root, options)
         return _opened[root, by_options]

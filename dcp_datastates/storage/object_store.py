@@ -7,10 +7,10 @@ consistent with all calls that returned before it began, as S3, GCS and Azure pr
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
@@ -28,7 +28,6 @@ class StoredObject:
 
     @property
     def name(self) -> str:
-        """The last part of the key."""
         return self.key.rpartition("/")[2]
 
 
@@ -44,7 +43,6 @@ class Listing:
 
     @property
     def names(self) -> list[str]:
-        """The names of all."""
         return [*self.folders, *self.links, *(each.name for each in self.objects)]
 
 
@@ -110,6 +108,17 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
+
+
+@runtime_checkable
+class CopiedStore(Protocol):
+    """A store that has copies of an object on several nodes. Raises as :class:`ObjectStore`."""
+
+    def leave(self, key: str, why: str) -> bool:
+        """Read another copy from now on, and replace this one, which is damaged; False: there is no other."""
+
+    def places(self, prefix: str) -> dict[str, Sequence[str]]:
+        """The nodes that have each object or folder directly below ``prefix``; a folder's name ends in a slash."""
 
 
 def url_of(root: str, key: str) -> str:

@@ -60,8 +60,6 @@ _REASON: Final = re.compile(r".*status code: |.*HTTP error: ", re.DOTALL)
 
 @dataclass(frozen=True)
 class _Clients:
-    """The library's clients, with the credentials of one moment."""
-
     calls: Any
     """Gives up early."""
     streams: Any
@@ -82,7 +80,6 @@ class ObstoreStore(LibraryStore):
         self.deletes_many: bool | None = None
 
     def _open(self) -> _Clients:
-        """The clients. Asks no server, but the provider of credentials may."""
         client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
         endpoints = (
             os.environ.get(name, "")

@@ -220,7 +220,6 @@ _NO_ANSWER: Final = {
 
 
 def _try_directory(root: ObjectPath, folder: ObjectPath, causes: _Causes) -> None:
-    """Try a file system, in a ``folder`` of its own in ``root``."""
     # The root, before anything changes there: to sync a change takes a disk milliseconds.
     causes[Operation.SYNC_DIRECTORY] = _cause(root, lambda: _sync(Path(str(root))))
     step()

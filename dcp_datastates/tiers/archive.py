@@ -14,7 +14,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final
@@ -42,7 +42,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
-from dcp_datastates.tiers.ram_store import RamStore
+from dcp_datastates.tiers.node_store import NodeStore
 from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Archive:
 
     def __init__(self, slow: Location, group: CommitGroup, number: int) -> None:
         self.slow: Final = slow
+        self.beside: Sequence[Location] = ()
+        """The run's other archives. A checkpoint is pinned until all have it."""
         self.exit_timeout = 600.0
         """How long the end of the process waits, in seconds."""
         self._rank_set = group.rank_set
@@ -218,7 +220,9 @@ class Archive:
             logger.info(
                 "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
             )
-            self._unpin(item)
+            with _logged(f"{item.path} stays pinned"):
+                if all(_has(slow, item.path, item.attempt) for slow in self.beside):
+                    self._unpin(item)
             if item.then is not None:
                 with _logged(f"after {item.path} was archived"):
                     item.then()
@@ -239,6 +243,12 @@ class Archive:
             item.archived.set_result(None)
         else:
             item.archived.set_exception(error)
+
+
+def _has(slow: Location, path: Location, attempt: Attempt) -> bool:
+    """Whether the archive ``slow`` has the checkpoint, or a newer one in its place."""
+    there = committed_at(slow / path.name)
+    return there is not None and there >= attempt
 
 
 @contextlib.contextmanager
@@ -283,8 +293,8 @@ def archive_save(
     be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit. ``rate``: how many
     bytes per second this rank may carry; 0: no limit.
     """
-    archived = SharedFuture()
-    save.archived = archived
+    archived, others = SharedFuture(), save.archived
+    save.archived = archived if others is None else _both(others, archived)
     # Only then is the group known: DCP may have said meanwhile that this process saves alone.
     when_done(
         save.committed, lambda _: archive_of(slow, save.group).add(save, archived, rate, then)
@@ -292,10 +302,23 @@ def archive_save(
     return archived
 
 
+def _both(one: Future[None], other: Future[None]) -> SharedFuture:
+    both = SharedFuture()
+
+    def end(_: object) -> None:
+        if (error := one.exception() or other.exception()) is not None:
+            both.set_exception(error)
+        else:
+            both.set_result(None)
+
+    when_done(one, lambda _: when_done(other, end))
+    return both
+
+
 # ---- a full fast tier ----------------------------------------------------------------------------
 
 
-def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> None:
+def make_room(fast: Location, archives: Sequence[Archive], nbytes: int, seconds: float) -> None:
     """Return when ``fast`` has room for ``nbytes``: its file system, or the memory of the nodes.
 
     Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
@@ -306,10 +329,10 @@ def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> 
     log = WaitLog(logger, f"the save to {fast}", 0.0)
     deadline = time.monotonic() + seconds
     while True:
-        is_over = archive.wait(0.0)  # before the look at what is archived
+        is_over = all(each.wait(0.0) for each in archives)  # before the look at what is archived
         older = [*newest_first(checkpoints(fast))][1:]
         while older and _free(fast) < nbytes:
-            _evict(older.pop(), archive)
+            _evict(older.pop(), archives)
         if _free(fast) >= nbytes:
             return
         if is_over or time.monotonic() >= deadline:
@@ -318,6 +341,7 @@ def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> 
                 *(fast, size(_free(fast)), size(nbytes)),
             )
             return
+        archive = next((each for each in archives if not each.wait(0.0)), archives[0])
         log.look(f"it needs room, which comes when more is archived in {archive.slow}")
         archive.wait(_LOOK_SECONDS)
 
@@ -325,20 +349,20 @@ def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> 
 def _free(fast: Location) -> float:
     if not isinstance(fast, ObjectPath):
         return shutil.disk_usage(fast).free
-    if not isinstance(fast.store, RamStore):  # no store tells
+    if not isinstance(fast.store, NodeStore):  # no store tells
         return math.inf
     try:
-        return fast.store.left()
+        return fast.store.left(fast.key)
     except StorageError as error:  # the save will say so, too
         logger.warning("whether there is room for a save is not known: %s", error)
         return math.inf
 
 
-def _evict(found: Found, archive: Archive) -> None:
+def _evict(found: Found, archives: Sequence[Archive]) -> None:
     try:
-        if any(item.path == found.path for item in archive.items):
+        if any(item.path == found.path for each in archives for item in each.items):
             return
-        if committed_at(archive.slow / found.path.name) == found.attempt:
+        if all(committed_at(each.slow / found.path.name) == found.attempt for each in archives):
             delete_committed(found)
             logger.info("deleted %s, which is archived, to make room", found.path)
     except DataStatesError as error:  # it is pinned, or the archive does not answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -76,6 +76,14 @@ def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = (
             f"one run; use another directory, or empty it"
         )
     return True
+
+
+def of_another_run(fast: Location, slow: Sequence[Location]) -> int | None:
+    """Which of the archives ``slow`` is of another run, as :func:`check_one_run` finds; None if none is. Those that say
+    of which run they are come first: new tiers become that run's.
+    """
+    order = sorted(range(len(slow)), key=lambda at: _read(slow[at]) is None)
+    return next((at for at in order if not check_one_run(fast, slow[at])), None)
 
 
 def another_run(fast: Location, slow: Location) -> ConfigurationError:

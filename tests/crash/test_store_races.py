@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from support.stores.ram import RamCluster
+from support.stores.nodes import Cluster
 from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
@@ -48,7 +48,7 @@ class Racing:
 
 @pytest.fixture
 def cluster(tmp_path):
-    made = RamCluster(tmp_path, 3)
+    made = Cluster(tmp_path, 3)
     yield made
     made.close()
 

@@ -109,3 +109,19 @@ def bind_permissions() -> None:
         data[place] &= ~_CAP_DAC_OVERRIDE
     if libc.capset(header, data):
         raise OSError(ctypes.get_errno(), "capset")
+
+
+_NEW_NAMESPACE: Final = 0x20000  # CLONE_NEWNS
+
+
+def mount(root: str, source: str, target: str) -> None:
+    """In this process, and in threads that it starts from now on, ``target`` shows what ``source`` has; both lie below
+    ``root``. Skips the test if this process may not mount.
+    """
+    if ctypes.CDLL(None).unshare(_NEW_NAMESPACE):
+        pytest.skip("no namespace of mounts can be made here")
+    said = _mount("--make-rprivate", "/") or _mount(
+        "--bind", f"{root}/{source}", f"{root}/{target}"
+    )
+    if said:
+        pytest.skip(f"a directory cannot be mounted here: {said}")

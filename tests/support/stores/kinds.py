@@ -22,7 +22,7 @@ from dcp_datastates.storage.fsspec_adapter import FsspecStore
 from dcp_datastates.storage.object_store import ObjectStore, StoredObject
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from support.stores import server
-from support.stores.ram import temporary_store
+from support.stores.nodes import temporary_store
 from support.stores.server import serve
 
 _numbers = itertools.count(1)

@@ -219,7 +219,7 @@ def test_json_of_a_checkpoint(checkpoint):
         "nbytes": 48_000,
         "chunks": 1,
     }
-    assert set(document["files"][0]) == {"path", "rank", "nbytes", "found_nbytes"}
+    assert set(document["files"][0]) == {"path", "rank", "nbytes", "found_nbytes", "nodes"}
     assert set(document["dtypes"][0]) == {"dtype", "tensors", "nbytes"}
 
 

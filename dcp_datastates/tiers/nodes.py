@@ -1,6 +1,7 @@
-"""Which nodes a job has, and where on them an object of a ``ram://`` store lies.
+"""Which nodes a job has, and where on them an object of a ``ram://`` or a ``node://`` store lies.
 
-Each process that names such a store starts a server. The ranks meet at the job's c10d store, and tell each other how to
+Both are one tier: below a directory in memory, or at a path on each node's disk. Each process that names such a store
+starts a server. The ranks meet at the job's c10d store, and tell each other how to
 reach it: its node, and the server's address (:class:`~dcp_datastates.wire.secret.Address`).
 """
 
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch.distributed as dist
 
@@ -29,8 +30,9 @@ from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
+from dcp_datastates.tiers.node import Node, OtherNode, serve
+from dcp_datastates.tiers.node_files import NodeFiles
 from dcp_datastates.tiers.pace import Pace
-from dcp_datastates.tiers.ram_node import Node, OtherNode, RamFiles, serve
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server
 
@@ -45,32 +47,48 @@ _LINGER_SECONDS: Final = 5.0
 """How long a process waits at its end for others that are connected to it: they may still be tidying up."""
 
 
+MEMORY: Path = Path(f"/dev/shm/dcp_datastates-{os.getuid()}")
+"""Where the objects of ``ram://`` lie."""
+
+
 @dataclass(frozen=True)
-class RamConfig:
-    """Options of ``ram://`` stores: see :func:`configure_ram`."""
+class NodesConfig:
+    """Options of ``ram://`` and ``node://`` stores: see :func:`configure_nodes`."""
 
     peers: int = 1
-    nbytes: int | None = None
-    """None: half of the file system."""
     rate: int = 0
     """0: no limit."""
-    directory: Path = field(default_factory=lambda: Path(f"/dev/shm/dcp_datastates-{os.getuid()}"))
     node: str = field(default_factory=socket.gethostname)
+    memory: int | None = None
+    """None: half of the file system."""
+    directory: Path = Path("/")
+    sync: bool = True
+
+    def files(self, scheme: str) -> NodeFiles:
+        """This process's node of the stores of ``scheme``. Raises OSError."""
+        if scheme == "node":
+            return NodeFiles(self.node, self.directory, sync=self.sync)
+        system = os.statvfs(MEMORY.parent)
+        return NodeFiles(self.node, MEMORY, self.memory or system.f_blocks * system.f_frsize // 2)
 
 
 @dataclass(frozen=True)
-class RamNodes:
+class Nodes:
     """The nodes of a job.
 
     Attributes:
         own: this process's node.
         ring: all of them, by name.
         peers: on how many other nodes a data file lies.
+        of_ranks: the node of each rank.
+        is_first: whether this process is the first of its node.
     """
 
     own: Node
     ring: Sequence[Node]
     peers: int = 1
+    of_ranks: Sequence[Node] = ()
+    is_first: bool = True
 
     @property
     def others(self) -> list[Node]:
@@ -84,6 +102,12 @@ class RamNodes:
             return self.ring
         return [self.own, *self.others[: self.peers]]
 
+    def homes(self, key: str) -> list[Node]:
+        """As :meth:`places`, on any node: those of the rank whose data file it is; all nodes, the nearest first."""
+        rank = rank_of(key.rpartition("/")[2]) or 0
+        at = self.ring.index(self.of_ranks[rank % len(self.of_ranks)]) if self.of_ranks else 0
+        return [*self.ring[at:], *self.ring[:at]]
+
 
 @dataclass(frozen=True)
 class _Process:
@@ -96,42 +120,60 @@ class _Process:
     token: str
 
 
-class RamJob:
+class Closable(Protocol):
+    """What ends when it is told to; it does not wait."""
+
+    def close(self) -> None: ...
+
+
+class NodesJob:
     """The part of this process in the nodes of a job. Construction does not wait.
 
     Raises :class:`StorageError` if the directory cannot be made, or no server be started.
     """
 
-    def __init__(self, config: RamConfig, rank_set: RankSet) -> None:
+    def __init__(self, scheme: str, config: NodesConfig, rank_set: RankSet) -> None:
         self.config: Final = config
-        self._rank_set = rank_set
+        self._scheme, self._rank_set = scheme, rank_set
         self._server: Server | None = None
-        self._nodes: RamNodes | None = None
+        self._nodes: Nodes | None = None
         self._problem = ""
         self._known = threading.Event()  # _nodes or _problem is set for good
         self._gives_up_at: float | None = None
+        self.background: Final[dict[str, Closable]] = {}
+        """What works for the job's stores, by their roots; it ends with the job."""
         try:
-            self._own = files = RamFiles(config.directory, config.nbytes)
+            self.own = files = config.files(scheme)
             if rank_set.world == 1:
-                self._nodes = RamNodes(files, [files], config.peers)
+                self._nodes = Nodes(files, [files], config.peers)
+                self._known.set()
                 return
             self._server = serve(files, own_address(rank_set.host))
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,
-                f"this process cannot take part in ram:// stores: {error.strerror or error}",
-                error.filename or str(config.directory),
+                f"this process cannot take part in {scheme}:// stores: {error.strerror or error}",
+                error.filename or None,
             ) from error
         host, port, token = self._server.address
         self._process = _Process(config.node, files.identity, host, port, token.hex())
-        self._meetings = Meetings(rank_set, "ram")
-        threading.Thread(target=self._meet, name="dcp_datastates-ram", daemon=True).start()
+        self._meetings = Meetings(rank_set, scheme)
+        threading.Thread(target=self._meet, name="dcp_datastates-node", daemon=True).start()
 
     def is_of(self, rank_set: RankSet) -> bool:
         """Whether this is the job of ``rank_set``, or there is no job since."""
         return not dist.is_initialized() or self._rank_set.base is rank_set.base
 
-    def nodes(self) -> RamNodes:
+    def is_over(self) -> bool:
+        """Whether the ranks of the job have left each other."""
+        return self._rank_set.world > 1 and not is_current(self._rank_set)
+
+    @property
+    def has_met(self) -> bool:
+        """Whether :meth:`nodes` does not wait."""
+        return self._known.is_set()
+
+    def nodes(self) -> Nodes:
         """The job's nodes. Waits until all ranks have named the store, up to 60 s since the first call; then raises
         :class:`StorageError`.
         """
@@ -145,6 +187,8 @@ class RamJob:
 
     def close(self, seconds: float = 0.0) -> None:
         """Use the other nodes no more; and serve them no more, once they are gone, or after ``seconds``."""
+        for each in self.background.values():
+            each.close()
         for node in [] if self._nodes is None else self._nodes.others:
             if isinstance(node, OtherNode):
                 node.client.close()
@@ -177,20 +221,27 @@ class RamJob:
             if len({process.directory for process in processes}) > 1:
                 self._problem = (
                     f"several hosts, or directories, are called node {name!r}: give each host a name of its own, by "
-                    f"configure_ram(node=...)"
+                    f"configure_nodes(node=...)"
                 )
                 return
         pace = Pace(self.config.rate)
         ring: list[Node] = [
-            self._own if name == self._process.node else self._other(name, by_node[name], pace)
+            self.own if name == self._process.node else self._other(name, by_node[name], pace)
             for name in sorted(by_node)
         ]
         if self._rank_set.rank == 0 and len(ring) <= self.config.peers:
             logger.warning(
-                "configure_ram(peers=%d), and the job has %d nodes: each data file lies on all of them",
+                "configure_nodes(peers=%d), and the job has %d nodes: each data file lies on all of them",
                 *(self.config.peers, len(ring)),
             )
-        self._nodes = RamNodes(self._own, ring, self.config.peers)
+        by_name = dict(zip(sorted(by_node), ring, strict=True))
+        self._nodes = Nodes(
+            self.own,
+            ring,
+            self.config.peers,
+            [by_name[process.node] for process in found],
+            by_node[self._process.node][0] == self._process,
+        )
 
     def _other(self, name: str, processes: Sequence[_Process], pace: Pace) -> OtherNode:
         first = self._rank_set.rank % len(processes)  # so that their servers share the work
@@ -207,79 +258,96 @@ class RamJob:
             if missing := list(map(str, self._meetings.absent())):
                 return (
                     f"rank {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''} of {self._rank_set.world} has "
-                    f"named no ram:// path within {_MEETING_SECONDS:g} s: every rank of the job takes part in such a "
-                    f"store"
+                    f"named no {self._scheme}:// path within {_MEETING_SECONDS:g} s: every rank of the job takes part "
+                    f"in such a store"
                 )
-        return "rank 0 has not told which nodes there are: has every rank named a ram:// path? Rank 0 says which not"
+        return (
+            f"rank 0 has not told which nodes there are: has every rank named a {self._scheme}:// path? Rank 0 says "
+            f"which not"
+        )
 
 
 _lock = threading.RLock()  # guards what follows
-_config = RamConfig()
-_job: RamJob | None = None
+_config = NodesConfig()
+_jobs: dict[str, NodesJob] = {}
+
+background: Final = threading.local()
+"""In a thread with a ``job``, that job's stores are used as long as it lasts, and no other is begun."""
 
 
-def configure_ram(
+def configure_nodes(
     *,
     peers: int = 1,
-    size: int | str = "auto",
     rate: int | str | None = None,
-    directory: str | os.PathLike[str] | None = None,
     node: str | None = None,
+    memory: int | str = "auto",
+    directory: str | os.PathLike[str] | None = None,
+    sync: bool = True,
 ) -> None:
-    """Set the options of this process's ``ram://`` stores. Call it on every rank, before the job names such a store.
+    """Set the options of this process's ``ram://`` and ``node://`` stores. Call it on every rank, before the job names
+    such a store.
 
     Args:
         peers: On how many other nodes each data file also lies, so that many nodes may be lost. 0: on none. If there
             are fewer other nodes, on all of them.
-        size: The most bytes that the directory of a node may have, such as ``"200GiB"``; beyond it a save fails. All
-            processes of the node share it. ``"auto"``: half of the file system.
         rate: The most bytes per second that this process sends to other nodes, such as ``"500MB/s"``. None: no limit.
-        directory: A directory that all processes of the node see, and no other node, and to which this user alone may
-            write. It is made if it is missing. None: one below ``/dev/shm``.
         node: The name of what is lost together: two copies lie in nodes of different names. None: the host's name.
+        memory: The most bytes of ``ram://`` on a node, such as ``"200GiB"``; beyond it a save fails. All processes of
+            the node share it. ``"auto"``: half of ``/dev/shm``.
+        directory: On each node, what the paths of ``node://`` are below. All processes of the node see it, no other
+            node does, and this user alone may write to it. It is made if it is missing. None: the root, so that
+            ``node:///nvme/run`` is ``/nvme/run``.
+        sync: Whether ``node://`` syncs each file, and its name, before it counts as stored: a checkpoint then outlives
+            that all nodes lose power.
 
     Raises:
-        ConfigurationError: an option has a value that cannot work, or the job has named a ``ram://`` store already.
+        ConfigurationError: an option has a value that cannot work, or the job has named such a store already.
     """
-    refuse_in_child("configure_ram()")
+    refuse_in_child("configure_nodes()")
     global _config
     check_count("peers", peers, _MOST_PEERS, least=0)
-    nbytes = None if size == "auto" else parse_size(size, name="size")
+    nbytes = None if memory == "auto" else parse_size(memory, name="memory")
     if nbytes == 0:
-        raise ConfigurationError(f"size={size!r} has room for nothing")
+        raise ConfigurationError(f"memory={memory!r} has room for nothing")
     if node is not None and not (isinstance(node, str) and node.strip()):
         raise ConfigurationError(f"node={node!r} must be a name, or None for the host's name")
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise ConfigurationError(f"directory={directory!r} must be a path, or None")
-    place = RamConfig().directory if directory is None else Path(os.path.realpath(directory))
-    chosen = RamConfig(peers, nbytes, parse_rate(rate), place, node or socket.gethostname())
+    if not isinstance(sync, bool):
+        raise ConfigurationError(f"sync={sync!r} must be True or False")
+    place = Path(os.path.realpath(directory or "/"))
+    name = node or socket.gethostname()
+    chosen = NodesConfig(peers, parse_rate(rate), name, nbytes, place, sync)
     with _lock:
-        if _job is not None and _job.is_of(rank_set_of(None)) and chosen != _job.config:
+        if any(each.is_of(rank_set_of(None)) and chosen != each.config for each in _jobs.values()):
             raise ConfigurationError(
-                "configure_ram() comes too late: this job has a ram:// store already; call it before the first path "
-                "that begins so is named"
+                "configure_nodes() comes too late: this job has a ram:// or node:// store already; call it before the "
+                "first path that begins so is named"
             )
         _config = chosen
 
 
-def current() -> RamJob:
-    """This process's part in the nodes of its job; begins it if there is none yet. Any thread. Does not wait; raises
-    :class:`StorageError`.
+def current(scheme: str) -> NodesJob:
+    """This process's part in the nodes of its job, for the stores of ``scheme``; begins it if there is none yet. Any
+    thread. Does not wait; raises :class:`StorageError`.
     """
-    global _job
     rank_set = rank_set_of(None)
     with _lock:
-        if _job is None or not _job.is_of(rank_set):
-            former, _job = _job, None
-            if former is not None:
-                former.close()
-            _job = RamJob(_config, rank_set)
-        return _job
+        job = _jobs.get(scheme)
+        mine: NodesJob | None = getattr(background, "job", None)
+        if mine is not None and (job is not mine or mine.is_over()):
+            raise StorageError(errno.ESHUTDOWN, "the job has ended")
+        if job is None or not job.is_of(rank_set):
+            if job is not None:
+                del _jobs[scheme]
+                job.close()
+            job = _jobs[scheme] = NodesJob(scheme, _config, rank_set)
+        return job
 
 
 def _leave() -> None:
-    if _job is not None:
-        _job.close(_LINGER_SECONDS)
+    for job in _jobs.values():
+        job.close(_LINGER_SECONDS)
 
 
 at_end(_leave, Phase.LEAVE)

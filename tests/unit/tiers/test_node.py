@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 
 import pytest
 from support.jobs.scripts import run_script
 from support.stores.asking import asked
-from support.stores.ram import RamCluster
+from support.stores.nodes import Cluster
 
-from dcp_datastates.tiers import ram_node
-from dcp_datastates.tiers.ram_node import RamFiles
+from dcp_datastates.tiers import node_files
+from dcp_datastates.tiers.node import serve
+from dcp_datastates.tiers.node_files import NodeFiles
 from dcp_datastates.wire.line import RefusedError, connect
 
 
@@ -18,8 +21,8 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
     ended = run_script(
         """
         from pathlib import Path
-        from dcp_datastates.tiers.ram_node import RamFiles
-        files = RamFiles(Path(path), 1 << 20)
+        from dcp_datastates.tiers.node_files import NodeFiles
+        files = NodeFiles("a", Path(path), 1 << 20)
         new = files.unpublished("run/x")
         new.write(b"x" * 1000)
         def held():
@@ -45,7 +48,7 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
 
 @pytest.fixture
 def line(tmp_path):
-    cluster = RamCluster(tmp_path, 1)
+    cluster = Cluster(tmp_path, 1)
     with contextlib.closing(connect(cluster.address("a"))) as made:
         yield made
     assert cluster.has("x") == []
@@ -88,6 +91,58 @@ def test_after_a_piece_that_was_refused_an_object_cannot_be_published(line):
         asked(line, ["publish", 1, False])
 
 
+def test_of_the_whole_file_system_other_nodes_reach_what_the_process_has_named(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(node_files, "_NAMING_SECONDS", 0.05)
+    files = NodeFiles("a", Path("/"))
+    server = serve(files, "127.0.0.1")
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    for path in (run / "step-1/x/decision", run / ".attempts/entry", secret):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"data")
+    files.name_path(str(run / "step-1")[1:])
+    with contextlib.closing(connect(server.address)) as line:
+        for path in (run / "step-1/x/decision", run / ".attempts/entry"):
+            line.send(["read", str(path)[1:], 0, 9])
+            assert line.result(9)[1] == b"data"
+        for path in (secret, run / "step-10/x/decision", run / "step-1/../../secret"):
+            name = str(path)[1:]
+            for words in (["find", name], ["read", name, 0, 9], ["delete", [name]], ["put", name]):
+                with pytest.raises(RefusedError, match=r"not named the path|is no key"):
+                    asked(line, words)
+    assert secret.read_bytes() == b"data"
+    server.close()
+
+
+def test_in_the_whole_file_system_only_a_users_own_directory_is_written_to(tmp_path, monkeypatch):
+    directory = tmp_path / "of another user"
+    directory.mkdir()
+    if os.getuid() == 0:
+        os.chown(directory, 12345, -1)
+    else:
+        monkeypatch.setattr(node_files.os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="this user's"):
+        NodeFiles("a", Path("/")).unpublished(f"{str(directory)[1:]}/run/step-1/decision")
+    assert [*directory.iterdir()] == []
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_path, monkeypatch):
+    order = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, call=call: order.append(name) or call(*a)
+        )
+    with contextlib.closing(NodeFiles("a", tmp_path, sync=sync).unpublished("run/x/file")) as new:
+        new.write(b"data")
+        assert new.publish(1, if_absent=False)
+    assert order[:2] == (["fsync", "replace"] if sync else ["replace"])
+    assert order[2:].count("fsync") == (len(order) - 2 if sync else 0)
+    assert len(order[2:]) >= 3 * sync  # the folder of the file, and those around it
+
+
 @pytest.mark.parametrize("by", ["another user", "mode 0777", "a link"])
 def test_a_directory_that_others_may_have_made_is_refused_and_nothing_is_written(
     by, tmp_path, monkeypatch
@@ -101,7 +156,7 @@ def test_a_directory_that_others_may_have_made_is_refused_and_nothing_is_written
     if by == "mode 0777":
         directory.chmod(0o777)
     if by == "another user":
-        monkeypatch.setattr(ram_node.os, "getuid", lambda: 12345)
+        monkeypatch.setattr(node_files.os, "getuid", lambda: 12345)
     with pytest.raises(OSError, match="Not a directory" if by == "a link" else "this user's"):
-        RamFiles(directory, 1 << 20)
+        NodeFiles("a", directory, 1 << 20)
     assert [*directory.iterdir(), *target.iterdir()] == []

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.stores.harm import HarmProxy, cut_after, flipped_at, held_after
-from support.stores.ram import RamCluster
+from support.stores.nodes import Cluster
 from support.waiting import await_that
 
 from dcp_datastates.errors import StorageError
@@ -18,13 +18,14 @@ from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.wire import line
 
 DATA = "step-1/x/r00000-0.safetensors"
+NEXT = "step-2/x/r00000-0.safetensors"
 OTHER = "step-1/x/decision"
 PIECE = os.urandom(3 << 20)
 
 
 @pytest.fixture
 def cluster(tmp_path):
-    made = RamCluster(tmp_path, 3)
+    made = Cluster(tmp_path, 3)
     yield made
     made.close()
 
@@ -66,28 +67,55 @@ def test_every_node_reads_what_one_has(cluster):
         assert store.get(DATA)[1:] == cluster.store("a").get(DATA)[1:]
 
 
-@pytest.mark.parametrize("nbytes", [0, 100, 1 << 20, 5 << 20])
-def test_a_put_whose_connection_is_cut_leaves_nothing(cluster, proxied, nbytes):
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        *((cut_after(nbytes), "") for nbytes in (0, 100, 1 << 20, 5 << 20)),
+        *((flipped_at(offset), "checksum differs") for offset in (300, 5000, 4 << 20)),
+    ],
+)
+def test_an_object_on_all_nodes_that_one_does_not_get_is_an_error_and_leaves_nothing(
+    cluster, proxied, harm, said
+):
     store, proxy = proxied
-    proxy.up = cut_after(nbytes)
-    with pytest.raises(StorageError, match="node b") as raised:
-        put(store)
-    assert raised.value.filename == f"ram://run/{DATA}"
-    assert cluster.has(DATA) == []
+    proxy.up = harm
+    with pytest.raises(StorageError, match=rf"node b .*{said}") as raised:
+        put(store, OTHER)
+    assert raised.value.filename == f"ram://run/{OTHER}"
+    assert cluster.has(OTHER) == []
     assert_clean(cluster)
     proxy.up = None
-    put(store)
-    assert cluster.has(DATA) == ["a", "b"]
+    put(store, OTHER)
+    assert cluster.has(OTHER) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("offset", [300, 5000, 4 << 20])
-def test_a_byte_that_changes_on_the_way_fails_the_put(cluster, proxied, offset):
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (cut_after(1 << 20), "node b"),
+        (flipped_at(4 << 20), "checksum differs"),
+        (held_after(1 << 20), "does not answer"),
+    ],
+)
+def test_a_copy_of_a_data_file_that_fails_is_named_and_the_file_is_stored(
+    cluster, proxied, harm, said, caplog, monkeypatch
+):
+    monkeypatch.setattr(line, "PROGRESS_SECONDS", 0.3)
     store, proxy = proxied
-    proxy.up = flipped_at(offset)
-    with pytest.raises(StorageError, match=r"node b .*checksum differs"):
-        put(store)
-    assert cluster.has(DATA) == []
+    lost = []
+    store.on_loss = lost.append
+    proxy.up = harm
+    put(store)
+    assert cluster.has(DATA) == ["a"]
+    assert lost == [DATA]
+    (line_of_log,) = caplog.messages
+    assert f"ram://run/{DATA}: the copy on node b has failed" in line_of_log
+    assert said in line_of_log
     assert_clean(cluster)
+    proxy.up = held_after(0)
+    put(store, NEXT)  # does not wait for a node that has just failed
+    assert cluster.has(NEXT) == ["a"]
+    assert lost == [DATA, NEXT]
 
 
 def only_on_b(cluster):
@@ -143,9 +171,9 @@ def test_a_node_that_is_silent_is_named(cluster, proxied, monkeypatch):
         with pytest.raises(
             StorageError, match=rf"node b \(127.0.0.1:{proxy.port}\): it does not answer"
         ):
-            put(store)
+            put(store, OTHER)
         setattr(proxy, way, None)
-        assert cluster.has(DATA) == []
+        assert cluster.has(OTHER) == []
     assert_clean(cluster)
 
 
@@ -165,7 +193,7 @@ def test_a_server_serves_only_what_lies_below_its_directory(cluster, key):
 
 
 def test_a_full_node_fails_the_put_with_enospc(tmp_path):
-    cluster = RamCluster(tmp_path, 2, most_bytes=10 << 20)
+    cluster = Cluster(tmp_path, 2, most_bytes=10 << 20)
     store = cluster.store("a")
     put(store, "r00000-0.safetensors", 2)
     with pytest.raises(StorageError, match="10485760 bytes") as raised:
@@ -218,10 +246,11 @@ def test_a_creation_that_a_node_did_not_see_is_found(cluster, proxied):
 
 
 def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path):
-    cluster = RamCluster(tmp_path, 1)
-    (cluster.folders["a"] / ".unfinished" / "left").write_bytes(b"x")
+    cluster = Cluster(tmp_path, 1)
+    (cluster.folders["a"] / "run").mkdir()
+    (cluster.folders["a"] / "run" / ".left.0123456789abcdef~").write_bytes(b"x")
     living = cluster.files["a"].unpublished("run/a")
-    RamCluster(tmp_path, 1).close()
+    Cluster(tmp_path, 1).close()
     assert len(cluster.rests()) == 1, "what a living process writes stays"
     living.close()
     cluster.close()

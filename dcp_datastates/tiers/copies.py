@@ -1,0 +1,252 @@
+"""Makes copies again, in the background: of what is damaged on a node, or missing there.
+
+A file is missing if a node was lost and comes back empty, or another one comes in its place, or if sending it has
+failed. What is committed comes back to its number of copies: each byte of a data file is compared with its checksum on
+the way. Of the nodes that have a file whole, the first sends it. While the process stores data files of a save, it
+sends little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Final
+
+from dcp_datastates.checkpoints.copy import checked_pieces
+from dcp_datastates.checkpoints.pins import DELETING
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataStatesError,
+)
+from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.attempts import INDEX_NAME, committed_attempt
+from dcp_datastates.storage.decisions import decision_path
+from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import ObjectPath, stored
+from dcp_datastates.tiers import nodes
+from dcp_datastates.tiers.node_store import NodeStore, is_data
+from dcp_datastates.tiers.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+_RATE: Final = 200e6
+"""Bytes per second that a process reads and sends in the background, at most."""
+
+_SAVE_SECONDS: Final = 1.0
+"""For how long a piece of 8 MiB waits for a save in flight."""
+
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
+"""Between two tries, in seconds."""
+
+_PATIENCE_SECONDS: Final = 3600.0
+"""How long a file is tried whose checkpoint is not committed, or that a node does not take."""
+
+_SETTLE_SECONDS: Final = 5.0
+"""After which a small object that was copied is looked at again: it may have been deleted meanwhile."""
+
+_LOOK_SECONDS: Final = 0.05
+
+
+class Copies:
+    """The copies of one store, in one job. Any thread calls the methods; they do not wait. Thread:
+    ``dcp_datastates-copies``, which starts with the first work.
+    """
+
+    def __init__(self, store: NodeStore, job: nodes.NodesJob) -> None:
+        self.store, self._job = store, job
+        store.on_loss = self.add
+        self._pace = Pace(_RATE)
+        self._closing = threading.Event()
+        self._changed = threading.Condition()  # guards what follows
+        self._roots: list[str] = []
+        self._due: dict[str, float] = {}  # by key: until when it is tried
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: str) -> None:
+        """A copy of this object is damaged or missing."""
+        with self._changed:
+            self._due.setdefault(key, time.monotonic() + _PATIENCE_SECONDS)
+            self._begin()
+
+    def look(self, key: str) -> None:
+        """The job uses the checkpoint, or the checkpoints, at ``key``."""
+        with self._changed:
+            self._roots.append(key)
+            self._begin()
+
+    def close(self) -> None:
+        """Stop: the next start goes on. Idempotent."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._run, name="dcp_datastates-copies", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                self._thread.start()
+        self._changed.notify_all()
+
+    # ---- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause, nodes.background.job = _FIRST_PAUSE, self._job
+        with contextlib.suppress(_Ending):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._roots or self._due or self._closing.is_set()
+                    )
+                    roots, self._roots = self._roots, []
+                self._wait(0)
+                copied = [key for root in roots for key in self._look(root)]
+                with self._changed:
+                    due = [*self._due.items()]
+                for key, ends_at in due:
+                    if self._is_done(key) or time.monotonic() > ends_at:
+                        with self._changed:
+                            self._due.pop(key, None)
+                self._settle(copied)
+                if self._due:
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    with self._changed:
+                        self._changed.wait(_FIRST_PAUSE if len(self._due) < len(due) else pause)
+
+    def _look(self, root: str) -> list[str]:
+        """Note the data files that lack copies, of the checkpoint at ``root`` or of those below it, and copy the small
+        objects that do; returns the keys of these.
+        """
+        while not self._job.has_met:
+            self._wait(_LOOK_SECONDS)
+        try:
+            return self._copied_below(ObjectPath(self.store.url, root))
+        except (DataStatesError, OSError) as error:
+            self._say_failed(root, error)
+            return []
+
+    def _settle(self, copied: list[str]) -> None:
+        """Delete what was copied while another process deleted it."""
+        if copied:
+            self._wait(_SETTLE_SECONDS)
+            try:
+                own, name_of = self._job.own, self.store.name_of
+                self.store.delete(key for key in copied if own.find(name_of(key)) is None)
+            except OSError as error:
+                self._say_failed(copied[0], error)
+
+    def _copied_below(self, place: ObjectPath) -> list[str]:
+        if not self._job.nodes().is_first:
+            return []
+        names = [each[:-1] for each in self.store.places(place.key) if each.endswith("/")]
+        is_one = any(Attempt.parse(name) for name in names)
+        copied = [] if is_one else self._spread(place) + self._spread(place / INDEX_NAME)
+        for path in [place] if is_one else [place / name for name in names]:
+            with contextlib.suppress(CheckpointNotFoundError):
+                copied += self._spread(path) + self._look_at(open_committed(path))
+        return copied
+
+    def _look_at(self, committed: Committed) -> list[str]:
+        place = stored(committed.directory)
+        for record in committed.note.files.values():
+            key = (place / record.relative_path).key
+            whole, lacking = self.store.copies_of(key, record.nbytes)
+            if lacking and whole and whole[0] is self._job.nodes().own:
+                self.add(key)
+        return self._spread(place / committed.note.attempt.name)
+
+    def _spread(self, folder: ObjectPath) -> list[str]:
+        """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
+        job = self._job.nodes()
+        found = [
+            (folder / name).key
+            for name, held in self.store.places(folder.key).items()
+            if not (name.endswith("/") or is_data(name) or name == DELETING)
+            and len(held) < len(job.ring)
+            and held[0] == job.own.name
+        ]
+        for key in found:
+            hit("node.spread.before")
+            self.store.spread(key)
+        return found
+
+    def _is_done(self, key: str) -> bool:
+        """Send an object to the nodes that lack it; returns whether there is no more to do."""
+        try:
+            return self._send(key)
+        except CheckpointNotFoundError:  # it is not committed yet, or not any more
+            return False
+        except (DataStatesError, OSError) as error:
+            self._say_failed(key, error)
+            return False
+
+    def _send(self, key: str) -> bool:
+        file = ObjectPath(self.store.url, key)
+        directory = file.parent.parent
+        committed = open_committed(directory)
+        attempt = committed.note.attempt
+        record = committed.note.files.get(f"{file.parent.name}/{file.name}")
+        if record is None and key != decision_path(directory, attempt).key:
+            return False
+        nbytes = len(committed.data) if record is None else record.nbytes
+        whole, lacking = self.store.copies_of(key, nbytes)
+        if not (whole and lacking):
+            return True
+        hit("node.copy.before")
+        try:
+            pieces = checked_pieces(directory, record, self._paced) if record else [committed.data]
+            self.store.copy(key, pieces, lacking)
+        except CheckpointCorruptError as error:
+            if self.store.leave(key, str(error)):
+                return False
+            logger.error("%s is damaged on all nodes that have it: %s", file, error)
+            return True
+        hit("node.copy.after")
+        if committed_attempt(directory) != attempt:  # deleted meanwhile
+            self.store.delete([key])
+            return True
+        logger.info("%s lies on node %s again", file, ", ".join(each.name for each in lacking))
+        return True
+
+    def _paced(self, nbytes: int) -> None:
+        ends_at = time.monotonic() + _SAVE_SECONDS
+        while self.store.saves and time.monotonic() < ends_at:
+            self._wait(_LOOK_SECONDS)
+        self._wait(self._pace.delay(nbytes))
+
+    def _wait(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise _Ending
+
+    def _say_failed(self, key: str, error: Exception) -> None:
+        if self._job.is_over():
+            raise _Ending
+        logger.warning(
+            "copies of %s cannot be made now: %s", ObjectPath(self.store.url, key), error
+        )
+
+
+class _Ending(Exception):
+    """The process ends."""
+
+
+def open_nodes(root: str, key: str) -> NodeStore:
+    """The store ``root``, of the nodes of this job, which uses what lies at ``key``; at the first call, this process
+    takes its part in it. Does not wait.
+    """
+    if f"{root}{key}".split("://")[1].lstrip("/").startswith("."):
+        raise ConfigurationError(f"{root}{key} cannot be opened: its name begins with a dot")
+    job = nodes.current(root.partition(":")[0])
+    copies = job.background.get(root)
+    if not isinstance(copies, Copies):
+        copies = job.background[root] = Copies(NodeStore(root, job.nodes), job)
+    if key and job.own.name_path(copies.store.name_of(key)):
+        copies.look(key)
+    return copies.store

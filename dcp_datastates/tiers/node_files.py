@@ -1,0 +1,369 @@
+"""The objects of a node: files below one directory, which all processes of the node share.
+
+One is written to a file beside its place, which its process keeps locked, and then published under its key by a link or
+a rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+from typing_extensions import Buffer
+
+from dcp_datastates.process.forks import closed_in_children
+from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.attempts import INDEX_NAME
+from dcp_datastates.storage.local_store import UNFINISHED
+
+_GRANT_BYTES: Final = 64 << 20
+"""The most bytes that a process writes before it looks again how full the directory is, or syncs."""
+
+_NAMING_SECONDS: Final = 20.0
+"""How long a request of another node waits until this process has named the path, too."""
+
+_PHASE: Final = "node"
+
+
+class Entry(NamedTuple):
+    """One object, or a folder, whose key ends in a slash."""
+
+    key: str
+    nbytes: int
+    modified_ns: int
+    """By the clock of the process that has stored it: the same on all nodes, so it tells one state of an object from
+    another.
+    """
+
+
+class NodeFiles:
+    """The objects below ``directory``, which is made if it is missing. Any thread, any process of the node.
+
+    Keys have no empty segment, ``.`` or ``..``, and do not begin with a dot. All methods raise OSError.
+
+    Args:
+        name: the node's.
+        directory: ``/``: a key is the path of its file.
+        most_bytes: of all objects together; None: as many as the file system has.
+        sync: whether an object is on stable storage before it appears.
+    """
+
+    def __init__(
+        self, name: str, directory: Path, most_bytes: int | None = None, sync: bool = False
+    ) -> None:
+        self.name: Final = name
+        self.sync: Final = sync
+        self._directory: Final = directory
+        self._is_whole_system = directory == Path("/")
+        self._most = most_bytes
+        self._lock = threading.Condition(threading.RLock())  # guards what follows
+        self._granted = 0
+        self._named: set[str] = set()
+        if not self._is_whole_system:
+            self._check_own("")
+            self.sweep("")
+
+    @property
+    def identity(self) -> str:
+        """The same for two processes only if they share the directory."""
+        if self._is_whole_system:
+            return Path("/proc/sys/kernel/random/boot_id").read_text()
+        found = os.stat(self._directory)
+        return f"{found.st_dev}/{found.st_ino}"
+
+    # ---- what other nodes may reach ------------------------------------------------------------------
+
+    def name_path(self, key: str) -> bool:
+        """This process uses what lies at ``key`` and below, so other nodes may reach it here. Removes what processes
+        that were killed have left there. Returns whether it is new, and something lies there.
+        """
+        with self._lock:
+            is_new = not self._is_named(key)
+            if is_new:
+                self._named |= {key, os.path.join(os.path.dirname(key), INDEX_NAME)}
+                self._lock.notify_all()
+        if self._is_whole_system:
+            self.sweep(key)
+        return is_new and bool(self.list(key))
+
+    def _is_named(self, key: str) -> bool:
+        return bool({key, *map(str, PurePosixPath(key).parents)} & self._named)
+
+    def check_named(self, key: str) -> str:
+        """The key, if this process has named its path, or does soon. Raises PermissionError: in the whole file system,
+        other nodes reach only what the job's checkpoints are.
+        """
+        with self._lock:
+            if self._is_whole_system and not self._lock.wait_for(
+                lambda: self._is_named(key), _NAMING_SECONDS
+            ):
+                raise PermissionError(
+                    errno.EACCES,
+                    f"a process there has not named the path within {_NAMING_SECONDS:g} s: every rank of the job names "
+                    f"each node:// path",
+                )
+        return key
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Entry | None:
+        """The object; None if there is none."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _entry(key, os.lstat(self._path(key)))
+        return None
+
+    def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
+        """The object, and its bytes ``[begin, end)``; fewer if it ends before. None if there is none."""
+        try:
+            file = closed_in_children(open(self._path(key), "rb"))  # noqa: SIM115
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        with file:
+            entry = _entry(key, os.fstat(file.fileno()))
+            if entry is None:
+                return None
+            file.seek(begin)
+            return entry, file.read(max(0, min(end, entry.nbytes) - begin))
+
+    def list(self, prefix: str) -> list[Entry]:
+        """The objects and the folders directly below ``prefix``, in no order."""
+        found = []
+        for name in presence.names_in(self._path(prefix)):
+            key = f"{prefix}/{name}"
+            if _is_unfinished(name):
+                continue
+            if (entry := self.find(key)) is not None:
+                found.append(entry)
+            elif not presence.is_link(path := self._path(key)) and any(map(bool, _files(path))):
+                found.append(Entry(f"{key}/", 0, 0))
+        return found
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    def unpublished(self, key: str) -> Unpublished:
+        """A new object, empty so far, that is to appear under ``key``."""
+        target = self._path(key)
+        self._check_own(os.path.dirname(target))
+        return Unpublished(self, target)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; ones that are missing are no error."""
+        for path in [self._path(key) for key in keys]:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                os.unlink(path)
+            self.remove_empty(os.path.dirname(path))
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove a folder that has nothing in it; an attempt's with the checkpoint's around it, but no user's."""
+        above, name = os.path.split(folder)
+        with contextlib.suppress(OSError):
+            for each in (folder, above) if Attempt.parse(name) else (folder,):
+                if len(each) > len(os.fspath(self._directory)):
+                    os.rmdir(each)
+
+    def sweep(self, key: str) -> None:
+        """Remove what processes that were killed have left below ``key``; in the whole file system, only where
+        checkpoints have files.
+        """
+        for path in _files(os.path.join(self._directory, key), True, self._is_whole_system):
+            with contextlib.suppress(OSError), _opened(path, os.O_RDWR) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                self.remove_empty(os.path.dirname(path))
+
+    def left(self, key: str = "") -> int:
+        """The bytes that still have room, at ``key``."""
+        folder = self._directory / key
+        while not presence.is_directory(folder):
+            folder = folder.parent
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        if self._most is None:
+            return free
+        used = 0
+        for path in _files(os.fspath(self._directory), None):
+            with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
+                used += os.lstat(path).st_size
+        return max(0, min(self._most - used, free))
+
+    def take(self, nbytes: int) -> None:
+        """Ask for room for ``nbytes`` more. Raises OSError with ENOSPC if there is none.
+
+        Processes ask by turns of up to 64 MiB, less when little is left, so together they may exceed the limit a
+        little.
+        """
+        with self._lock:
+            if self._most is None or self._granted >= nbytes:
+                self._granted -= nbytes
+                return
+        left = self.left()
+        if left < nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the directory {self._directory} may have {self._most} bytes, and has room for {left}",
+            )
+        with self._lock:
+            self._granted = max(0, min(_GRANT_BYTES, left // 16) - nbytes)
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> str:
+        if key.startswith(".") or any(
+            part in ("", ".", "..") or _is_unfinished(part) for part in key.split("/")
+        ):
+            raise OSError(errno.EINVAL, f"{key!r} is no key")
+        return os.path.join(self._directory, key)
+
+    def _check_own(self, folder: str) -> None:
+        """Raise PermissionError unless this user alone may change what is written to ``folder``: of the whole file
+        system, the first directory of the path that is not root's must be this user's.
+        """
+        if not self._is_whole_system:
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+            _check_own(self._directory)
+            return
+        for each in reversed([Path(folder), *Path(folder).parents]):
+            try:
+                owner = os.lstat(each).st_uid
+            except FileNotFoundError:
+                return
+            if owner:
+                _check_own(each)
+                return
+
+
+class Unpublished:
+    """An object that is being written. One thread at a time. It does not appear unless it is published."""
+
+    def __init__(self, files: NodeFiles, target: str) -> None:
+        self._files, self._target = files, target
+        self._folder, name = os.path.split(target)
+        self._path: Final = os.path.join(self._folder, f".{name}.{secrets.token_hex(8)}~")
+        self._file = self._create()
+        self._unsynced = 0
+
+    def write(self, piece: Buffer) -> None:
+        """Returns when ``piece`` may be changed."""
+        view = memoryview(piece).cast("B")
+        self._files.take(view.nbytes)
+        self._unsynced += view.nbytes
+        while view.nbytes:
+            view = view[self._file.write(view) :]
+        if self._files.sync and self._unsynced > _GRANT_BYTES:  # so that no sync takes long
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
+
+    def complete(self) -> None:
+        """Returns when all pieces are in the file, as they are after each write."""
+
+    def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
+        """Let the object appear under its key, with this time; ``if_absent``: unless one is there. Returns whether it
+        has.
+        """
+        os.utime(self._file.fileno(), ns=(modified_ns, modified_ns))
+        if self._files.sync:
+            os.fsync(self._file.fileno())
+        has_appeared = self._appear(if_absent)
+        # Also if another process has published it: it may have died before it synced the name.
+        for folder in local.sync_directories(Path(self._folder)) if self._files.sync else ():
+            operations.sync_directory(folder, _PHASE)
+        return has_appeared
+
+    def close(self) -> None:
+        """Remove what is not published. Idempotent."""
+        if not self._file.closed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+                self._files.remove_empty(self._folder)
+            self._file.close()
+
+    def _appear(self, if_absent: bool) -> bool:
+        if not if_absent:
+            os.replace(self._path, self._target)
+            return True
+        try:
+            os.link(self._path, self._target)
+        except FileExistsError:
+            return False
+        return True
+
+    def _create(self) -> io.FileIO:
+        """The file, locked: a file without a lock is one that a killed process has left."""
+        while True:
+            _make_folder(self._folder)
+            try:
+                file = _opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            except FileNotFoundError:  # another process has removed the folder, which was empty
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()  # another process has removed it before it was locked
+
+
+def _check_own(directory: Path) -> None:
+    """Raise PermissionError unless this user alone may change the directory: whoever made it before, under a name that
+    can be guessed, could read and forge what is stored.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            errno.EACCES,
+            f"the directory belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: it must "
+            f"be this user's ({os.getuid()}), and no other may write to it (chmod go-w); or use another one",
+            os.fspath(directory),
+        )
+
+
+def _make_folder(folder: str) -> None:
+    """Make it, and what is missing around it, for this user alone, whatever the umask says."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_folder(os.path.dirname(folder))
+        _make_folder(folder)
+
+
+def _opened(path: str | Path, flags: int) -> io.FileIO:
+    """A file that children close: they would hold its lock, and its bytes when it is deleted."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode=0o600)
+    return closed_in_children(io.FileIO(descriptor, "wb" if flags & os.O_WRONLY else "r+b"))
+
+
+def _is_unfinished(name: str) -> bool:
+    return UNFINISHED.fullmatch(name) is not None
+
+
+def _files(
+    folder: str, unfinished: bool | None = False, of_checkpoints: bool = False
+) -> Iterator[str]:
+    """The paths of the objects below ``folder``, or of those that are ``unfinished``; None: of both.
+
+    ``of_checkpoints``: not of those below folders that lie deeper than checkpoints, and are no attempts.
+    """
+    for within, folders, names in os.walk(folder):
+        if of_checkpoints and within != folder:
+            folders[:] = filter(Attempt.parse, folders)
+        for name in names:
+            if unfinished is None or _is_unfinished(name) == unfinished:
+                yield os.path.join(within, name)
+
+
+def _entry(key: str, found: os.stat_result) -> Entry | None:
+    return Entry(key, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None

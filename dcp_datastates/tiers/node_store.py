@@ -1,0 +1,399 @@
+"""The memory of the job's nodes, or a directory on each node's disk, as an object store: ``ram://run/step-100``,
+``node:///nvme/run/step-100``.
+
+A data file lies on the node of the process that wrote it and on the next nodes in the ring of their names; every other
+object is small, and lies on all. So a checkpoint outlives the loss of as many nodes as a file has copies elsewhere. The
+idea is that of Gemini (Wang et al., SOSP'23).
+
+An object is sent to all its nodes, under no name. When each has it whole, it is published on them. A node that fails in
+between leaves it on some: then the call raises, and reads find it. But a data file must lie on the own node alone: a
+copy that fails is named in the log, and made later (``copies.py``). The first node of the ring decides which of several
+creations comes first, once no node has such an object: that node may have been lost, and have come back empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from typing_extensions import Buffer
+
+from dcp_datastates.errors import StorageError
+from dcp_datastates.storage.attempts import rank_of
+from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_store import (
+    Listing,
+    ObjectMissingError,
+    StoredObject,
+    url_of,
+)
+from dcp_datastates.tiers.node import Node, Writing
+from dcp_datastates.tiers.node_files import Entry
+from dcp_datastates.tiers.nodes import Nodes
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED: Final = 4096
+"""Of how many objects that lie elsewhere a store knows on which node."""
+
+_WHOLE: Final = 1 << 62
+
+_FAILING_SECONDS: Final = 60.0
+"""How long no data file is sent to a node whose copy has failed: each would wait as long as the first."""
+
+_THREADS: Final = 32
+"""Of a call that asks all nodes. In most jobs each node has one."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class NodeStore:
+    """An :class:`~dcp_datastates.storage.object_store.ObjectStore`.
+
+    Args:
+        url: ``ram://run``, or ``node:///``.
+        nodes: returns the job's nodes; it may wait, and raise :class:`StorageError`.
+
+    Attributes:
+        on_loss: is told the key of an object of which a copy is damaged or missing.
+        saves: the data files that this process is storing.
+    """
+
+    deletes_many: Final = True
+
+    def __init__(self, url: str, nodes: Callable[[], Nodes]) -> None:
+        self.url: Final = url
+        self._bucket = url.partition("://")[2].strip("/")
+        self.nodes: Final = nodes
+        self._found: dict[str, Node] = {}
+        self._damaged: dict[tuple[str, str], int] = {}
+        """By the names of the object and of the node: when the copy there was stored, which is damaged."""
+        self._failing: dict[str, float] = {}  # by node: until when
+        self.on_loss: Callable[[str], object] = id
+        self.saves: set[str] = set()
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._store(key, [data])
+
+    def put_stream(
+        self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
+    ) -> None:
+        # One piece is in flight: each node has it, or its socket has, before the next is taken.
+        self._store(key, pieces)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        with self._explained("creating", key):
+            if self.spread(key) is not None:
+                return False
+        return self._put(key, [data], self.nodes().ring, if_absent=True)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        if names:
+            with self._explained("deleting", names[0]):
+                _all(self.nodes().ring, lambda node: node.delete(map(self.name_of, names)))
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def get(self, key: str) -> tuple[bytes, float]:
+        entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        return bytes(data), entry.modified_ns / 1e9
+
+    def get_range(self, key: str, begin: int, end: int) -> Buffer:
+        end = max(begin, end)
+        while True:
+            entry, data = self._first(
+                "reading", key, lambda node, name: node.read(name, begin, end)
+            )
+            if entry.nbytes >= end or entry.nbytes >= self.size(key):
+                return data
+            if not self.leave(key, f"it is cut short, and has {entry.nbytes} bytes"):
+                return data
+
+    def size(self, key: str) -> int:
+        """Of copies that differ, the size of the longest: others were cut short."""
+        nearest = self._first("looking at", key, lambda node, name: node.find(name))
+        if not is_data(key):
+            return nearest.nbytes
+        return max([nearest.nbytes, *(entry.nbytes for _, entry in self._holders(key, {}))])
+
+    def list(self, prefix: str) -> Listing:
+        """What any node has; of an object that differs, what was stored last; of a data file, the longest."""
+        every = sorted(
+            itertools.chain(*self.entries(prefix)),
+            key=lambda entry: (is_data(entry.key) and entry.nbytes, entry.modified_ns),
+        )
+        beginning = f"{self._bucket}/" if self._bucket else ""
+        found = {entry.key.removeprefix(beginning): entry for entry in every}
+        folders = [key[:-1].rpartition("/")[2] for key in sorted(found) if key.endswith("/")]
+        objects = [
+            StoredObject(key, found[key].nbytes, found[key].modified_ns / 1e9)
+            for key in sorted(found)
+            if not key.endswith("/")
+        ]
+        return Listing(tuple(folders), tuple(objects))
+
+    def entries(self, prefix: str) -> Sequence[Sequence[Entry]]:
+        """What lies directly below ``prefix``, on each node."""
+        name = self.name_of(prefix)
+        with self._explained("listing", prefix):
+            return _all(self.nodes().ring, lambda node: node.list(name))
+
+    def left(self, key: str) -> int:
+        """The bytes of data files that still have room at ``key``, if each node stores equally many."""
+        nodes, name = self.nodes(), self.name_of(key)
+        with self._explained("looking for room", key):
+            least = min(_all(nodes.ring, lambda node: node.left(name)))
+        return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def leave(self, key: str, why: str) -> bool:
+        """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
+        there = [*self._holders(key, {})]
+        if len(there) < 2:
+            return False
+        (node, entry), (other, _) = there[:2]
+        self._damaged[self.name_of(key), node.name] = entry.modified_ns
+        logger.warning(
+            "%s: the copy on node %s is damaged (%s); reading that on node %s, which is then copied there",
+            *(url_of(self.url, key), node.name, why, other.name),
+        )
+        self.on_loss(key)
+        return True
+
+    def places(self, prefix: str) -> dict[str, Sequence[str]]:
+        """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
+        found = defaultdict[str, Any](list)
+        for node, entries in zip(self.nodes().ring, self.entries(prefix), strict=True):
+            for entry in entries:
+                name = entry.key.removeprefix(f"{self.name_of(prefix)}/")
+                found[name].append(node.name)
+        return found
+
+    def copies_of(self, key: str, nbytes: int) -> tuple[Sequence[Node], Sequence[Node]]:
+        """The nodes that have an object of ``nbytes`` bytes whole, as far as is known; and those that it is to be sent
+        to: whose copy is damaged, and as many more as are missing. Raises :class:`StorageError`.
+        """
+        nodes, name = self.nodes(), self.name_of(key)
+        homes = nodes.homes(key)
+        with self._explained("looking at", key):
+            found = dict(zip(homes, _all(homes, lambda node: node.find(name)), strict=True))
+        whole, damaged, without = [], [], []
+        for node, entry in found.items():
+            if entry is None:
+                without.append(node)
+            elif entry.nbytes != nbytes or self._is_damaged(name, node, entry):
+                damaged.append(node)
+            else:
+                whole.append(node)
+                self._damaged.pop((name, node.name), None)
+        wanted = 1 + nodes.peers if is_data(key) else len(homes)
+        missing = max(0, wanted - len(whole) - len(damaged))
+        return whole, [*damaged, *without[:missing]]
+
+    def copy(self, key: str, pieces: Iterable[Buffer], places: Sequence[Node]) -> None:
+        """Store an object that there is on other nodes, too."""
+        self._put(key, pieces, places)
+
+    def spread(self, key: str) -> Entry | None:
+        """The object, which from now on lies on all nodes: one that was lost and comes back has nothing. None if there
+        is no such object. Raises OSError.
+        """
+        ring, name = self.nodes().ring, self.name_of(key)
+        found = _all(ring, lambda node: node.find(name))
+        if not any(found) or all(found):
+            return next(filter(None, found), None)
+        try:
+            entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        except ObjectMissingError:  # it was deleted a moment ago
+            return None
+        for node, there in zip(ring, found, strict=True):
+            if there is None:
+                with contextlib.closing(node.unpublished(name)) as copy:
+                    copy.write(data)
+                    copy.complete()
+                    copy.publish(entry.modified_ns, if_absent=True)
+        return entry
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _store(self, key: str, pieces: Iterable[Buffer]) -> None:
+        places = self.nodes().places(key)
+        if not is_data(key):
+            self._put(key, pieces, places)
+            return
+        self.saves.add(key)
+        try:
+            self._put(key, pieces, places, least=1)
+        finally:
+            self.saves.discard(key)
+
+    def _put(
+        self,
+        key: str,
+        pieces: Iterable[Buffer],
+        places: Sequence[Node],
+        *,
+        if_absent: bool = False,
+        least: int | None = None,
+    ) -> bool:
+        """Store an object on ``places``; ``if_absent``: unless the first of them has one. The first ``least`` of them
+        must have it (None: all); a further one that fails is left out.
+        """
+        modified_ns, name, needed = time.time_ns(), self.name_of(key), places[:least]
+        left = [each for each in places if each in needed or not self._has_failed(each)]
+        copies: dict[Node, Writing] = {}
+
+        def each(do: Callable[[Node], object], threads: int = _THREADS) -> None:
+            for node, answer in zip([*left], _gathered(left, do, threads), strict=True):
+                if isinstance(answer, OSError):
+                    if node in needed:
+                        raise answer
+                    self._failing[node.name] = time.monotonic() + _FAILING_SECONDS
+                    logger.warning(
+                        "%s: the copy on node %s has failed, and is made later: %s",
+                        *(url_of(self.url, key), node.name, answer.strerror or answer),
+                    )
+                    left.remove(node)
+                    if node in copies:
+                        copies[node].close()
+
+        with contextlib.ExitStack() as stack:
+
+            def begin(node: Node) -> None:
+                copies[node] = stack.enter_context(contextlib.closing(node.unpublished(name)))
+
+            with self._explained("storing", key):
+                each(begin)
+            for piece in pieces:  # its errors are the caller's own
+                with self._explained("storing", key):
+                    hit("node.piece.before")
+                    each(functools.partial(_write, copies, piece), 1)
+                del piece  # while waiting for the next
+            with self._explained("storing", key):
+                each(lambda node: copies[node].complete())
+                hit("node.publish.before")
+                if if_absent:
+                    if not copies[left.pop(0)].publish(modified_ns, if_absent=True):
+                        return False
+                    hit("node.publish.between")
+                each(lambda node: copies[node].publish(modified_ns, if_absent=if_absent))
+                hit("node.publish.after")
+        if len(left) < len(places) - if_absent:
+            self.on_loss(key)
+        return True
+
+    def _has_failed(self, node: Node) -> bool:
+        return self._failing.get(node.name, 0.0) > time.monotonic()
+
+    def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
+        """What the nearest node answers that has the object, and no copy that is known to be damaged."""
+        nodes, name = self.nodes(), self.name_of(key)
+        near = self._near(name)
+        failures: dict[Node, OSError] = {}
+        for node in near:
+            try:
+                if not self._is_damaged(name, node) and (answer := ask(node, name)) is not None:
+                    return answer
+            except OSError as error:
+                failures[node] = error
+        for node, _ in self._holders(key, failures):
+            try:
+                if node not in near and (answer := ask(node, name)) is not None:
+                    if nodes.own in failures:  # it has the object, and cannot read it
+                        self.leave(key, str(failures[nodes.own]))
+                    if len(self._found) >= _REMEMBERED:
+                        self._found.clear()
+                    self._found[name] = node
+                    return answer
+            except OSError as error:
+                failures[node] = error
+        with self._explained(doing, key):
+            raise next(iter(failures.values()), ObjectMissingError(url_of(self.url, key)))
+
+    def _near(self, name: str) -> Sequence[Node]:
+        """The own node, and the one that the object was last read from."""
+        nodes, known = self.nodes(), self._found.get(name)
+        return [nodes.own, *(node for node in nodes.others if node is known)]
+
+    def _holders(self, key: str, failures: dict[Node, OSError]) -> Iterator[tuple[Node, Entry]]:
+        """The nodes that have the object, undamaged as far as is known, in the order in which they are asked; those
+        that do not answer go to ``failures``.
+        """
+        name = self.name_of(key)
+        near = self._near(name)
+        order = [*near, *(node for node in self.nodes().others if node not in near)]
+        for node, entry in zip(order, _gathered(order, lambda node: node.find(name)), strict=True):
+            if isinstance(entry, OSError):
+                failures.setdefault(node, entry)
+            elif entry is not None and not self._is_damaged(name, node):
+                yield node, entry
+
+    def _is_damaged(self, name: str, node: Node, entry: Entry | None = None) -> bool:
+        """Whether the copy there is known to be damaged; with its ``entry``: and was not stored again since."""
+        stored = self._damaged.get((name, node.name))
+        return stored is not None and (entry is None or entry.modified_ns == stored)
+
+    def name_of(self, key: str) -> str:
+        """The object's name on the nodes."""
+        return f"{self._bucket}/{key}".strip("/")
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            text = error.strerror or str(error)
+            raise StorageError(
+                error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
+            ) from error
+
+
+def _write(copies: Mapping[Node, Writing], piece: Buffer, node: Node) -> None:
+    copies[node].write(piece)
+
+
+def is_data(key: str) -> bool:
+    """Whether it is the key of a data file, which need not lie on all nodes."""
+    return rank_of(key.rpartition("/")[2]) is not None
+
+
+def _gathered(
+    each: Sequence[S], ask: Callable[[S], T], threads: int = _THREADS
+) -> list[T | OSError]:
+    """What ``ask`` returns of each, or the error in its place; by as many ``threads``."""
+
+    def asked(one: S) -> T | OSError:
+        try:
+            return ask(one)
+        except OSError as error:
+            return error
+
+    if min(len(each), threads) < 2:
+        return list(map(asked, each))
+    with ThreadPoolExecutor(min(len(each), threads), "dcp_datastates-node") as executor:
+        return list(executor.map(asked, each))
+
+
+def _all(each: Sequence[S], ask: Callable[[S], T]) -> list[T]:
+    """What ``ask`` returns of each. Raises the first error, once all have answered."""
+    answers: list[T] = []
+    for answer in _gathered(each, ask):
+        if isinstance(answer, OSError):
+            raise answer
+        answers.append(answer)
+    return answers
