@@ -22,6 +22,7 @@ class Module(pl.LightningModule):
         self.model = torch.nn.Sequential(
             torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
         )
+        assert self.device_mesh is not None  # made by the strategy
         for layer in self.model:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
@@ -66,4 +67,5 @@ trainer = pl.Trainer(
     logger=False,
     use_distributed_sampler=False,
 )
-trainer.fit(Module(), Batches(), ckpt_path=ds.latest("ckpt"))  # None at the first start
+newest = ds.latest("ckpt")  # None at the first start
+trainer.fit(Module(), Batches(), ckpt_path=str(newest) if newest else None)
