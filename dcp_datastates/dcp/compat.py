@@ -288,7 +288,6 @@ def _is_another_group_there() -> bool:  # which the job may have passed to DCP
 
 # ---- the metadata that DCP is given --------------------------------------------------------------
 
-
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Metadata))
 
 
