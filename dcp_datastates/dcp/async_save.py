@@ -206,9 +206,9 @@ def _call(
         context.refuse(path, error)
         raise
     try:
+        cache, plan = context.planner, _planning
         context.submit(
-            save,
-            lambda it: _planning(context.planner, planner, state_to_plan(it), str(it.directory())),
+            save, lambda it: plan(cache, planner, state_to_plan(it), str(it.directory()))
         )
     except BaseException as error:  # an interrupt: the planning thread may not have the save
         save.fail(save.record_error(error))

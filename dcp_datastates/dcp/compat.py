@@ -270,7 +270,7 @@ def warn_if_shared() -> None:
         return
     if dist.get_world_size() == 1 or dist.get_backend(dist.group.WORLD) != "gloo":
         return
-    if len(dist.distributed_c10d._world.pg_map) > 1:  # it may have passed another one to DCP
+    if _is_another_group_there():
         return
     _warned = True
     warnings.warn(
@@ -282,8 +282,11 @@ def warn_if_shared() -> None:
     )
 
 
-# ---- the metadata that DCP is given --------------------------------------------------------------
+def _is_another_group_there() -> bool:  # which the job may have passed to DCP
+    return len(dist.distributed_c10d._world.pg_map) > 1
 
+
+# ---- the metadata that DCP is given --------------------------------------------------------------
 
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(Metadata))
 

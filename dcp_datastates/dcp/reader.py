@@ -268,8 +268,7 @@ class DataStatesReader(StorageReader):
         read(tensors)
 
     def __repr__(self) -> str:
-        load = self._present
-        opened = None if load is None else load.stored.table.note.attempt.name
+        opened = self._present and self._present.stored.table.note.attempt.name
         return f"DataStatesReader({self.checkpoint_id!r}, opened: {opened})"
 
     def _say_unread(self, load: _Load, left: list[str]) -> None:

@@ -30,7 +30,6 @@ from dcp_datastates.saving.rank_context import context_of
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-
 _BEGIN_SECONDS: Final = 60.0
 """How long DCP's thread may take to come."""
 

@@ -87,8 +87,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             silent for a minute, fails the save in any case. Raise it if storage stalls for longer.
         exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
             fail, and the log names them. Lower it if the job is killed sooner than that.
-        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies. More
-            bridge longer pauses of storage.
+        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.
         when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save, if training must
             not wait. The ranks agree on that, and the future of a save that is left out raises
             :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that were
