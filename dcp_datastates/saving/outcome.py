@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import time
@@ -121,6 +122,8 @@ def note_failure(
 ) -> None:
     """Have the error noted beside the checkpoints, in the background: by rank 0, or if that is lost, by another."""
     if path is None or record.error is None or record.outcome == "skipped":
+        return
+    if f"[Errno {errno.ENODEV}]" in record.error:  # what is at the root's place is another one
         return
     if record.rank and (detector is None or detector.lost_coordinator is None):
         return

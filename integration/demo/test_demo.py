@@ -84,7 +84,6 @@ def test_other_losses_after_the_resume_fail_the_demo(runs: list[Run], console: C
         report_losses(runs[0], runs[2], resumed, console)
 
 
-@pytest.mark.thorough
 def test_the_demo_is_one_page(tmp_path: Path) -> None:
     ended = run([sys.executable, str(ROOT / "integration/demo/run.py")], tmp_path)
     text = ended.stdout

@@ -113,7 +113,6 @@ class Cluster:
         return started([*CONTAINER["command"], command], self.root, **environment)
 
 
-@pytest.mark.thorough
 def test_an_evicted_job_goes_on_with_what_the_other_node_has(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     archived = tmp_path / "shared/run/step-10"

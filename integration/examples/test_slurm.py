@@ -106,7 +106,6 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster: Path) -> Non
     assert ds.latest(cluster / "ckpt") == cluster / "ckpt" / f"step-{stopped + 2}"
 
 
-@pytest.mark.thorough
 def test_a_job_that_saves_nothing_is_not_queued_again(cluster: Path) -> None:
     (cluster / "train.py").write_text("import sys\nsys.exit(3)\n")
     status, printed = job(cluster, "train.py")

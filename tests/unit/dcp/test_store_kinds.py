@@ -9,6 +9,8 @@ from support.stores.kinds import new_store, objects_below
 
 import dcp_datastates
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
+from dcp_datastates.process.futures import finish_callbacks
+from dcp_datastates.storage.job_notes import FAILURE_NAME
 
 CACHE = "64MiB"
 
@@ -40,7 +42,8 @@ def test_a_server_without_ranges_refuses_saves_and_loads_and_says_why():
     store, other = new_store("rclone"), new_store("memory")
     with pytest.raises(StorageError, match="206"):
         dcp_datastates.save(_state(1), f"{store.url}/run/step-1", host_cache_size=CACHE)
-    assert objects_below(store) == []
+    assert finish_callbacks(10)
+    assert [each.key for each in objects_below(store)] == [f"run/{FAILURE_NAME}"]
     dcp_datastates.save(_state(1), f"{other.url}/run/step-1", host_cache_size=CACHE)
     for each in objects_below(other):
         store.put(each.key, other.get(each.key)[0])
