@@ -1,4 +1,4 @@
-"""Lazy asynchronous checkpointing for ``torch.distributed.checkpoint`` (DCP), after DataStates-LLM.
+"""Saves PyTorch's training state in the background: a storage backend for ``torch.distributed.checkpoint`` (DCP).
 
 Save and load
     async_save              save while training continues; returns a SaveHandle
@@ -25,7 +25,7 @@ Checkpoints
 Within DCP's own functions
     DataStatesWriter        storage_writer= of its save() and async_save()
     DataStatesReader        storage_reader= of its load()
-    DataStatesSavePlanner   planner= of both
+    DataStatesSavePlanner   planner= of its save() and async_save()
 
 The process
     errors                  the module of all errors: errors.DataStatesError is the base

@@ -169,6 +169,7 @@ def brief(error: DataStatesError) -> DataStatesError:
     """
     logging.getLogger(__name__).debug("a call raised", exc_info=error)
     led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if isinstance(led, (DataStatesError, OSError)) and str(led) in str(error):
+    same = isinstance(led, OSError) and led.errno == getattr(error, "errno", None)
+    if same or (isinstance(led, (DataStatesError, OSError)) and str(led) in str(error)):
         error.__cause__, error.__suppress_context__ = None, True
     return error.with_traceback(None)

@@ -135,7 +135,7 @@ def _entries(found: Directory, failed: str | None, now: float) -> Iterator[tuple
         yield "", f"{said}, {job.by}, since {date(job.at)}" if job.by else ""
     if found.free_nbytes is not None:
         count = free_saves(found)
-        room = "" if count is None else f": room for {count} saves like the newest"
+        room = "" if count is None else f": room for {count:,} saves like the newest"
         yield "free space", f"{size(found.free_nbytes)}{room}"
 
 

@@ -22,7 +22,7 @@ while count:
         continue
     try:
         ds.pin(path, "evaluation")  # the run's retention does not delete it now
-        ds.load(path, {"model": model})  # the model alone: the optimizer is not read
+        ds.load(path, {"model": model}, only="model")  # the model alone: the optimizer is not read
         with torch.no_grad():
             print(f"{path.name}: mean output {model(batch).mean().item():.6f}", flush=True)
         ds.unpin(path, "evaluation")

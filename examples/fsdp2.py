@@ -22,9 +22,8 @@ class Batches:
         self.batch_size, self.taken = batch_size, 0
 
     def next(self):
-        samples = torch.randn(
-            self.batch_size, 64, generator=torch.Generator().manual_seed(self.taken)
-        )
+        generator = torch.Generator().manual_seed(self.taken)
+        samples = torch.randn(self.batch_size, 64, generator=generator)
         self.taken += self.batch_size
         return samples[dist.get_rank() :: dist.get_world_size()]
 
@@ -65,7 +64,8 @@ state |= {"batches": batches, "rng": ds.RngState()}
 keep = ds.Keep(last=2, best=("validation", "min"))
 with ds.CheckpointManager("ckpt", every=5, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
     done = manager.restore_latest(state)
-    for step in range(0 if done is None else done + 1, int(sys.argv[1])):
+    step = before = -1 if done is None else done
+    for step in range(before + 1, int(sys.argv[1])):
         loss_of(model, batches.next()).backward()
         optimizer.step()
         optimizer.zero_grad()

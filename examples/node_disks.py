@@ -32,7 +32,8 @@ with ds.CheckpointManager(
     on_signal=(signal.SIGTERM,),
 ) as manager:
     done = manager.restore_latest(state)  # the newest of both
-    for step in range(0 if done is None else done + 1, steps):
+    step = before = -1 if done is None else done
+    for step in range(before + 1, steps):
         batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
         mine = batch[dist.get_rank() :: dist.get_world_size()]
         loss = (model(mine) - mine.flip(1)).square().mean()

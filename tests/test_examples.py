@@ -191,6 +191,8 @@ def test_fsdp2_goes_on_at_another_size(tmp_path):
     assert state["batches"]["taken"] == 20 * 24, "the position in the data was not resumed"
     assert state["optimizer"]["state"]["0.weight"]["step"] == 20, "the optimizer was not resumed"
     assert state["scheduler"]["last_epoch"] == 20
+    finished = train(directory, 20, world=1)  # started again, with nothing left to do
+    assert validations(finished) == validations(resumed)
 
 
 def validations(ended: Ended) -> list[float]:

@@ -196,6 +196,9 @@ CALLS = {
     "verify, missing": lambda root: ds.verify(root / "new"),
     "convert, missing": lambda root: ds.convert(root / "new", root / "other"),
     "convert, corrupt": lambda root: ds.convert(root / "step-1", root / "new", "safetensors"),
+    "save, no directory": lambda root: ds.save(STATE, "/proc/x/y"),
+    "save, one name": lambda root: ds.save({1: torch.ones(1), "1": torch.ones(1)}, root / "new"),
+    "save, sparse": lambda root: ds.save({"w": torch.ones(2).to_sparse()}, root / "new"),
     "Keep": lambda root: ds.Keep(best=("loss", "least")),
 }
 """Calls that fail, in a root whose only checkpoint is damaged. ``unit/dcp/test_mistakes.py`` has bad arguments."""

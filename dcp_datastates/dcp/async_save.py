@@ -78,9 +78,9 @@ def async_save(
 
     Returns:
         A handle: ``result()`` returns when the checkpoint is committed on all ranks. If the save fails, it raises an
-            error of this package that names the rank: :class:`RankLostError` within half a minute if a rank died, or
-            after ``commit_timeout`` seconds if a rank has not made the call; :class:`CommitOutcomeUnknown` if the
-            coordinator may have published before it was lost. The log has the outcome, too.
+            error of this package that names the rank: :class:`RankLostError` within two seconds if a rank died on this
+            machine, within a minute or so on another, after ``commit_timeout`` seconds if it has not made the call;
+            :class:`CommitOutcomeUnknown` if the coordinator may have published before it was lost. The log has it, too.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.

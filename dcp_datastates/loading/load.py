@@ -104,7 +104,9 @@ def load(
     check_options("load", options, FitOptions)
     check_group(process_group)
     if path is None:
-        raise ConfigurationError("path=None: load(path, state) needs the checkpoint's directory")
+        raise ConfigurationError(
+            "path=None: load(path, state) needs the checkpoint's directory; latest() returns None if it finds none"
+        )
     check_share_reads(share_reads)
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")

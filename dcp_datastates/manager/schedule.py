@@ -5,6 +5,7 @@ The decision at each step is the same on all ranks: it follows from numbers that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import operator
@@ -70,7 +71,8 @@ def parse_every(every: int | str | AutoInterval) -> int | float | AutoInterval:
     if every == "auto":
         return AutoInterval()
     if isinstance(every, str):
-        return parse_duration(every, name="every")
+        with contextlib.suppress(ConfigurationError):
+            return parse_duration(every, name="every")
     raise ConfigurationError(
         f'every={every!r} must be steps, 1 or more, a duration such as "10min", "auto", or an AutoInterval'
     )

@@ -103,7 +103,7 @@ class FlatState:
             self._planner.set_up_planner(state, None, is_coordinator)
             paths = typed_paths(state, self._planner.mappings) if flatten else None
         except ValueError as error:
-            raise _explained(error) from error
+            raise _explained(error) from None
         self.values: dict[str, Any] = self._planner.state_dict
         if paths is not None and (elsewhere := set(filter(self._is_elsewhere, paths))):
             paths = {name: path for name, path in paths.items() if name not in elsewhere}

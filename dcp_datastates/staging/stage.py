@@ -222,12 +222,13 @@ def stage_state(
     everything = traversal.columns
     devices = numbers(engine, everything.locals)
     columns, devices = _copied(everything, devices, _no_address(everything, devices))
-    try:
-        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, reads)
-    except (RuntimeError, NotImplementedError):  # one has no storage: sparse
-        unusual = list(map(is_unusual, columns.locals))
-        columns, devices = _copied(columns, devices, unusual)
-        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, reads)
+    classified = None
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # one has no storage: sparse
+        classified = _classify(columns, devices, ownership, reads)
+    if classified is None:
+        columns, devices = _copied(columns, devices, list(map(is_unusual, columns.locals)))
+        classified = _classify(columns, devices, ownership, reads)
+    deferred, eager, eager_devices, is_deferred = classified
     plain, eager_devices = _copied(eager, eager_devices, are_unusual(eager.locals))
     is_cacheable = (
         columns is everything and plain is eager and not any_hold_shards(everything.locals)
