@@ -106,7 +106,7 @@ def save(engine: CheckpointEngine, root: Path, tag: str, value: Any = 1) -> None
     """What ``save_checkpoint`` does."""
     with engine.collecting():
         engine.save({"value": value}, root / tag / "mp_rank_00_model_states.pt")
-    engine.commit(root, tag, True, "owned")
+    engine.commit(root, tag, True, "backward")
 
 
 def test_latest_that_cannot_be_written_is_a_failed_save(
@@ -156,7 +156,7 @@ def test_an_error_within_save_checkpoint_drops_its_files(
         fails()
     with alone.collecting():
         pass
-    alone.commit(tmp_path, "tag", True, "owned")
+    alone.commit(tmp_path, "tag", True, "backward")
     alone.wait(persist=True)
     assert not path.exists()
 
@@ -178,7 +178,7 @@ engine = CheckpointEngine(types.SimpleNamespace(datastates_config=given), 0)
 root = Path(sys.argv[1])
 with engine.collecting():
     engine.save({}, root / "tag" / "mp_rank_00_model_states.pt")
-engine.commit(root, "tag", True, "owned")
+engine.commit(root, "tag", True, "backward")
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
