@@ -236,6 +236,15 @@ def test_options_that_cannot_work_are_refused(options, match, path):
         load(path, _zeros(), **options)
 
 
+def test_lists_of_the_state_stay_the_programs_own(tmp_path):
+    save(_state(), tmp_path)
+    state = _zeros()
+    layers = state["model"]["layers"]
+    load(tmp_path, state)
+    assert state["model"]["layers"] is layers
+    assert_same(state, _state())
+
+
 # ---- what is stored and what the program has, both at random; the expectation is made from their flat names -----
 
 NAMES = st.sampled_from(["a", "b", "c", "0", "long name"])
