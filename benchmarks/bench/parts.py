@@ -27,7 +27,7 @@ class Sizes:
     scales: dict[str, float]
     """Of the states (1: about 1 GB, or 10,000 tensors)."""
     rounds: int
-    """Of large tensors."""
+    """Of large tensors and of an LLM's shapes."""
     other_rounds: int
     train_scale: float
     train_rounds: int
@@ -49,7 +49,7 @@ SIZES = {"full": FULL, "quick": QUICK, "tiny": TINY}
 
 def _saves(sizes: Sizes, directory: Path) -> Iterator[Table]:
     for case, scale in sizes.scales.items():
-        rounds = sizes.rounds if case == "large" else sizes.other_rounds
+        rounds = sizes.rounds if case in ("large", "llm") else sizes.other_rounds
         yield saves.measure(case, scale, rounds, directory)
 
 
@@ -58,6 +58,7 @@ def _loads(sizes: Sizes, directory: Path) -> Iterator[Table]:
     yield loads.measure("large", sizes.scales["large"], sizes.rounds, directory)
     yield loads.measure("many64k", many, sizes.other_rounds, directory)
     yield loads.measure("many64k", many, sizes.other_rounds, directory, one=True)
+    yield loads.measure("many4k", sizes.scales["many4k"], sizes.other_rounds, directory)
 
 
 def _memory(sizes: Sizes, directory: Path) -> Iterator[Table]:
