@@ -25,29 +25,27 @@ if "RANK" in os.environ:  # started by torchrun
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def loss_of(step: int) -> torch.Tensor:
+def forward_backward(step: int) -> torch.Tensor:
     data = torch.Generator().manual_seed(step * world + rank)
     inputs = torch.randn(32, 64, generator=data)
     labels = torch.randint(10, (32,), generator=data)
-    return F.cross_entropy(model(inputs), labels)
+    loss = F.cross_entropy(model(inputs), labels)
+    loss.backward()
+    return loss
 
 
-state: dict = {"model": model, "optimizer": optimizer, "step": -1}
-keep = ds.Keep(last=3)  # deletes older checkpoints
-with ds.CheckpointManager("ckpt", every=1, keep=keep, on_signal=(signal.SIGTERM,)) as manager:
-    done = manager.restore_latest(state)  # whatever the number of ranks that saved it
-    print(f"rank {rank} goes on after step {done}")  # None: there is no checkpoint yet
-    for step in range(state["step"] + 1, int(sys.argv[1])):
-        loss = loss_of(step)
-        loss.backward()  # the previous save's tensors are read from here on
+state = {"model": model, "optimizer": optimizer}
+with ds.CheckpointManager("ckpt", every=1, keep=3, on_signal=(signal.SIGTERM,)) as manager:
+    done = manager.restore_latest(state)  # at any number of ranks; None: there is no checkpoint
+    for step in range(0 if done is None else done + 1, int(sys.argv[1])):
+        loss = forward_backward(step)  # meanwhile, the previous save's tensors are read
         optimizer.step()  # waits only if one of them has not been read yet
         optimizer.zero_grad()
-        state["step"] = step
         manager.save(step, state)  # returns immediately
         if manager.stopping:  # a rank got SIGTERM; this step is being saved
             break
         if step % 20 == 0 and rank == 0:
             print(f"step {step}: loss {loss.item():.3f}, checkpoints of {manager.steps()}")
-# the end of the block waits until all is committed
+print(f"rank {rank} began after step {done}")  # the end of the block has awaited the last save
 if dist.is_initialized():
     dist.destroy_process_group()

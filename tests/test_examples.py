@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -110,7 +111,7 @@ def test_the_QUICK_START_goes_on_after_a_kill_as_if_nothing_had_happened(
     train(directory, 13, expect=-signal.SIGKILL, **killed)
     assert ds.latest(directory / "ckpt") == directory / "ckpt" / "step-10"
     ended = train(directory, 13)
-    assert "rank 0 goes on after step 10\n" in ended.stdout
+    assert "rank 0 began after step 10\n" in ended.stdout
     assert_same_checkpoint(directory, uninterrupted)
 
 
@@ -120,7 +121,7 @@ def test_the_QUICK_START_under_torchrun_goes_on_as_if_it_had_not_ended(begun, tm
     train(long, 13, world=2)
     begin_from(long / "ckpt" / "step-10", resumed / "ckpt")
     ended = run(torchrun(2, "train.py", 13), resumed)
-    assert {f"rank {rank} goes on after step 10" in ended.stdout for rank in (0, 1)} == {True}
+    assert {f"rank {rank} began after step 10" in ended.stdout for rank in (0, 1)} == {True}
     assert not committed(resumed / "ckpt" / "step-9")
     (attempt,) = attempts(resumed / "ckpt" / "step-12")
     assert {path.name[:6] for path in attempt.glob("r*")} == {"r00000", "r00001"}
@@ -248,6 +249,59 @@ def test_checkpoints_are_evaluated_while_the_run_goes_on(tmp_path):
     steps = [int(step) for step in re.findall(r"step-(\d+): mean output", printed)]
     assert len(steps) == 3
     assert steps == sorted(set(steps))
+
+
+def test_a_data_loader_goes_on_in_the_middle_of_an_epoch_with_equal_losses(tmp_path):
+    pytest.importorskip("torchdata")
+    cut, whole = (write(tmp_path / name, example("data_loader")) for name in ("cut", "whole"))
+    expected = losses(train(whole, 60))  # an epoch has 25 steps
+    assert losses(train(cut, 33)) == {step: expected[step] for step in range(33)}
+    assert losses(train(cut, 60)) == {step: expected[step] for step in range(33, 60)}
+
+
+def test_a_data_loader_goes_on_at_another_number_of_ranks(tmp_path):
+    pytest.importorskip("torchdata")
+    directory = write(tmp_path, example("data_loader_ranks"))
+    ended = [train(directory, 20, world=2), train(directory, 34, world=3)]
+    batches = re.findall(r"samples \[([\d, ]+)\]", ended[0].stdout + ended[1].stdout)
+    samples = [int(sample) for batch in batches for sample in batch.split(", ")]
+    assert len(samples) == 20 * 2 * 6 + 14 * 3 * 6
+    assert len(set(samples)) == len(samples), "a sample was taken twice in an epoch"
+
+
+def test_each_save_is_told_of_by_its_record(tmp_path):
+    pytest.importorskip("prometheus_client")
+    ended = train(write(tmp_path, example("monitoring")))
+    lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines] == [0, 1, 2, 7]
+    assert {line["outcome"] for line in lines} == {"committed"}
+    assert ended.stdout.count("committed") >= 4
+    assert "[1, 2] 2\n" in ended.stdout
+    assert 'dcp_datastates_saves_total{outcome="committed"} 4.0' in ended.stdout
+
+
+def test_a_program_that_has_changed_goes_on(tmp_path):
+    printed = train(write(tmp_path, example("changed_program"))).stdout
+    assert "model.middle.weight" in printed
+    assert "restored 0\n" in printed
+
+
+def test_a_run_with_an_archive_goes_on_from_it(tmp_path):
+    directory = write(tmp_path, example("archive"))
+    assert "slow/step-20\n" in train(directory, "fast", "slow", 25).stdout
+    shutil.rmtree(directory / "fast")
+    train(directory, "fast", "slow", 31)
+    state = load_everything(directory / "fast" / "step-30")
+    assert state["optimizer"]["state"]["weight"]["step"] == 31, "not from the archive"
+
+
+def test_a_checkpoint_is_exported_and_compared(begun, tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    directory = write(tmp_path, example("export"))
+    assert "values differ" in train(directory, begun, "weights", "start").stdout
+    names = {f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
+    assert set(files.load_file(directory / "weights" / "model.safetensors")) == names
+    assert set(load_everything(directory / "start")["model"]) == names
 
 
 def test_a_run_in_a_bucket_goes_on(tmp_path):

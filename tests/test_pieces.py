@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 
 import pytest
-from support.commands import ROOT, documents
+from support.commands import ROOT, blocks, documents
 
 PAGES = [
     *documents(),
@@ -48,8 +49,23 @@ def test_the_page_of_a_framework_shows_its_example(page: str, name: str) -> None
 
 
 def test_what_is_shown_of_an_example_is_in_it() -> None:
+    assert [(page, piece) for page, name, piece in shown() if not is_of(name, piece)] == []
+    assert not is_of("quick_start.py", "manager.save(step, state)  # returns later\n")
+
+
+def is_of(name: str, piece: str) -> bool:
+    """Whether ``piece`` is in the example, be it indented there."""
+    text = (ROOT / "examples" / name).read_text()
+    return any(f"\n{textwrap.indent(piece, indent)}" in f"\n{text}" for indent in ("", " " * 4))
+
+
+def test_the_documents_have_no_programs_of_their_own() -> None:
+    pieces = {(page, piece) for page, _, piece in shown()}
+    found = [block for page in documents() for block in blocks(page)]
+    python = [block for block in found if block.language in ("python", "py")]
+    assert len(python) > 10
     assert [
-        (page, piece)
-        for page, name, piece in shown()
-        if piece not in (ROOT / "examples" / name).read_text()
-    ] == []
+        (block.document, block.heading)
+        for block in python
+        if (block.document, block.text) not in pieces
+    ] == [("docs/index.md", "FSDP1")], "which test_examples.py runs in the quick start"

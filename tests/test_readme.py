@@ -8,41 +8,23 @@ import re
 import runpy
 
 import pytest
-from support.commands import ROOT, blocks, documents, program, run_cli, table_cells
+from support.commands import ROOT, blocks, documents, run_cli, table_cells
 from support.jobs.scripts import run_program
 
 import dcp_datastates as ds
 from dcp_datastates import results as of_calls
 
 SECURITY = (ROOT / "SECURITY.md").read_text()
-QUICK_START = "Quick start"
-FSDP1 = "FSDP1"
 
 MEGATRON = "integration/megatron/README.md"
 PAGES = [*documents(), "benchmarks/README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [page.relative_to(ROOT).as_posix() for page in ROOT.glob("integration/*/README.md")]
-PROGRAMS = {
-    (block.document, block.heading)
-    for document in [*documents(), MEGATRON]
-    for block in blocks(document)
-    if block.language == "python"
-}
-RUN_BY_EXAMPLES = {("README.md", QUICK_START), ("docs/index.md", FSDP1)}
-"""Which ``test_examples.py`` runs."""
 
 
-def test_the_quick_start_is_a_piece_of_the_example():
-    first, _, piece = program(QUICK_START).partition("\n\n")
-    example = (ROOT / "examples/quick_start.py").read_text()
-    assert f"\n{first}\n" in example
-    assert f"\n{piece}" in example
-
-
-@pytest.mark.parametrize(("document", "heading"), sorted(PROGRAMS - RUN_BY_EXAMPLES))
-def test_all_other_programs_run(document, heading, tmp_path):
-    if document == MEGATRON:
-        pytest.importorskip("megatron.core")
-    run_program(program(heading, document), tmp_path, timeout=150).assert_clean()
+def test_the_program_of_megatron_runs(tmp_path):
+    pytest.importorskip("megatron.core")
+    (block,) = (block for block in blocks(MEGATRON) if block.language == "python")
+    run_program(block.text, tmp_path, timeout=150).assert_clean()
 
 
 def test_the_first_page_is_short():
