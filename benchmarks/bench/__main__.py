@@ -27,8 +27,12 @@ MOST_SECONDS = {"tiny": 120, "quick": 240, "full": 1800}
 """Of a part."""
 
 
-def run(part: str, sizes: str, directory: Path) -> list[dict[str, Any]]:
-    """The part's tables; the last one says so if it did not get to its end."""
+def run(part: str, sizes: str, directory: Path, extensions: str) -> list[dict[str, Any]]:
+    """The part's tables; the last one says so if it did not get to its end.
+
+    Peers build their native code in ``extensions``, a folder of this run: in the usual one, a build that was
+    killed has left a lock, for which torch waits for ever.
+    """
     print(f"{part} ...", flush=True)
     with tempfile.TemporaryDirectory() as results:
         into = Path(results) / "tables.json"
@@ -37,7 +41,11 @@ def run(part: str, sizes: str, directory: Path) -> list[dict[str, Any]]:
         errors = Path(results) / "errors"  # peers say much there
         with errors.open("w") as file:
             process = subprocess.Popen(
-                command, cwd=Path(__file__).parents[1], stderr=file, start_new_session=True
+                command,
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "TORCH_EXTENSIONS_DIR": extensions},
+                stderr=file,
+                start_new_session=True,
             )
         try:
             code = process.wait(MOST_SECONDS[sizes])
@@ -66,7 +74,9 @@ def measure(sizes: str, directory: Path, parts: list[str]) -> dict[str, Any]:
             document["versions"][peer] = version(peer)
         except PackageNotFoundError:
             document["versions"][peer] = "(not installed)"
-    tables = [table for part in parts for table in run(part, sizes, directory)]
+    with tempfile.TemporaryDirectory() as extensions:
+        found_by_part = [run(part, sizes, directory, extensions) for part in parts]
+    tables = [table for found in found_by_part for table in found]
     found = {table["key"]: table for table in tables}
     needed = [found.get(key) for key in ("saves.large", "loads.large", "training")]
     if all(needed):
