@@ -62,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test prometheus-test \
-    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs look clean \
+    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
@@ -70,8 +70,8 @@ help:
 	@echo "Try it"
 	@echo "  make demo             train on 4 ranks, save every iteration, kill, resume on 2; beside stock's saves: 2 minutes"
 	@echo "  make install          what 'make test' needs, in .venv"
-	@echo "  make docs             the documents and the API reference as a site: build/docs/index.html"
-	@echo "  make look             pictures of the site in a browser: build/docs/screens (needs Chromium)"
+	@echo "  make docs             the documents and the API reference as a site: build/docs/index.html; with Chromium,"
+	@echo "                        pictures of it, too"
 	@echo "  make clean            remove .venv and build/"
 	@echo
 	@echo "Test it"
@@ -296,10 +296,7 @@ docs: $(VENV)/docs
 	mkdir -p build/docs-source
 	cp --parents $(DOCUMENTS) build/docs-source
 	$(BIN)/python -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
-
-# The site in a browser, on a desk and on a telephone: pictures in build/docs/screens. It needs Chromium.
-look: docs
-	$(BIN)/python docs/look.py
+	@$(BIN)/python docs/look.py
 
 # --- set-up -------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -139,8 +139,25 @@ class Timeline:
         return {phase: until - since for (phase, since), (_, until) in pairwise(marks)}
 
 
-@dataclass
-class SaveStats:
+class _Measured:
+    """A dataclass whose ``repr`` has four digits of each measurement."""
+
+    def __repr__(self) -> str:
+        named: Any = self
+        told = (f"{each.name}={_brief(getattr(self, each.name))}" for each in fields(named))
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_brief(each)}' for name, each in value.items())}}}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return repr(value)
+
+
+@dataclass(repr=False)
+class SaveStats(_Measured):
     """Statistics of one save on this rank. Times are in seconds, sizes in bytes; None means not known yet.
 
     Attributes:
@@ -170,8 +187,8 @@ class SaveStats:
         """When the phases of the save began. No field: ``dataclasses.asdict`` has plain numbers."""
 
 
-@dataclass(frozen=True)
-class SaveRecord:
+@dataclass(frozen=True, repr=False)
+class SaveRecord(_Measured):
     """What came of one save on this rank, and what it cost. Made once, when the outcome is known.
 
     Attributes:
@@ -230,8 +247,8 @@ class SaveRecord:
         return self.call_seconds + self.gate_seconds
 
 
-@dataclass(frozen=True)
-class LoadRecord:
+@dataclass(frozen=True, repr=False)
+class LoadRecord(_Measured):
     """What came of one load on this rank, and what it cost. Made once, when the load ends.
 
     Attributes:

@@ -15,8 +15,8 @@ PAGES = [
 ]
 SHOWN = re.compile(
     r"""
-    \([./]*/examples/(?P<name>[\w.]+)\)  # a link to an example,
-    (?:[^\n]+\n)*[^\n]*:\n\n  # in a paragraph that ends in a colon,
+    \((?:[./]*/)?examples/(?P<name>[\w.]+)\)  # a link to an example,
+    (?:[^\n]|\n(?!\n))*?:\n\n  # in a paragraph that ends in a colon,
     ```(?P<language>\w+)\n(?P<text>.*?)^```$  # and the code below it
     """,
     re.VERBOSE | re.DOTALL | re.MULTILINE,
