@@ -80,7 +80,7 @@ help:
 	@echo "                        (PART=1, 2 or 3: a third of it, without ThreadSanitizer)"
 	@echo "  make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
 	@echo "  make python-thorough  those of make test-thorough only, with the pinned torch"
-	@echo "  make integration-test the tests with the real $(INTEGRATIONS)"
+	@echo "  make integration-test the tests with the real $(INTEGRATIONS); jobs for clusters"
 	@echo "  make prometheus-test  the dashboard and the alerts by a real Prometheus (apt-get install prometheus)"
 	@echo "  make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
 	@echo "                        (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
@@ -132,9 +132,9 @@ python-thorough: $(VENV)/installed build/azurite/tried
 hostile-test: $(VENV)/installed
 	$(PYTEST) tests/device $(PYTEST_ARGS)
 
-# With the real libraries, which `make test` does not install.
+# With the real libraries, which `make test` does not install; and the jobs for clusters.
 integration-test: $(VENV)/integrations
-	$(PYTEST) $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
+	$(PYTEST) $(INTEGRATIONS:%=integration/%) integration/examples $(PYTEST_ARGS)
 
 # The alerts and the dashboard by a real Prometheus, a package of the system: so it is in none of the tiers.
 prometheus-test: $(VENV)/installed
