@@ -50,7 +50,7 @@ BUDGETS = {
     "checkpoints": 2_760,
     "cli": 1_011,
     "commit": 1_627,
-    "conversion": 2_575,
+    "conversion": 2_561,
     "dcp": 2_073,
     "deepspeed": 731,
     "format": 2_971,
