@@ -61,10 +61,9 @@ logger = logging.getLogger(__name__)
 class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager whose saves do not stop training.
 
-    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's managers. In the mode ``async``, the
-    default, only the step gate waits: on a GPU it makes the stream wait, and not the host. In ``async_with_pinned_mem``
-    the trainer waits on the host, before ``optimizers.step()``, until all is copied. If a save has failed, the next
-    save or :meth:`close` raises its error, on all ranks.
+    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's managers. In the modes ``async``, the
+    default, and ``async_with_pinned_mem``, only the step gate waits: on a GPU it makes the stream wait, and not the
+    host. If a save has failed, the next save or :meth:`close` raises its error, on all ranks.
 
     Threads: only the trainer's thread may use it, as with torchtitan's manager. The first rank deletes old checkpoints
     in a separate thread.
@@ -78,7 +77,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """``disabled``: every save returns when it is committed. In the other modes, saves return immediately."""
+        """``disabled``: every save returns when it is committed. In the other modes, which are one here, saves return
+        immediately.
+        """
 
         host_cache_size: str = "auto"
         """Host memory of each rank for saves in flight."""
@@ -136,7 +137,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "cast": True,
             }
 
-    staging_future: Future[None] | None = None
     _saves: BackgroundSaves
     _closed = True
     """Also until the constructor has returned."""
@@ -202,9 +202,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._saves.finish()
         else:
             GarbageCollection.collect("before a checkpoint is staged")
-            handle = self._saves.start(self._all_states(), path)
-            if handle is not None and config.async_mode == "async_with_pinned_mem":
-                self.staging_future = handle.captured
+            self._saves.start(self._all_states(), path)
         GarbageCollection.collect("after a checkpoint was staged")
         if config.keep_latest_k > 0:
             delete = partial(delete_old, self._folder, config.keep_latest_k, config.verify)
@@ -230,17 +228,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return os.path.join(self.folder, f"step-{step}")
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return when the newest save is captured, or has failed.
-
-        Logs a failure, which may concern only this rank; :meth:`_wait_for_saving` raises it on all ranks.
-        """
-        staging, self.staging_future = self.staging_future, None
-        if staging is None:
-            return
-        try:
-            staging.result()
-        except Exception as error:
-            logger.error("a save has failed, and training goes on until the next one: %s", error)
+        """Nothing: the step gate waits until a save has read what the optimizer is about to change."""
 
     @property
     def save_future(self) -> Future[None] | None:
