@@ -54,11 +54,11 @@ BUDGETS = {
     "dcp": 2_073,
     "deepspeed": 731,
     "format": 2_971,
-    "huggingface": 1_143,
+    "huggingface": 1_125,
     "io": 2_413,
-    "lightning": 687,
+    "lightning": 671,
     "loading": 1_930,
-    "manager": 3_861,
+    "manager": 3_882,
     "megatron": 288,
     "monitoring": 224,
     "planning": 2_498,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_918}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_936}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -7,11 +7,9 @@ holds what a release of the library saves, whatever that is, and is committed wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypeVar
-
-from accelerate.utils import gather_object
+from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local, presence, readme
@@ -21,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES: Final = 64 << 20
 """So many bytes of files that callbacks have written beside a checkpoint become part of it."""
-
-T = TypeVar("T")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -60,22 +56,6 @@ def _is_ours(name: str) -> bool:
     return name in (local.METADATA_NAME, readme.NAME) or (
         Attempt.parse(name.removeprefix(".")) is not None
     )
-
-
-def alike(compute: Callable[[], T]) -> T:
-    """``compute()`` of this rank. If it raises on any rank, all ranks raise: this rank's own error, or else the first
-    one's. All ranks call this, at a point where the framework's own collectives run.
-    """
-    found: T | None = None
-    mine: Exception | None = None
-    try:
-        found = compute()
-    except Exception as error:
-        mine = error
-    errors: list[Any] = [each for each in gather_object([mine]) if each is not None]
-    if errors:
-        raise mine or errors[0]
-    return found  # type: ignore[return-value]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
