@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError
@@ -69,15 +69,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    path = PurePosixPath(name)
-    is_plain = path.parts and path.as_posix() == name and "\0" not in name
     if (
-        not is_plain
-        or path.is_absolute()
-        or (folder / path).resolve() != folder.resolve() / path  # by .., or by a symbolic link
+        "\0" in name
+        or not {"", ".", ".."}.isdisjoint(name.split("/"))  # an absolute path begins with ""
+        or (folder / name).resolve() != folder.resolve() / name  # by a symbolic link
     ):
         raise CheckpointCorruptError(
             f"the checkpoint names a file {name!r}, which is no relative path, or leads out of {str(folder)!r}; it is "
             f"not written"
         )
-    return folder / path
+    return folder / name
