@@ -54,7 +54,7 @@ BUDGETS = {
     "dcp": 2_073,
     "deepspeed": 731,
     "format": 2_971,
-    "huggingface": 1_125,
+    "huggingface": 1_123,
     "io": 2_413,
     "lightning": 671,
     "loading": 1_930,

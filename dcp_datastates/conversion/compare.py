@@ -154,7 +154,7 @@ def diff(
     if wanted is not None:
         names = wanted.choose(names)
     found = [each for name in names if (each := _by_kind(one, other, name)) is not None]
-    alike = dict.fromkeys(names).keys() - {each.name for each in found}
+    alike = set(names) - {each.name for each in found}
     tensors, objects = (
         [name for name in names if name in alike and name in kind]
         for kind in (one.tensors, one.objects)
