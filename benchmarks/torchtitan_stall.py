@@ -35,7 +35,6 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "torchtitan, async": {"mode": "async", "stock": True},
     "torchtitan, async_with_pinned_mem": {"mode": "async_with_pinned_mem", "stock": True},
     "dcp_datastates, async": {"mode": "async"},
-    "dcp_datastates, async_with_pinned_mem": {"mode": "async_with_pinned_mem"},
 }
 
 

@@ -69,7 +69,7 @@ _COMMANDS: Final = {
         [_CHECKPOINTS, _THREADS, _flag("--quiet", "print damage only, no progress bar")],
     ),
     "inspect": _Command(
-        "describe.run",
+        "describe.run_inspect",
         "Say what is in a checkpoint, or how a directory of checkpoints stands. Of a directory: the newest, what is in "
         "flight, what failed last, what is deleted next, and the free space. Only the metadata are read, and the sizes "
         "of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another "
@@ -89,7 +89,7 @@ _COMMANDS: Final = {
         [_argument("root", "where checkpoints are to lie: a directory, or a URL")],
     ),
     "watch": _Command(
-        "screen.run",
+        "describe.run_watch",
         "Show a directory of checkpoints as it changes, until Ctrl-C. The newest checkpoints with their age and the "
         "time between commits, and the saves that are in flight. To a pipe: a line for each commit. "
         "Exit status: 130 interrupted, 2 the directory cannot be read.",
@@ -100,7 +100,7 @@ _COMMANDS: Final = {
         ],
     ),
     "trace": _Command(
-        "trace.run",
+        "describe.run_trace",
         "Say what each rank's part of a save cost. Which phase took how long, up to the publication, and on which rank "
         "the longest. Only the metadata are read. --json prints the trace in Chrome's format instead, a timeline over "
         "all ranks for https://ui.perfetto.dev. "
@@ -171,7 +171,7 @@ _COMMANDS: Final = {
         ],
     ),
     "latest": _Command(
-        "find.run",
+        "describe.run_latest",
         "Print the path of the newest whole checkpoint. It is the newest in a directory that passes --verify; the "
         "command says which are left out, and why. "
         "Exit status: 0 found, 1 there is none, 2 the directory cannot be read.",
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         # Imports torch, which takes seconds: not before it is known that a command is to run.
-        from dcp_datastates_cli.commands import run
+        from dcp_datastates_cli.output import run
 
         return run(_COMMANDS[options.command].run, options)
     except KeyboardInterrupt:

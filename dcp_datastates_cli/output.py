@@ -1,15 +1,19 @@
-"""What all commands say it with: exit statuses, messages, JSON documents."""
+"""What all commands have in common: exit statuses, messages, JSON documents, and what an error means."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
 
 OK: Final = 0
@@ -55,3 +59,46 @@ def answer(options: argparse.Namespace, document: dict[str, Any], text: object) 
         print_json(document)
     elif not getattr(options, "quiet", False):
         say(text)
+
+
+def run(command: str, options: argparse.Namespace) -> int:
+    """Run the ``command``, a file and a function in this package; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    file, _, function = command.partition(".")
+    try:
+        with _log_shown():
+            status: int = getattr(importlib.import_module(f"{__package__}.{file}"), function)(
+                options
+            )
+            return status
+    except DataStatesError as error:
+        complain(str(error))
+        return DAMAGED if isinstance(error, CheckpointCorruptError) else TROUBLE
+    except Exception:  # a defect: not the answer "damaged" or "different"
+        traceback.print_exc()
+        return TROUBLE
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+@contextlib.contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show the package's log: what a command leaves out, or alone, and why."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("dcp-datastates: %(message)s"))
+    logger = logging.getLogger("dcp_datastates")
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

@@ -23,7 +23,6 @@ def run(options: argparse.Namespace) -> int:
     if below:
         return _verify_all(path, [path, *below] if is_committed(path) else below, options)
     report = _verify(path, options)
-    _tell(report, options)
     if options.json:
         print_json(_document(report))
     return OK if report.whole else DAMAGED
@@ -51,15 +50,12 @@ def _verify_all(root: Location, paths: list[Location], options: argparse.Namespa
     unchecked: list[tuple[Location, DataStatesError]] = []
     for path in paths:
         try:
-            report = _verify(path, options)
+            reports.append(_verify(path, options))
         except ConfigurationError:  # an option is wrong, not a checkpoint
             raise
         except DataStatesError as error:
             unchecked.append((path, error))
             complain(f"not checked: {error}")
-        else:
-            reports.append(report)
-            _tell(report, options)
     damaged = sum(not report.whole for report in reports)
     answer(
         options,
@@ -80,19 +76,15 @@ def _verify_all(root: Location, paths: list[Location], options: argparse.Namespa
 
 
 def _verify(path: Location, options: argparse.Namespace) -> Report:
+    """Verify, and tell the report; with ``--quiet`` its damages alone, and nothing if a JSON document is to come."""
     with progress_bar("verifying", path.name, options.quiet) as progress:
-        return verify(path, threads=options.threads, progress=progress)
-
-
-def _tell(report: Report, options: argparse.Namespace) -> None:
-    """The report; with ``--quiet`` its damages alone, and nothing if one JSON document is to come."""
-    if options.json:
-        return
-    if not options.quiet:
+        report = verify(path, threads=options.threads, progress=progress)
+    if options.quiet and not options.json:
+        for damage in report.damages:
+            say(f"{report.path}/{damage}")
+    elif not options.json:
         say(report)
-        return
-    for damage in report.damages:
-        say(f"{report.path}/{damage}")
+    return report
 
 
 def _document(report: Report) -> dict[str, Any]:

@@ -48,17 +48,17 @@ the package's own folder (errors, configuration)."""
 BUDGETS = {
     "": 1_498,
     "checkpoints": 2_760,
-    "cli": 1_037,
+    "cli": 1_003,
     "commit": 1_627,
-    "conversion": 2_596,
+    "conversion": 2_561,
     "dcp": 2_073,
-    "deepspeed": 735,
+    "deepspeed": 731,
     "format": 2_971,
-    "huggingface": 1_148,
-    "io": 2_415,
-    "lightning": 687,
+    "huggingface": 1_123,
+    "io": 2_413,
+    "lightning": 671,
     "loading": 1_930,
-    "manager": 3_861,
+    "manager": 3_882,
     "megatron": 288,
     "monitoring": 224,
     "planning": 2_498,
@@ -67,15 +67,15 @@ BUDGETS = {
     "saving": 2_331,
     "sharing": 761,
     "staging": 1_986,
-    "storage": 3_786,
+    "storage": 3_770,
     "tiers": 2_285,
-    "torchtitan": 529,
+    "torchtitan": 506,
     "wire": 604,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_952}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_936}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

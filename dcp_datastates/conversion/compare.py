@@ -153,15 +153,12 @@ def diff(
     names = list(dict.fromkeys(chain(one.names(), other.names())))
     if wanted is not None:
         names = wanted.choose(names)
-    found: list[Difference] = []
-    alike: list[str] = []
-    for name in names:
-        if (difference := _by_kind(one, other, name)) is None:
-            alike.append(name)
-        else:
-            found.append(difference)
-    tensors = [name for name in alike if name in one.tensors]
-    objects = [name for name in alike if name not in one.tensors]
+    found = [each for name in names if (each := _by_kind(one, other, name)) is not None]
+    alike = set(names) - {each.name for each in found}
+    tensors, objects = (
+        [name for name in names if name in alike and name in kind]
+        for kind in (one.tensors, one.objects)
+    )
     total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in tensors)
     groups = one.groups(tensors, PIECE_BYTES)
     work(

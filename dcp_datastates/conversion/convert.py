@@ -57,6 +57,8 @@ _TRAINER: Final = "trainer"
 _FILES: Final = ("safetensors", "torch")
 _FLAT: Final = ("hf", "peft", "safetensors")
 """Formats without nested states and objects."""
+_WITH_FILES: Final = ("hf", "peft")
+"""Formats with small files beside the tensors."""
 
 _BYTES_OF_A_THREAD: Final = 4 * PIECE_BYTES
 """Small tensors as they are read, as they are cast (to twice their size, perhaps), and what is made of them."""
@@ -192,16 +194,16 @@ def convert(
                 f"{given} has this package's format already; say which to convert it to, with to= (--to)"
             )
         to = "datastates"
-    if folder is not None and to not in ("hf", "peft"):
+    if folder is not None and to not in _WITH_FILES:
         raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     check_destination(given, there, to not in _FILES, overwrite)
-    small, described = companions_of(opened, folder) if to == "hf" else ({}, "")
+    small, described = companions_of(opened, folder) if to in _WITH_FILES else ({}, "")
     kind: str = to
     skipped: tuple[str, ...] = ()
-    if selection.takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
-        kind, chosen = _TRAINER, trainer_source(opened)
-    elif to == "peft":
+    if to == "peft":
         chosen = adapter_of(select(opened, selection), frozenset(optimizers_in(opened)))
+    elif selection.takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
+        kind, chosen = _TRAINER, trainer_source(opened)
     else:
         chosen = select(opened, selection)
         if to in _FLAT:
@@ -220,7 +222,7 @@ def convert(
             "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
             "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
             _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
-            "peft": lambda path: adapter_output(opened, chosen, path, folder),
+            "peft": lambda path: adapter_output(chosen, path, small, described),
             "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
             "dcp": lambda path: stock_output(chosen, path, shard_bytes),
             "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),

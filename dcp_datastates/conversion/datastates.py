@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Source, known_paths, shape_of
+from dcp_datastates.conversion.source import Source, paths_of, shape_of
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
@@ -47,7 +47,7 @@ class DataStatesSource(Source):
         shapes = {name: shape_of(each.dtype, each.size) for name, each in stored.items() if each}
         self.tensors = shapes
         self.objects = dict.fromkeys(name for name in stored if name not in shapes)
-        self.paths = known_paths(stored.table.catalog.mappings, stored)
+        self.paths = paths_of(stored, stored.table.catalog.mappings)
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""

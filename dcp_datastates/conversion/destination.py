@@ -2,16 +2,12 @@
 
 It is written below a temporary directory beside the path, so that a killed conversion leaves nothing at the path, and
 nothing that a list of checkpoints would show. A directory at the path is exchanged for the new one. The directory of a
-killed conversion, ``.NAME.converting-…``, may be deleted if there is something at the path.
-
-Some file systems cannot exchange directories (NFS). There the old one is moved to ``old`` below the temporary directory
-first; a kill in that moment leaves it there, and the next conversion to the path moves it back.
+killed conversion, ``.NAME.converting-…``, may be deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
@@ -36,22 +32,11 @@ from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
 from dcp_datastates.storage.object_store import put_pieces
 
-logger = logging.getLogger(__name__)
-
 
 def check_destination(
     source: Location, target: Location, is_directory: bool, overwrite: bool
 ) -> None:
-    """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written.
-
-    Moves back what a killed conversion has moved away from ``target``.
-    """
-    if isinstance(target, Path) and (old := local.moved_away(target)) is not None:
-        logger.warning(
-            "a conversion to %s was killed; moving the former one back from %s", target, old
-        )
-        with local.explained("moving back", old):
-            operations.rename(old, target, "convert")
+    """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written."""
     real, real_source = resolved(target), resolved(source)
     is_above = f"{real_source}/".startswith(f"{real}/")
     is_below = f"{real}/".startswith(f"{real_source}/")
@@ -128,58 +113,60 @@ def atomic_output(target: Path, overwrite: bool) -> Iterator[Path]:
     """A path to write to, whose file or directory appears at ``target`` when the block ends.
 
     All files below must have been synced; the directories are synced here. If the block raises, all is removed.
-    Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``.
+    Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``;
+    :class:`ConfigurationError` for a directory that the file system cannot replace in one step.
     """
     local.make_directories(target.parent, "convert")
-    work = target.parent / f".{target.name}{local.CONVERTING}{secrets.token_hex(4)}"
+    work = target.parent / f".{target.name}.converting-{secrets.token_hex(4)}"
     with local.explained("creating directory", work):
         operations.make_directory(work, "convert")
     try:
+        if presence.is_directory(target) and _is_taken(target):
+            _check_exchanges(work, target)
         yield work / "new"
         with local.explained("publishing", target):
-            _publish(work, target, overwrite)
+            _publish(work / "new", target, overwrite)
         for directory in local.sync_directories(target.parent):
             with local.explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
     finally:
-        if presence.is_there(target) or not presence.is_there(work / "old"):
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def _publish(work: Path, target: Path, overwrite: bool) -> None:
-    new, old = work / "new", work / "old"
+def _check_exchanges(work: Path, target: Path) -> None:
+    """Raise :class:`ConfigurationError` if the file system cannot exchange directories, as NFS cannot: before the
+    tensors are converted.
+    """
+    with local.explained("trying to exchange directories in", work):
+        for name in ("one", "other"):
+            operations.make_directory(work / name, "trial")
+        try:
+            operations.exchange(work / "one", work / "other", "trial")
+        except OSError as error:
+            if error.errno not in operations.NO_EXCHANGE:
+                raise
+            raise ConfigurationError(
+                f"{str(target)!r} cannot be replaced in one step: its file system cannot exchange two directories; "
+                f"choose another path, or delete it first"
+            ) from error
+
+
+def _publish(new: Path, target: Path, overwrite: bool) -> None:
     if not overwrite and _is_taken(target):
         raise _exists(target)
-    if presence.is_directory(new):
-        for folder, _, _ in os.walk(new, topdown=False):
-            operations.sync_directory(Path(folder), "convert")
-    if presence.is_directory(new) and _is_taken(target):
-        _replace(new, target, old)
-    else:
+    if not presence.is_directory(new):
         operations.rename(new, target, "convert")
-
-
-def _replace(new: Path, target: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``target``, a directory that is not empty."""
-    try:
-        operations.exchange(new, target, "convert")
-    except OSError as error:
-        if error.errno not in operations.NO_EXCHANGE:
-            raise
-    else:
-        try:
-            _check_replaceable(new, target)
-        except ConfigurationError:
-            operations.exchange(new, target, "convert")
-            raise
         return
-    _check_replaceable(target, target)
-    try:
-        operations.rename(target, old, "convert")
+    for folder, _, _ in os.walk(new, topdown=False):
+        operations.sync_directory(Path(folder), "convert")
+    if not _is_taken(target):
         operations.rename(new, target, "convert")
-    except BaseException:  # an interrupt, too
-        if presence.is_there(old) and not presence.is_there(target):
-            operations.rename(old, target, "convert")
+        return
+    operations.exchange(new, target, "convert")
+    try:
+        _check_replaceable(new, target)
+    except ConfigurationError:
+        operations.exchange(new, target, "convert")
         raise
 
 

@@ -28,7 +28,7 @@ from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.safetensors_files import safetensors_unit, shards_output
 from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.conversion.torch_file import write_torch
-from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.structure import packed_optimizer
@@ -69,7 +69,7 @@ def companions_of(source: Source, folder: Location | None) -> tuple[dict[str, by
             value = source.value(match[0], allow_objects=False)
             if isinstance(value, bytes):
                 found[match[2]] = value
-    return found, "the checkpoint"
+    return found, repr(str(source.path))
 
 
 def _is_companion(name: str) -> bool:
@@ -242,41 +242,26 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
     return Selected(source, stored)
 
 
-def adapter_output(source: Source, adapter: Source, folder: Path, given: Location | None) -> Output:
-    """The files of ``adapter``, which :func:`adapter_of` has found in ``source``.
+def adapter_output(
+    adapter: Source, folder: Path, companions: Mapping[str, bytes], described: str
+) -> Output:
+    """The files of an ``adapter`` from :func:`adapter_of`, whose configuration is one of ``companions``; ``described``
+    says where those are from.
 
-    Raises :class:`ConfigurationError` without a configuration: see :func:`_config`.
+    Raises :class:`ConfigurationError` without a configuration, or if the adapter has more than its parameters.
     """
-    config = _config(source, given)
+    config = companions.get(ADAPTER_CONFIG)
+    if config is None:
+        raise ConfigurationError(
+            f"{described} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
+            f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
+        )
+    _check_config(config, f"{ADAPTER_CONFIG} of {described}")
     weights = safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")
     return Output([weights], partial(write_small_file, folder / ADAPTER_CONFIG, config))
 
 
-def _config(source: Source, given: Location | None) -> bytes:
-    """The contents of ``adapter_config.json``: from the folder ``given``, or the one that the checkpoint has.
-
-    Raises :class:`ConfigurationError` if there is none.
-    """
-    if given is not None:
-        path = given / ADAPTER_CONFIG
-        try:
-            return _checked(read_whole(path), str(path))
-        except CheckpointNotFoundError:
-            raise ConfigurationError(
-                f"config_from={str(given)!r} has no {ADAPTER_CONFIG}"
-            ) from None
-    for name in source.objects:
-        if name.endswith(f".{ADAPTER_CONFIG}"):
-            value = source.value(name, allow_objects=False)
-            if isinstance(value, bytes):
-                return _checked(value, f"{source.path}: {name}")
-    raise ConfigurationError(
-        f"{source.path} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
-        f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
-    )
-
-
-def _checked(config: bytes, where: str) -> bytes:
+def _check_config(config: bytes, where: str) -> None:
     """Raise :class:`ConfigurationError` for an adapter that has more than what :func:`adapter_of` knows."""
     try:
         found = json.loads(config)
@@ -294,7 +279,6 @@ def _checked(config: bytes, where: str) -> bytes:
                 f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
                 f"save_pretrained() of PEFT write it"
             )
-    return config
 
 
 def _in_file(name: str) -> tuple[str, str] | None:

@@ -67,9 +67,8 @@ def lightning_file(
 ) -> tuple[Source, Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """What Lightning has saved, and how its values are nested in Lightning's file."""
     # What else is not Lightning's own is left out when all is nested.
-    given = [*source.names(), *source.empty_dicts()]
     own = Selected(
-        source, {name: name for name in given if not is_under(name, frozenset({"files"}))}
+        source, {name: name for name in source.paths if not is_under(name, frozenset({"files"}))}
     )
     own.paths = {name: _path_in_model(name, path) for name, path in own.paths.items()}
     data = io.BytesIO(source.value(_FILE, allow_objects))

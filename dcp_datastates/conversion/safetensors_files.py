@@ -77,6 +77,7 @@ class SafetensorsSource(Source):
                 f"{path}: the index has {some_of(missing)}, and the file that it names has not"
             )
         self.tensors = {name: shapes[name] for name in names}
+        self.paths = {name: (name,) for name in names}
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""

@@ -87,7 +87,7 @@ def select(source: Source, selection: Selection) -> Source:
     :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
     :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
-    taken = names = [*source.names(), *source.empty_dicts()]
+    taken = names = list(source.paths)
     wanted = selection.part or selection.only
     if wanted is not None:
         taken = wanted.choose(names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import errno
 import io
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.conversion.files import loaded
 from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
-from dcp_datastates.format.key_paths import EMPTY, KeyPath, empties, nested, with_types
+from dcp_datastates.format.key_paths import KeyPath, empties, nested, with_types
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.storage.object_path import Location
@@ -48,22 +48,12 @@ class Source(abc.ABC):
     """The names of objects, in the order of the source."""
     refusals: Mapping[str, DataStatesError] = {}
     """For each of the tensors that cannot be read as it is stored, why."""
-    paths: Mapping[str, KeyPath] = {}
-    """Where values and empty dicts lie in the nested state, as far as the source knows. No other names."""
+    paths: Mapping[str, KeyPath]
+    """Where each value and each empty dict lies in the nested state."""
 
     def names(self) -> list[str]:
         """The names of all values."""
         return [*self.tensors, *self.objects]
-
-    def empty_dicts(self) -> list[str]:
-        """The names of empty dicts, which have no value."""
-        values = {*self.tensors, *self.objects}
-        return [name for name in empties(self.paths) if name not in values]
-
-    def all_paths(self) -> dict[str, KeyPath]:
-        """The path of each value and of each empty dict."""
-        names = [*self.names(), *self.empty_dicts()]
-        return {name: self.paths.get(name, (name,)) for name in names}
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +107,7 @@ class Source(abc.ABC):
             for name, each in self.tensors.items()
         }
         entries.update((name, BytesStorageMetadata()) for name in self.objects)
-        return Metadata(entries, self.all_paths(), places, storage_meta, DCP_VERSION)
+        return Metadata(entries, dict(self.paths), places, storage_meta, DCP_VERSION)
 
     def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
         """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
@@ -153,8 +143,7 @@ class Selected(Source):
         }
         self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
         self.paths = {
-            name: renamed_path(source.paths.get(old, (old,)), old, name)
-            for name, old in old_of.items()
+            name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()
         }
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -180,14 +169,19 @@ def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return shape_of(dtype, shaped.shape)
 
 
-def known_paths(paths: Any, names: Container[str]) -> dict[str, KeyPath]:
-    """Of the ``paths`` in metadata, those of values called ``names`` and of empty dicts, if they are well-formed."""
-    found = with_types(paths)
-    return {
+def paths_of(names: Iterable[str], stored: Any) -> dict[str, KeyPath]:
+    """The paths of values called ``names`` and of empty dicts, by the ``stored`` paths in metadata. If that of a value
+    is missing or malformed, the value lies under its name.
+    """
+    known = with_types(stored)
+    well_formed = {
         name: path
-        for name, path in (found.items() if isinstance(found, dict) else ())
-        if type(path) is tuple and path and (name in names or path[-1] == EMPTY)
-        if set(map(type, path)) <= {str, int, tuple}
+        for name, path in (known.items() if isinstance(known, dict) else ())
+        if type(path) is tuple and path and set(map(type, path)) <= {str, int, tuple}
+    }
+    of_values = {name: well_formed.get(name, (name,)) for name in names}
+    return of_values | {
+        name: well_formed[name] for name in empties(well_formed) if name not in of_values
     }
 
 

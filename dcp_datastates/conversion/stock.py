@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, known_paths, shape_of
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, paths_of, shape_of
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
 from dcp_datastates.format.key_paths import as_dcp_has_them
@@ -70,7 +70,7 @@ class StockSource(Source):
                 if isinstance(entry, TensorStorageMetadata)
             }
             self.objects = dict.fromkeys(name for name in self._entries if name not in self.tensors)
-            self.paths = known_paths(metadata.planner_data, self._entries)
+            self.paths = paths_of(self._entries, metadata.planner_data)
             wrong = validate(catalog_of(metadata), filled=False)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
@@ -202,24 +202,25 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
     def write(number: int, names: Iterable[str], done: Done) -> None:
         path = folder / f"__{number}_0.distcp"
         with local.explained("writing", path, source.nbytes), path.open("xb") as stream:
+            begin = 0
 
-            def place(name: str, begin: int) -> None:
-                nbytes = stream.tell() - begin
-                places[source.index_of(name)] = _StorageInfo(path.name, begin, nbytes)
+            def place(name: str) -> None:  # what was written since the last call
+                nonlocal begin
+                end = stream.tell()
+                places[source.index_of(name)] = _StorageInfo(path.name, begin, end - begin)
+                begin = end
 
-            def save(group: list[str], tensors: list[torch.Tensor]) -> None:  # then frees them
-                for name, tensor in zip(group, tensors, strict=True):
-                    begin = stream.tell()
+            def save(group: list[str]) -> None:  # a function: when it ends, the tensors are freed
+                for name, tensor in zip(group, source.read(group), strict=True):
                     save_to(own(tensor), stream)
-                    place(name, begin)
+                    place(name)
                     done(tensor.nbytes)
 
             for name in () if number else source.objects:
-                begin = stream.tell()
                 stream.write(source.object_bytes(name))
-                place(name, begin)
+                place(name)
             for group in source.groups(names, PIECE_BYTES):
-                save(group, source.read(group))
+                save(group)
             stream.flush()
             os.fsync(stream.fileno())
 

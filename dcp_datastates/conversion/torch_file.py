@@ -64,7 +64,7 @@ class TorchSource(Source):
             for name, each in values.items()
             if isinstance(each, torch.Tensor)
         }
-        self.objects = [name for name in values if name not in self.tensors]
+        self.objects = dict.fromkeys(name for name in values if name not in self.tensors)
         self.refusals = {
             name: UnsupportedTensorError(f"{path}: {name!r} is {kind}")
             for name in self.tensors

@@ -20,13 +20,15 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import Reads, WriterConfig, check_names, parse_size
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.deepspeed.export import LATEST, load_file, names_in
-from dcp_datastates.deepspeed.files import MapLocation, pack
-from dcp_datastates.deepspeed.placeholders import (
+from dcp_datastates.deepspeed.export import (
+    LATEST,
     is_placeholder,
+    load_file,
+    names_in,
     replace_durably,
     write_placeholders,
 )
+from dcp_datastates.deepspeed.files import MapLocation, pack
 from dcp_datastates.errors import ConfigurationError, UnsupportedStateError
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.ranks.rank_set import rank_set_of

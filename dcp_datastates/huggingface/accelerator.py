@@ -32,9 +32,10 @@ from dcp_datastates.errors import (
     ConfigurationError,
     IncompatibleStateError,
 )
-from dcp_datastates.huggingface.files import alike, read_files, write_files
+from dcp_datastates.huggingface.files import read_files, write_files
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
+    alike,
     files_from,
     is_ours,
     is_ours_here,
@@ -199,7 +200,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
 
     def _load(self, path: Location, load_kwargs: dict[str, Any] | None) -> None:
         models, optimizers = self._trained()
-        files = alike(partial(files_from, path))
+        files = alike(path, partial(files_from, path))
         saved = len(list(filter(_CUSTOM.fullmatch, files)))
         if saved != len(self._custom_objects):
             raise IncompatibleStateError(

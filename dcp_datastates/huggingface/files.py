@@ -7,11 +7,9 @@ holds what a release of the library saves, whatever that is, and is committed wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypeVar
-
-from accelerate.utils import gather_object
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local, presence, readme
@@ -21,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES: Final = 64 << 20
 """So many bytes of files that callbacks have written beside a checkpoint become part of it."""
-
-T = TypeVar("T")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -62,22 +58,6 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def alike(compute: Callable[[], T]) -> T:
-    """``compute()`` of this rank. If it raises on any rank, all ranks raise: this rank's own error, or else the first
-    one's. All ranks call this, at a point where the framework's own collectives run.
-    """
-    found: T | None = None
-    mine: Exception | None = None
-    try:
-        found = compute()
-    except Exception as error:
-        mine = error
-    errors: list[Any] = [each for each in gather_object([mine]) if each is not None]
-    if errors:
-        raise mine or errors[0]
-    return found  # type: ignore[return-value]
-
-
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write what :func:`read_files` gave to another folder.
 
@@ -89,15 +69,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    path = PurePosixPath(name)
-    is_plain = path.parts and path.as_posix() == name and "\0" not in name
     if (
-        not is_plain
-        or path.is_absolute()
-        or (folder / path).resolve() != folder.resolve() / path  # by .., or by a symbolic link
+        "\0" in name
+        or not {"", ".", ".."}.isdisjoint(name.split("/"))  # an absolute path begins with ""
+        or (folder / name).resolve() != folder.resolve() / name  # by a symbolic link
     ):
         raise CheckpointCorruptError(
             f"the checkpoint names a file {name!r}, which is no relative path, or leads out of {str(folder)!r}; it is "
             f"not written"
         )
-    return folder / path
+    return folder / name

@@ -37,7 +37,8 @@ class Resumption:
 
     def __init__(self, given: str | Location | bool, output_dir: str) -> None:
         self._given = None if isinstance(given, bool) else str(given)
-        self._output_dir = output_dir
+        named = self._given is not None
+        self._folder = Path(str(given)).absolute().parent if named else Path(output_dir)
         self._left_out: dict[str, Exception] = {}
 
     def next(self) -> tuple[str, bool]:
@@ -49,12 +50,32 @@ class Resumption:
         Raises ValueError, as the Trainer does, if there is none in ``output_dir``; :class:`CheckpointNotFoundError` for
         another path to a checkpoint that was not committed, :class:`CheckpointCorruptError` for one that is damaged.
         """
-        path = self._given
-        if path is None:
-            path = self._newest(Path(self._output_dir))
-        elif (problem := self._problem(path)) is not None:
-            path = self._instead(path, problem)
-        return path, is_ours(path)
+        if self._given is None:
+            newest = self._newest()
+            if newest is None:
+                raise ValueError(
+                    f"No valid checkpoint found in output directory ({self._folder}): a first run starts with "
+                    f"trainer.train(). This line starts or resumes: "
+                    f"trainer.train(resume_from_checkpoint=dcp_datastates.latest(args.output_dir))"
+                )
+            return newest, is_ours(newest)
+        problem = self._left_out.get(Path(self._given).name) or _problem(self._given)
+        if problem is None:
+            return self._given, is_ours(self._given)
+        newest = None
+        if _is_highest(self._given):
+            self._left_out.setdefault(Path(self._given).name, problem)
+            with contextlib.suppress(CheckpointCorruptError):  # the problem tells more
+                newest = self._newest()
+        if newest is None:
+            raise problem
+        logger.warning(
+            "resume_from_checkpoint=%r cannot be loaded (%s); going on from %s, the newest checkpoint beside it",
+            self._given,
+            problem,
+            newest,
+        )
+        return newest, is_ours(newest)
 
     def leave_out(self, path: str, error: Exception) -> None:
         """The checkpoint at ``path`` cannot be loaded. Raises ``error`` if there is no other one to try."""
@@ -63,46 +84,20 @@ class Resumption:
         logger.error("leaving out checkpoint %s: %s", path, error)
         self._left_out[Path(path).name] = error
 
-    def _problem(self, path: str) -> Exception | None:
-        """Why the checkpoint that was named cannot be loaded, as far as one knows without reading it."""
-        if (found := self._left_out.get(Path(path).name)) is not None:
-            return found
-        try:
-            ours = is_ours(path)
-        except (CheckpointNotFoundError, CheckpointCorruptError) as error:
-            return error
-        if ours or from_first_rank(lambda: is_stock(locate(path)), "is_stock", "who saved"):
-            return None
-        return ValueError(f"Can't find a valid checkpoint at {path}")  # as the Trainer says
+    def _newest(self) -> str | None:
+        newest = newest_numbered(self._folder, PREFIX, is_stock, leave_out=self._left_out)
+        return None if newest is None else str(newest)
 
-    def _instead(self, path: str, problem: Exception) -> str:
-        """The newest checkpoint beside the one that was named. Raises ``problem`` if there is none, or if another one
-        was meant.
-        """
-        newest = None
-        if _is_highest(path):
-            left_out = {*self._left_out, Path(path).name}
-            folder = Path(path).absolute().parent
-            with contextlib.suppress(CheckpointCorruptError):  # the problem tells more
-                newest = newest_numbered(folder, PREFIX, is_stock, leave_out=left_out)
-        if newest is None:
-            raise problem
-        logger.warning(
-            "resume_from_checkpoint=%r cannot be loaded (%s); going on from %s, the newest checkpoint beside it",
-            path,
-            problem,
-            newest,
-        )
-        return str(newest)
 
-    def _newest(self, folder: Path) -> str:
-        newest = newest_numbered(folder, PREFIX, is_stock, leave_out=self._left_out)
-        if newest is not None:
-            return str(newest)
-        raise ValueError(
-            f"No valid checkpoint found in output directory ({folder}): a first run starts with trainer.train(). This "
-            f"line starts or resumes: trainer.train(resume_from_checkpoint=dcp_datastates.latest(args.output_dir))"
-        )
+def _problem(path: str) -> Exception | None:
+    """Why the checkpoint that was named cannot be loaded, as far as one knows without reading it."""
+    try:
+        ours = is_ours(path)
+    except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+        return error
+    if ours or from_first_rank(lambda: is_stock(locate(path)), "is_stock", "who saved"):
+        return None
+    return ValueError(f"Can't find a valid checkpoint at {path}")  # as the Trainer says
 
 
 def _is_highest(given: str) -> bool:

@@ -40,7 +40,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
 )
-from dcp_datastates.huggingface.files import alike, read_files, read_others, write_files
+from dcp_datastates.huggingface.files import read_files, read_others, write_files
 from dcp_datastates.huggingface.resuming import (
     PREFIX,
     Resume,
@@ -52,6 +52,7 @@ from dcp_datastates.huggingface.resuming import (
 from dcp_datastates.manager.continuing import Fresh, parse_fresh, set_aside
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
+    alike,
     files_from,
     holds,
     is_ours,
@@ -241,7 +242,7 @@ class DataStatesTrainerMixin(SavesInBackground):
                 return super().train(path, *arguments, **keywords)  # type: ignore[misc]
             try:
                 with self._loading():
-                    files = alike(partial(files_from, path))
+                    files = alike(path, partial(files_from, path))
                 logger.info("resuming from %s", path)
                 return self._train_from(path, files, *arguments, **keywords)
             except _Unloadable as found:

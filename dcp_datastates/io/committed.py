@@ -22,7 +22,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import metadata
 from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
-from dcp_datastates.storage import attempts, decisions, local, presence
+from dcp_datastates.storage import attempts, decisions, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
@@ -214,8 +214,6 @@ def _of_the_key_itself(directory: ObjectPath) -> str:
         if presence.is_directory(path):
             return "the directory is empty"
         if not presence.is_there(path):
-            if (old := local.moved_away(path)) is not None:
-                return f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
             return "the directory does not exist"
         return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
     if directory.key:

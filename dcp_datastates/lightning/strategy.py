@@ -50,7 +50,6 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
-    DataStatesError,
     IncompatibleStateError,
 )
 from dcp_datastates.io.unpickling import unpickled
@@ -59,6 +58,7 @@ from dcp_datastates.loading.fit import FitOptions
 from dcp_datastates.loading.load import load
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
+    alike,
     is_ours,
     load_parts,
     state_of,
@@ -174,34 +174,34 @@ class DataStatesStrategyMixin(SavesInBackground):
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
         if not self._is_fitting:
             return self._load_from(path, weights_only)
-        return load_newest(
-            path,
-            lambda each: self._load_from(each, weights_only),
-            self.reduce_boolean_decision,  # type: ignore[attr-defined]
-        )
+        return load_newest(path, lambda each: self._load_from(each, weights_only))
 
     def _load_from(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         self._loaded = self._rng = None
         if not is_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return found
-        meta, files = meta_of(path, weights_only)
-        if self._is_fitting and (random := files.get(self._rng_name)) is not None:
-            self._rng = unpickled(io.BytesIO(random), f"{path}: {self._rng_name}", False)
-        names = list(meta[FURTHER_TENSORS])
+        meta, stored = alike(path, lambda: self._read(path, weights_only))
         if self._fills_model:
             self._load_shards(path)
         else:
-            names.append(MODEL)
-            if self._is_fitting and self._hooks_look:
-                names += map(optimizer_name, range(meta[COUNT]))
-        trusted = weights_only is False or self._load_options.get("allow_objects", False)
-        stored = load(path, only=names, allow_objects=trusted) if names else {}
-        if not self._fills_model:
             stored[MODEL] = chosen(stored[MODEL], self._load_options)
         checkpoint = lightning_checkpoint(stored, meta)
         self._loaded = Loaded.of(path, checkpoint)
         return checkpoint
+
+    def _read(self, path: str, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What lies beside the shards, and what else is read whole."""
+        meta, files = meta_of(path, weights_only)
+        if self._is_fitting and (random := files.get(self._rng_name)) is not None:
+            self._rng = unpickled(io.BytesIO(random), f"{path}: {self._rng_name}", False)
+        names = list(meta[FURTHER_TENSORS])
+        if not self._fills_model:
+            names.append(MODEL)
+            if self._is_fitting and self._hooks_look:
+                names += map(optimizer_name, range(meta[COUNT]))
+        trusted = weights_only is False or self._load_options.get("allow_objects", False)
+        return meta, load(path, only=names, allow_objects=trusted) if names else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's. The names are those that the modules have now, whether ``torch.compile`` adds to them or not."""
@@ -373,39 +373,23 @@ def _remove(path: Location) -> None:
 # ---- where the newest checkpoint is damaged ------------------------------------------------------
 
 
-def load_newest(
-    path: str, load: Callable[[str], dict[str, Any]], all_of: Callable[[bool], bool]
-) -> dict[str, Any]:
+def load_newest(path: str, load: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """``load(path)``. If ``path`` is the newest checkpoint in its folder, and damaged, the next older one is loaded
-    instead. All ranks call this.
-
-    Args:
-        path: The checkpoint.
-        load: Loads the checkpoint at a path.
-        all_of: Whether something is so on all ranks; a collective.
+    instead. All ranks call this, and ``load`` finds a damage on all of them.
 
     Raises what ``load`` raises: :class:`CheckpointCorruptError` if no older one is whole, or if another one than the
     newest was named.
     """
     left_out: list[str] = []
     while True:
-        found, failure = None, None
         try:
-            found = load(path)
-        except Exception as error:
-            failure = error
-        if all_of(failure is None):
-            assert found is not None
-            return found
-        damaged = isinstance(failure, CheckpointCorruptError)
-        if all_of(not damaged) or not (failure is None or damaged):
-            raise failure or DataStatesError(f"loading {path} failed on another rank")
-        left_out.append(locate(path).name)
-        older = _older(path, left_out)
-        if older is None:
-            raise failure or CheckpointCorruptError(f"another rank finds {path} damaged")
-        logger.error("leaving out checkpoint %s, and going on from %s: %s", path, older, failure)
-        path = older
+            return load(path)
+        except CheckpointCorruptError as error:
+            left_out.append(locate(path).name)
+            if (older := _older(path, left_out)) is None:
+                raise
+            logger.error("leaving out checkpoint %s, and going on from %s: %s", path, older, error)
+            path = older
 
 
 def _older(path: str, left_out: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -24,7 +24,7 @@ from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
-from dcp_datastates.loading.session import load_session
+from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.manager.models import names_below
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
 from dcp_datastates.manager.training_state import TrainingState
@@ -33,6 +33,8 @@ from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TESTED_FRAMEWORKS: Final = {
     "accelerate": "1.15.0",
@@ -123,6 +125,25 @@ def files_from(path: str | os.PathLike[str] | ObjectPath) -> dict[str, bytes]:
         return {}
     found = load(path, only=[_files_of(rank) for rank in ranks])[_FILES]
     return {name: file for rank in ranks for name, file in found[f"rank-{rank}"].items()}
+
+
+_ALONE_SECONDS: Final = 1800.0
+"""How long a rank may take for what each reads alone, such as a whole model."""
+
+
+def alike(path: str | os.PathLike[str] | ObjectPath, read: Callable[[], T]) -> T:
+    """``read()``, which reads the checkpoint at ``path`` in this process alone. If it fails on a rank, it fails on all
+    with one error. All ranks call this; no collective of theirs runs.
+    """
+    found: list[T] = []
+
+    def work() -> bytes:
+        found.append(read())
+        return b""
+
+    with load_session(rank_set_of(None), [locate(path)], "load()", _ALONE_SECONDS) as session:
+        session.end(Step.OPEN, work, lambda notes: notes)
+    return found[0]
 
 
 def is_ours(path: str | os.PathLike[str] | ObjectPath) -> bool:

@@ -84,22 +84,6 @@ def working_directory() -> str | None:
         return None
 
 
-CONVERTING: Final = ".converting-"
-"""Follows the name of a path in that of the temporary directory beside it (``conversion/destination.py``)."""
-
-
-def moved_away(target: Path) -> Path | None:
-    """What a killed conversion has moved away from ``target``, if nothing is there now."""
-    if presence.is_there(target):
-        return None
-    beginning = f".{target.name}{CONVERTING}"
-    for name in presence.names_in(target.parent):
-        old = target.parent / name / "old"
-        if name.startswith(beginning) and presence.is_there(old):
-            return old
-    return None
-
-
 def check_writable(directory: Path) -> None:
     """Raise early if this process cannot create ``directory`` or write to it; looks at the nearest that exists."""
     nearest = Path(os.path.realpath(directory))

@@ -5,7 +5,7 @@ It derives from torchtitan's ``BaseCheckpointManager``, the contract of all mana
 
 * all saves, also the last one, go to a :class:`~dcp_datastates.DataStatesWriter`, and use private connections of this
   package: no collective of a save runs on the job's groups, whatever their backend and timeout. Only a last save in the
-  Hugging Face format is torch's own (``hugging_face.py``);
+  Hugging Face format is torch's own;
 * checkpoints are recognised by their metadata; stock DCP's load, too;
 * the job resumes from, and deletes by counting, only checkpoints that are committed and intact;
 * ``close()`` waits for the saves in flight.
@@ -24,6 +24,10 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
     LR_SCHEDULER,
@@ -48,13 +52,8 @@ from dcp_datastates.loading.load import load
 from dcp_datastates.manager.frameworks import BackgroundSaves, is_ours, saying
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.process.forks import in_child
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.object_path import Location, is_url, locate
-from dcp_datastates.torchtitan.hugging_face import (
-    hugging_face_assets,
-    load_hugging_face,
-    save_hugging_face,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +61,9 @@ logger = logging.getLogger(__name__)
 class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager whose saves do not stop training.
 
-    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's managers. In the mode ``async``, the
-    default, only the step gate waits: on a GPU it makes the stream wait, and not the host. In ``async_with_pinned_mem``
-    the trainer waits on the host, before ``optimizers.step()``, until all is copied. If a save has failed, the next
-    save or :meth:`close` raises its error, on all ranks.
+    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's managers. In the modes ``async``, the
+    default, and ``async_with_pinned_mem``, only the step gate waits: on a GPU it makes the stream wait, and not the
+    host. If a save has failed, the next save or :meth:`close` raises its error, on all ranks.
 
     Threads: only the trainer's thread may use it, as with torchtitan's manager. The first rank deletes old checkpoints
     in a separate thread.
@@ -79,7 +77,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """``disabled``: every save returns when it is committed. In the other modes, saves return immediately."""
+        """``disabled``: every save returns when it is committed. In the other modes, which are one here, saves return
+        immediately.
+        """
 
         host_cache_size: str = "auto"
         """Host memory of each rank for saves in flight."""
@@ -137,7 +137,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "cast": True,
             }
 
-    staging_future: Future[None] | None = None
     _saves: BackgroundSaves
     _closed = True
     """Also until the constructor has returned."""
@@ -203,9 +202,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._saves.finish()
         else:
             GarbageCollection.collect("before a checkpoint is staged")
-            handle = self._saves.start(self._all_states(), path)
-            if handle is not None and config.async_mode == "async_with_pinned_mem":
-                self.staging_future = handle.captured
+            self._saves.start(self._all_states(), path)
         GarbageCollection.collect("after a checkpoint was staged")
         if config.keep_latest_k > 0:
             delete = partial(delete_old, self._folder, config.keep_latest_k, config.verify)
@@ -231,17 +228,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return os.path.join(self.folder, f"step-{step}")
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return when the newest save is captured, or has failed.
-
-        Logs a failure, which may concern only this rank; :meth:`_wait_for_saving` raises it on all ranks.
-        """
-        staging, self.staging_future = self.staging_future, None
-        if staging is None:
-            return
-        try:
-            staging.result()
-        except Exception as error:
-            logger.error("a save has failed, and training goes on until the next one: %s", error)
+        """Nothing: the step gate waits until a save has read what the optimizer is about to change."""
 
     @property
     def save_future(self) -> Future[None] | None:
@@ -379,3 +366,56 @@ def _format(path: Location) -> Format:
         return format_of(path)
     except DataStatesError:  # a save of this package: uncommitted or damaged
         return Format.DATASTATES
+
+
+# ---- the Hugging Face format ---------------------------------------------------------------------
+# As torchtitan has it: a model's adapter names the tensors, torch reads and writes them.
+
+
+_THREADS: Final = 5
+"""With which a rank puts shards together, as in torchtitan."""
+
+
+def save_hugging_face(model_state: dict[str, Any], adapter: Any, path: str) -> None:
+    """Save a model's state at ``path``; returns when it is there. Every rank calls this.
+
+    If the adapter says which file each tensor is in, the ranks write shards into ``path/sharded``, and then put them
+    together; else torch writes one file.
+    """
+    files = adapter.fqn_to_index_mapping
+    sharded = os.path.join(path, "sharded") if files else path
+    writer = HuggingFaceStorageWriter(
+        path=sharded,
+        save_distributed=True,
+        fqn_to_index_mapping=files,
+        enable_consolidation=not files,
+    )
+    dcp.save(adapter.to_hf(model_state), storage_writer=writer)  # type: ignore[attr-defined]
+    if files:
+        consolidate_safetensors_files_on_every_rank(
+            input_dir=sharded, output_dir=path, fqn_to_index_mapping=files, num_threads=_THREADS
+        )
+
+
+def load_hugging_face(model: Any, adapter: Any, path: str, quantized: bool) -> None:
+    """Load ``model`` from ``path``, a folder of safetensors files; ``quantized``: their values are. Every rank calls
+    it.
+    """
+    if adapter is None:
+        raise ConfigurationError(
+            "checkpoint.initial_load_in_hf=True needs an sd_adapter, and the model has none"
+        )
+    state = adapter.to_hf(model.state_dict())
+    dcp.load(state, storage_reader=adapter.get_hf_storage_reader(path, quantized))  # type: ignore[attr-defined]
+    model.load_state_dict(adapter.from_hf(state))
+
+
+def hugging_face_assets(adapter: Any) -> str:
+    """The folder that the job names for the weights; raises :class:`ConfigurationError` if it is no directory."""
+    path = getattr(adapter, "hf_assets_path", None)
+    if not path or not presence.is_directory(path):
+        raise ConfigurationError(
+            f"model.hf_assets_path={path!r} is no directory to load weights from; correct it, or give "
+            f"checkpoint.initial_load_path"
+        )
+    return str(path)

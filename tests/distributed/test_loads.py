@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from dcp_datastates import CheckpointManager, load
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
@@ -27,6 +28,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io import restore
 from dcp_datastates.loading.session import Step, load_session
+from dcp_datastates.manager.frameworks import alike
 from dcp_datastates.process import waiting
 from dcp_datastates.ranks.rank_set import rank_set_of
 
@@ -63,6 +65,22 @@ def test_the_managers_restore_runs_no_collective(shared_dir):
         forbid_collectives(patch)
         assert manager.restore_latest({"model": model, "optimizer": optimizer}) == 1
     assert torch.equal(model.weight, expected)
+
+
+@ranks(3)
+def test_what_each_rank_reads_alone_fails_on_all_with_one_error(shared_dir):
+    """As integrations read the files of each rank: damage that one rank sees ends the load on all."""
+
+    def read() -> str:
+        if dist.get_rank() == 1:
+            raise CheckpointCorruptError("a file of rank 1")
+        return "mine"
+
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_collectives(patch)
+        with raises(CheckpointCorruptError, "a file of rank 1"):
+            alike(shared_dir / "c", read)
+        assert alike(shared_dir / "c", dist.get_rank) == dist.get_rank()
 
 
 @ranks(3)

@@ -20,7 +20,7 @@ from dcp_datastates import CheckpointManager, Keep, inspect, pin
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.storage.job_notes import FAILURE_NAME, RETENTION_NAME, Note, leave
-from dcp_datastates_cli.screen import screen
+from dcp_datastates_cli.describe import screen
 
 STATE = {"w": torch.ones(1000)}
 

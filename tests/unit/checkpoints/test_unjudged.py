@@ -19,7 +19,7 @@ from support.state.metadata import decision_of
 from support.tiers import sampled
 
 import dcp_datastates as ds
-import dcp_datastates_cli.commands
+import dcp_datastates_cli.output
 import dcp_datastates_cli.verify  # noqa: F401  # the faults below would hit their imports
 from dcp_datastates.storage import presence
 from dcp_datastates_cli.main import main

@@ -19,7 +19,7 @@ from support.state.checkpoints import save
 from support.waiting import await_that
 
 from dcp_datastates.checkpoints.overview import overview
-from dcp_datastates_cli.screen import next_commit, screen
+from dcp_datastates_cli.describe import next_commit, screen
 
 
 @contextmanager

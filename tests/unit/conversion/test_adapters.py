@@ -70,10 +70,14 @@ def test_the_adapter_is_taken_from_wherever_it_lies(
 
 
 def test_the_configuration_in_the_checkpoint_is_taken(tmp_path: Path) -> None:
-    files = {"rank-0": {"adapter_config.json": b'{"r": 8}'}}
-    save({"model": _state(STORED), "files": files}, tmp_path / "in")
+    """Of what the Trainer has saved, too, of which "hf" takes the optimizer."""
+    files = {"rank-0": {"adapter_config.json": b'{"r": 8}', "trainer_state.json": b"{}"}}
+    optimizer = {"state": {}, "param_groups": [{"lr": 1.0}]}
+    state = {"model": _state(STORED), "optimizer": optimizer, "files": files}
+    save(state, tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", "peft", **SMALL)
     assert (tmp_path / "out" / "adapter_config.json").read_bytes() == b'{"r": 8}'
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_one_of_several_adapters_is_chosen(config: Path, tmp_path: Path) -> None:

@@ -15,20 +15,17 @@ from support.state.files import put_back
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import convert, load, pin
+from dcp_datastates import convert, pin
 from dcp_datastates.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     ConfigurationError,
     StorageError,
 )
-from dcp_datastates.storage import operations
 
 from .conftest import SMALL
 
 FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
 DIRECTORIES = ("datastates", "hf", "dcp")
-NO_EXCHANGE = "convert.exchange.before=error:EINVAL"
 
 
 @pytest.fixture
@@ -75,68 +72,50 @@ def test_a_failure_at_the_end_leaves_what_was_there(to, place, source, tmp_path)
     assert _names(tmp_path) == ["out", "source"]
 
 
-def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_path):
+def test_a_file_system_without_exchanges_is_found_before_the_conversion(source, tmp_path):
+    """Another way would leave a moment in which nothing is at the path."""
     convert(source, tmp_path / "out", "hf", only="a", **SMALL)
-    entries = f"{NO_EXCHANGE};convert.rename.before@2=error:ENOSPC"
-    with armed(entries), pytest.raises(StorageError):
+    with (
+        armed("trial.exchange.before=error:EINVAL;convert.write.before=error:EIO"),
+        raises(ConfigurationError, "cannot be replaced in one step", "delete it first"),
+    ):
         convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
     assert dcp_datastates.diff(source, tmp_path / "out", only="a").same
     assert _names(tmp_path) == ["out", "source"]
+    with armed("trial.exchange.before=error:EINVAL"):
+        convert(source, tmp_path / "other", "hf", **SMALL)
 
 
-def test_the_old_one_is_kept_beside_if_it_cannot_be_put_back(source, tmp_path):
-    convert(source, tmp_path / "out", "hf", only="a", **SMALL)
-    twice = f"{NO_EXCHANGE};convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
-    with armed(twice), pytest.raises(StorageError):
-        convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
-    (left,) = tmp_path.glob(".out.converting-*")
-    assert dcp_datastates.diff(source, left / "old", only="a").same
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *(f"convert.exchange.{when}=kill" for when in ("before", "after")),
-        *(f"{NO_EXCHANGE};convert.rename.{when}=kill" for when in ("before", "after")),
-    ],
-)
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("to", sampled(DIRECTORIES, keep=["dcp"]))
-def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(entry, to, source, tmp_path):
-    """Where directories cannot be exchanged, the old one is named, and the next conversion puts it back."""
+def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(when, to, source, tmp_path):
     root, log = tmp_path / "root", tmp_path / "log"
     root.mkdir()
     convert(source, root / "out", to, only="a", **SMALL)
     body = f"""
         from support.crashes.failing import armed
         from pathlib import Path
-        with armed({entry!r}, log=Path({str(log)!r})):
+        with armed("convert.exchange.{when}=kill", log=Path({str(log)!r})):
             import dcp_datastates
             dcp_datastates.convert({str(source)!r}, path, {to!r}, overwrite=True, host_cache_size="32MiB")
     """
     ended = run_script(body, root / "out")
     assert ended.returncode == -9, ended.stderr
-    assert fired(log)[-1] == entry.split(";")[-1].removesuffix("=kill")
-    if entry.endswith("rename.after=kill"):
-        with raises(CheckpointNotFoundError, "was killed", "converting"):
-            dcp_datastates.load(root / "out")
-        with pytest.raises(CheckpointExistsError):
-            convert(source, root / "out", to, **SMALL)
-    is_new = entry.startswith("convert.exchange.after")
-    assert dcp_datastates.diff(source, root / "out").same == is_new
+    assert fired(log) == [f"convert.exchange.{when}"]
+    assert dcp_datastates.diff(source, root / "out").same == (when == "after")
     assert dcp_datastates.diff(source, root / "out", only="a").same
     convert(source, root / "out", to, overwrite=True, **SMALL)
     assert dcp_datastates.diff(source, root / "out").same
 
 
-@pytest.mark.parametrize("entry", ["", "convert.exchange.before=error:EINVAL"])
-def test_what_is_pinned_meanwhile_is_not_replaced(entry, source, tmp_path):
+def test_what_is_pinned_meanwhile_is_not_replaced(source, tmp_path):
     out = tmp_path / "out"
     save({"other": torch.ones(1)}, out)
 
     def progress(done, total):
         pin(out, "eval")
 
-    with armed(entry), raises(ConfigurationError, "pinned (eval)"):
+    with raises(ConfigurationError, "pinned (eval)"):
         convert(source, out, "datastates", overwrite=True, progress=progress, **SMALL)
     assert "other" in dcp_datastates.load(out)
     assert _names(tmp_path) == ["out", "source"]
@@ -262,20 +241,3 @@ def test_what_is_pinned_or_holds_checkpoints_is_not_replaced(tmp_path):
         convert(tmp_path / "in", folder, "hf", overwrite=True)
     with raises(ConfigurationError, "lie in each other"):
         convert(tmp_path / "in", tmp_path / "in" / ".metadata", "torch", overwrite=True)
-
-
-def test_an_interrupt_between_the_renames_leaves_the_old_one(tmp_path, monkeypatch):
-    save({"w": torch.ones(2)}, tmp_path / "in")
-    save({"w": torch.zeros(2)}, tmp_path / "out")
-    real = operations.rename
-
-    def interrupted(path, target, phase):
-        real(path, target, phase)
-        if target.name == "old":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(operations, "rename", interrupted)
-    with armed(NO_EXCHANGE), pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / "in", tmp_path / "out", "datastates", overwrite=True)
-    assert load(tmp_path / "out")["w"].eq(0).all()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "out"]
