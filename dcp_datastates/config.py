@@ -31,9 +31,7 @@ MIN_COMMIT_TIMEOUT = 1.0
 """Shortest ``commit_timeout``, in seconds: ranks hear of each other once a second."""
 
 MAX_COMMIT_TIMEOUT = 86400.0
-
 MAX_IN_FLIGHT = 32
-
 MAX_THREADS = 256
 
 MIN_COPY_RATE = 64 << 20

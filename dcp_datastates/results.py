@@ -16,25 +16,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from dcp_datastates.checkpoints.describe import Checkpoint
-    from dcp_datastates.checkpoints.overview import Directory
-    from dcp_datastates.checkpoints.verify import Report
-    from dcp_datastates.conversion.compare import Comparison, Difference
-    from dcp_datastates.conversion.convert import Conversion
-    from dcp_datastates.format.contents import Damage
-
-__all__ = [
-    "Checkpoint",
-    "Comparison",
-    "Conversion",
-    "Damage",
-    "Difference",
-    "Directory",
-    "LoadRecord",
-    "Report",
-    "SaveRecord",
-    "SaveStats",
-]
+    from dcp_datastates.checkpoints.describe import Checkpoint as Checkpoint
+    from dcp_datastates.checkpoints.overview import Directory as Directory
+    from dcp_datastates.checkpoints.verify import Report as Report
+    from dcp_datastates.conversion.compare import Comparison as Comparison
+    from dcp_datastates.conversion.compare import Difference as Difference
+    from dcp_datastates.conversion.convert import Conversion as Conversion
+    from dcp_datastates.format.contents import Damage as Damage
 
 _PLACES: Final = {
     "Checkpoint": "checkpoints.describe",
@@ -45,7 +33,7 @@ _PLACES: Final = {
     "Directory": "checkpoints.overview",
     "Report": "checkpoints.verify",
 }
-
+__all__ = ["LoadRecord", "SaveRecord", "SaveStats", *_PLACES]
 
 if not TYPE_CHECKING:
 
@@ -140,20 +128,17 @@ class Timeline:
 
 
 class _Measured:
-    """A dataclass whose ``repr`` has four digits of each measurement."""
+    """A dataclass whose ``repr`` has four decimals of each measurement."""
 
-    def __repr__(self) -> str:
-        named: Any = self
-        told = (f"{each.name}={_brief(getattr(self, each.name))}" for each in fields(named))
+    def __repr__(self: Any) -> str:
+        told = (f"{each.name}={_brief(getattr(self, each.name))}" for each in fields(self))
         return f"{type(self).__name__}({', '.join(told)})"
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_brief(each)}' for name, each in value.items())}}}"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
-    return repr(value)
+        return repr({name: round(each, 4) for name, each in value.items()})
+    return repr(round(value, 4) if isinstance(value, float) else value)
 
 
 @dataclass(repr=False)
@@ -161,22 +146,21 @@ class SaveStats(_Measured):
     """Statistics of one save on this rank. Times are in seconds, sizes in bytes; None means not known yet.
 
     Attributes:
-        stage_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
-        gate_seconds, room_seconds, cache_seconds, eager_bytes, deferred_bytes: As in :class:`SaveRecord`.
-        bytes_written: The size of this rank's files.
+        call_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
+        gate_seconds, room_seconds, cache_seconds, eager_bytes, deferred_bytes, written_bytes: See :class:`SaveRecord`.
         read_seconds: Time from the opening of the read window to the last read.
         total_seconds: Time from the opening of the read window to durable files.
         direct: Whether all files were written past the page cache (O_DIRECT).
         steady: Whether the save used a cached plan and layout (:class:`DataStatesSavePlanner`).
     """
 
-    stage_seconds: float = 0.0
+    call_seconds: float = 0.0
     gate_seconds: float = 0.0
     room_seconds: float = 0.0
     cache_seconds: float = 0.0
     eager_bytes: int = 0
     deferred_bytes: int = 0
-    bytes_written: int | None = None
+    written_bytes: int | None = None
     read_seconds: float | None = None
     total_seconds: float | None = None
     direct: bool | None = None

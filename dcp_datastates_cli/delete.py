@@ -1,4 +1,4 @@
-"""``dcp-datastates retain``, ``rm``, ``pin`` and ``unpin``."""
+"""``dcp-datastates retain``, ``delete``, ``pin`` and ``unpin``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _best(given: str | None) -> Any:
     return (name, direction, int(number)) if number else (name, direction)
 
 
-def run_rm(options: argparse.Namespace) -> int:
+def run_delete(options: argparse.Namespace) -> int:
     """Delete the checkpoints at ``options.paths``; returns the exit status."""
     paths = list(dict.fromkeys(map(locate, options.paths)))
     # All are looked at before any is deleted: a word too many in the command deletes nothing.

@@ -18,8 +18,8 @@ _SECONDS: Final = 90.0
 """How long storage may make no progress. A store repeats a request for a minute."""
 
 _WAYS_OUT: Final = {
-    errno.ENOSPC: "no save works there: delete checkpoints (dcp-datastates retain, or rm)",
-    errno.EDQUOT: "no save works there: delete checkpoints (dcp-datastates retain, or rm), or raise the quota",
+    errno.ENOSPC: "no save works there: delete checkpoints (dcp-datastates retain, or delete)",
+    errno.EDQUOT: "no save works there: delete checkpoints (dcp-datastates retain, or delete), or raise the quota",
     errno.EROFS: "no save works there: it is mounted read-only, perhaps after an error of the disk (see dmesg)",
 }
 

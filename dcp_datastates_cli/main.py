@@ -204,8 +204,8 @@ _COMMANDS: Final = {
             _DRY_RUN,
         ],
     ),
-    "rm": _Command(
-        "delete.run_rm",
+    "delete": _Command(
+        "delete.run_delete",
         "Delete checkpoints. On a terminal, it asks first. Foreign files in their directories stay. Nothing is deleted "
         "if one of the paths is not a checkpoint. "
         "Exit status: 0 deleted, 1 the answer was not yes, 2 no checkpoint or the system refused.",

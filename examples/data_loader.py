@@ -11,7 +11,8 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import dcp_datastates as ds
 
-data = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+samples = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(samples)
 order, draws = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
 sampler = RandomSampler(data, generator=order)
 loader = StatefulDataLoader(data, batch_size=4, sampler=sampler, generator=draws)
@@ -25,7 +26,7 @@ with ds.CheckpointManager("ckpt", every=5, keep=2) as manager:
     done = manager.restore_latest(state)
     step = 0 if done is None else done + 1
     while step < int(sys.argv[1]):
-        for batch in loader:  # after a restore, the rest of the epoch
+        for (batch,) in loader:  # after a restore, the rest of the epoch
             loss = (model(batch) - batch).square().mean()
             loss.backward()
             optimizer.step()

@@ -21,9 +21,9 @@ class Position:
     def state_dict(self):
         return {"epoch": self.sampler.epoch, "taken": self.taken}
 
-    def load_state_dict(self, state):
-        self.sampler.set_epoch(state["epoch"])
-        self.taken = state["taken"]
+    def load_state_dict(self, state_dict):
+        self.sampler.set_epoch(state_dict["epoch"])
+        self.taken = state_dict["taken"]
         self.sampler.load_state_dict({"yielded": self.taken})
 
 
@@ -33,7 +33,7 @@ def shared_out(states):
 
 
 dist.init_process_group("gloo")
-data = torch.arange(600)
+data = torch.utils.data.TensorDataset(torch.arange(600))
 sampler = StatefulDistributedSampler(data, shuffle=True, seed=1)
 loader = StatefulDataLoader(data, batch_size=6, sampler=sampler)
 position = Position(sampler)
@@ -42,7 +42,7 @@ state = {"position": ds.PerRank(position, merge=shared_out)}
 with ds.CheckpointManager("ckpt", every=5, keep=2) as manager:
     done = manager.restore_latest(state)  # before the loader is iterated over
     step = before = -1 if done is None else done
-    for step, batch in enumerate(loader, before + 1):
+    for step, (batch,) in enumerate(loader, before + 1):
         print(f"step {step}: samples {batch.tolist()}")  # train here
         position.taken += len(batch)
         manager.save(step, state)

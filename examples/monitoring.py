@@ -44,7 +44,9 @@ with ds.CheckpointManager("ckpt", every=1, keep=2, on_save=log, max_failures=3) 
 stop = ds.on_save(lambda record: print(record.step, record.outcome, record.stall_seconds))
 handle = ds.async_save({"w": torch.ones(1000)}, "run/step-7")
 handle.result()
-print(f"{handle.record.seconds:.3f} s, of it {handle.record.phases['flushing']:.3f} s flushing")
+record = handle.record
+assert record is not None  # the outcome is known
+print(f"{record.seconds:.3f} s, of it {record.phases['flushing']:.3f} s flushing")
 stop()
 
 print(prometheus_client.generate_latest().decode())

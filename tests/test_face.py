@@ -158,7 +158,7 @@ def test_values_and_results_say_what_they_are(tmp_path):
     found: list[Any] = []
     stop = ds.on_save(found.append)
     many = {f"layer {number}": torch.ones(3) for number in range(1000)}
-    _says(ds.save(many, tmp_path / "a", host_cache_size=CACHE), "bytes_written=")
+    _says(ds.save(many, tmp_path / "a", host_cache_size=CACHE), "written_bytes=")
     ds.save({}, tmp_path / "b", host_cache_size=CACHE)
     await_that(lambda: len(found) == 2, 60)
     stop()

@@ -116,7 +116,7 @@ def test_names_in_documents_exist(document):
 def test_commands_in_documents_exist():
     text = "".join((ROOT / document).read_text() for document in documents())
     commands = set(re.findall(r"\bdcp-datastates ([a-z]+)\b", text))
-    assert commands >= {"inspect", "verify", "latest", "retain", "rm"}
+    assert commands >= {"inspect", "verify", "latest", "retain", "delete"}
     known = run_cli("--help").stdout
     assert not {command for command in commands if not re.search(rf"^ +{command}\b", known, re.M)}
 

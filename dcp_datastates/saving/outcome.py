@@ -59,7 +59,7 @@ def record_of(
 ) -> SaveRecord:
     """The record of a save as it stands now."""
     name, timeline = str(path), stats.timeline
-    written, seconds = stats.bytes_written or 0, timeline.seconds
+    written, seconds = stats.written_bytes or 0, timeline.seconds
     return SaveRecord(
         path=name,
         step=step_of(name),
@@ -72,7 +72,7 @@ def record_of(
         began_at=timeline.began_at,
         seconds=seconds,
         phases=timeline.phases(),
-        call_seconds=seconds if origin is SaveOrigin.DCP else stats.stage_seconds,
+        call_seconds=seconds if origin is SaveOrigin.DCP else stats.call_seconds,
         gate_seconds=stats.gate_seconds,
         gated_after=timeline.gated_after,
         room_seconds=stats.room_seconds,

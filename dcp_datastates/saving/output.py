@@ -93,8 +93,8 @@ class WrittenPart:
         job, stats = self.job, self._stats
         if not job.wait(seconds):
             return False
-        if job.fault is None and stats.bytes_written is None:
-            stats.bytes_written = sum(self._sizes.values())
+        if job.fault is None and stats.written_bytes is None:
+            stats.written_bytes = sum(self._sizes.values())
             stats.read_seconds = job.read_seconds
             stats.total_seconds = job.total_seconds
             stats.cache_seconds += job.cache_seconds

@@ -156,7 +156,7 @@ def stage_save(
         save.fail(save.record_error(error))
         save.end()
         raise
-    stats.stage_seconds = stats.timeline.seconds
+    stats.call_seconds = stats.timeline.seconds
     stats.timeline.begin("queue")
     return save
 

@@ -33,7 +33,7 @@ Programs that do not know this format read a copy in a format of theirs:
     dcp-datastates convert PATH OUT --to safetensors    (safetensors)
     dcp-datastates convert PATH OUT --to hf             (from_pretrained of transformers)
 
-dcp-datastates inspect PATH shows what it contains. dcp-datastates rm PATH deletes it.
+dcp-datastates inspect PATH shows what it contains. dcp-datastates delete PATH deletes it.
 """
 )
 

@@ -112,7 +112,7 @@ def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
     for _ in range(2):
         save_by(state, by, planner)
     sizes = [None] * 4
-    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    dist.all_gather_object(sizes, by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.02, sizes  # headers and checksums among them
     assert_same(load(zeros(state), shared_dir / "c"), state)
     loaded = _everything(shared_dir / "c")
@@ -133,7 +133,7 @@ def test_replicas_of_shards_are_split_and_load_at_any_sharding(shared_dir):
     for number in range(3):
         assert save_by(state, by, planner) == (number > 0)
     sizes = [None] * 4
-    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    dist.all_gather_object(sizes, by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.03, sizes
     loaded = _everything(shared_dir / "c")
     for name, tensor in dense.items():
@@ -341,7 +341,7 @@ def test_a_share_that_changes_with_another_ranks_state_is_what_is_written(shared
     assert_same(load(zeros(both), shared_dir / "c"), both)
     assert save_by(both, by, planner)
     sizes = [None] * 2
-    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    dist.all_gather_object(sizes, by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.02
     assert_same(load(zeros(both), shared_dir / "c"), both)
 

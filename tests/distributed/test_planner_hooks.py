@@ -213,7 +213,7 @@ def test_options_that_are_changed_on_the_planner_are_not_passed_over(shared_dir)
         len(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata["w"].chunks) == 1
     )
     dist.barrier()
-    assert (by.last_save.bytes_written > state["w"].nbytes) == (dist.get_rank() == 0)
+    assert (by.last_save.written_bytes > state["w"].nbytes) == (dist.get_rank() == 0)
     nested = {"a": {"w": torch.ones(3)}}
     save_by(nested, by, planner)
     save_by(nested, by, planner)

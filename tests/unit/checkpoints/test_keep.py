@@ -254,6 +254,6 @@ def test_the_command_takes_the_same_rules(run):
 def test_the_commands_pin_and_unpin(run):
     assert "pinned: eval" in run_cli("pin", run / "step-100", "--name", "eval").stdout
     assert "pinned: eval" in run_cli("inspect", run).stdout
-    assert run_cli("rm", "--yes", run / "step-100").returncode == 2
+    assert run_cli("delete", "--yes", run / "step-100").returncode == 2
     assert "not pinned" in run_cli("unpin", run / "step-100", "--name", "eval").stdout
-    assert run_cli("rm", "--yes", run / "step-100").returncode == 0
+    assert run_cli("delete", "--yes", run / "step-100").returncode == 0

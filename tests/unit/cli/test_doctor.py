@@ -126,7 +126,7 @@ def test_a_full_or_read_only_disk_and_one_that_hangs_are_said_with_a_way_out(mon
         ended = run_cli("doctor", root)
         assert ended.returncode == 2
         assert "No space left on device; 0 B are free there now" in ended.stderr
-        assert "delete checkpoints (dcp-datastates retain, or rm)" in ended.stderr
+        assert "delete checkpoints (dcp-datastates retain, or delete)" in ended.stderr
         filler.unlink()
         remount(root, "ro")
         assert "mounted read-only" in run_cli("doctor", root).stderr

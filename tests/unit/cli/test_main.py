@@ -1,4 +1,4 @@
-"""``dcp-datastates``: answers before torch is there, and ``latest``, ``retain`` and ``rm`` do what they say.
+"""``dcp-datastates``: answers before torch is there, and ``latest``, ``retain`` and ``delete`` do what they say.
 
 What ``verify`` and ``inspect`` print is tested beside the functions that they call.
 """
@@ -248,12 +248,12 @@ def test_retain_that_cannot_work_is_status_2(arguments, words, root):
     assert len(committed_names(root)) == 4
 
 
-# --- rm -------------------------------------------------------------------------------------------
+# --- delete ---------------------------------------------------------------------------------------
 
 
 def test_rm_deletes_what_is_named(root):
     (root / "step-10" / "notes.txt").write_text("x")
-    ended = run_cli("rm", "--yes", root / "step-9", root / "step-10", root / "step-9")
+    ended = run_cli("delete", "--yes", root / "step-9", root / "step-10", root / "step-9")
     assert ended.returncode == 0
     (line,) = ended.stderr.splitlines()
     assert "step-10" in line
@@ -268,8 +268,8 @@ def test_rm_deletes_what_is_named(root):
 def test_rm_deletes_damaged_checkpoints(root):
     damage_metadata(root / "step-9")
     data_files(root / "step-10")[0].unlink()
-    assert "damaged" in run_cli("rm", "-n", root / "step-9").stdout
-    assert run_cli("rm", "-y", root / "step-9", root / "step-10").returncode == 0
+    assert "damaged" in run_cli("delete", "-n", root / "step-9").stdout
+    assert run_cli("delete", "-y", root / "step-9", root / "step-10").returncode == 0
     assert committed_names(root) == ["step-11", "z"]
 
 
@@ -277,7 +277,7 @@ def test_rm_deletes_what_a_failed_save_left_and_nothing_that_may_be_in_flight(ro
     save({"w": torch.ones(3)}, root / "step-13")
     for name in ("step-12", "step-13"):
         (root / name / "1fffffffffffffff-00000001").mkdir(parents=True)
-    ended = run_cli("rm", "--yes", "--json", root / "step-12", root / "step-13")
+    ended = run_cli("delete", "--yes", "--json", root / "step-12", root / "step-13")
     assert ended.returncode == 2
     document = json.loads(ended.stdout)
     assert document["deleted"] == [str(root / "step-12")]
@@ -291,7 +291,7 @@ def test_rm_deletes_what_a_failed_save_left_and_nothing_that_may_be_in_flight(ro
 
 def test_rm_says_what_it_would_delete_and_deletes_nothing(root):
     before = sorted(root.rglob("*"))
-    ended = run_cli("rm", "--dry-run", "--yes", root / "step-9")
+    ended = run_cli("delete", "--dry-run", "--yes", root / "step-9")
     assert ended.returncode == 0
     assert ended.stdout.startswith(f"would delete {root / 'step-9'} (committed ")
     assert sorted(root.rglob("*")) == before
@@ -300,14 +300,14 @@ def test_rm_says_what_it_would_delete_and_deletes_nothing(root):
 @pytest.mark.parametrize("other", ["nowhere", "z", ".", "link"])
 def test_rm_deletes_nothing_if_one_of_the_paths_is_no_checkpoint(other, root):
     (root / "link").symlink_to("step-11")
-    ended = run_cli("rm", "--yes", root / "step-9", root / other)
+    ended = run_cli("delete", "--yes", root / "step-9", root / other)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert str((root / other).resolve()) in ended.stderr
     assert {"step-9", "step-10", "step-11", "z"} <= set(committed_names(root))
 
 
 def test_rm_without_a_terminal_deletes_only_what_it_is_told_to(root):
-    ended = run_cli("rm", root / "step-9")
+    ended = run_cli("delete", root / "step-9")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "--yes" in ended.stderr
     assert "step-9" in committed_names(root)
@@ -318,7 +318,7 @@ def test_rm_without_a_terminal_deletes_only_what_it_is_told_to(root):
     [("y\n", 0, False), ("YES\n", 0, False), ("n\n", 1, True), ("\n", 1, True), ("", 1, True)],
 )
 def test_rm_asks_on_a_terminal(answer, status, left, root):
-    ended = run_cli("rm", root / "step-9", answer=answer)
+    ended = run_cli("delete", root / "step-9", answer=answer)
     assert ended.returncode == status
     assert f"{root / 'step-9'} (committed " in ended.stderr
     assert "Delete 1 checkpoint? [y/N]" in ended.stderr
@@ -327,8 +327,8 @@ def test_rm_asks_on_a_terminal(answer, status, left, root):
 
 
 def test_rm_as_json(root):
-    document = json.loads(run_cli("rm", "--json", "--dry-run", root / "step-9").stdout)
+    document = json.loads(run_cli("delete", "--json", "--dry-run", root / "step-9").stdout)
     assert document == {"dry_run": True, "deleted": [str(root / "step-9")], "failed": []}
-    document = json.loads(run_cli("rm", "--json", "--yes", root / "step-9").stdout)
+    document = json.loads(run_cli("delete", "--json", "--yes", root / "step-9").stdout)
     assert document == {"dry_run": False, "deleted": [str(root / "step-9")], "failed": []}
     assert not (root / "step-9").exists()

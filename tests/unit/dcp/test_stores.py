@@ -68,8 +68,8 @@ def test_all_ways_to_save_make_the_same_checkpoint(path):
     assert_same(load_everything(path), OTHER)
     stats = dcp_datastates.save(STATE, path, host_cache_size=CACHE)
     assert_same(dcp_datastates.load(path), STATE)
-    assert stats.bytes_written is not None
-    assert stats.bytes_written > 2_800_000
+    assert stats.written_bytes is not None
+    assert stats.written_bytes > 2_800_000
     assert stats.direct is None, "the engine has written no file"
 
 

@@ -139,8 +139,8 @@ def test_last_save_tells_what_was_written(tmp_path):
     ours.wait()
     told = ours.last_save
     size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
-    assert 16 << 20 <= told.bytes_written <= size + (1 << 16)
-    assert 0 <= told.stage_seconds < 60
+    assert 16 << 20 <= told.written_bytes <= size + (1 << 16)
+    assert 0 <= told.call_seconds < 60
     assert told.gate_seconds >= 0
     assert 0 <= told.read_seconds <= told.total_seconds < 60
     assert isinstance(told.direct, bool)

@@ -104,7 +104,7 @@ def test_save_returns_when_it_is_committed_or_raises(tmp_path):
     state, _optimizer = _owned()
     stats = dcp_datastates.save(state, tmp_path / "c", host_cache_size=CACHE)
     assert (tmp_path / "c" / ".metadata").is_file()
-    assert stats.bytes_written > 4_000_000
+    assert stats.written_bytes > 4_000_000
     with armed("publish.write.before=error:ENOSPC"), pytest.raises(StorageError, match="No space"):
         dcp_datastates.save(state, tmp_path / "d", host_cache_size=CACHE)
 
@@ -113,7 +113,7 @@ def test_what_is_not_known_yet_is_none(tmp_path):
     state, _optimizer = _owned()
     handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     told = handle.stats
-    later = ("bytes_written", "read_seconds", "total_seconds", "direct", "steady")
+    later = ("written_bytes", "read_seconds", "total_seconds", "direct", "steady")
     assert [getattr(told, name) for name in later] == [None] * len(later)
     handle.result()
     assert None not in [getattr(told, name) for name in later]

@@ -41,9 +41,9 @@ def test_a_commit_tells_ranks_time_size_rate_and_stall(caplog):
     level, text = _line(
         caplog,
         world=4,
-        bytes_written=3 << 30,
+        written_bytes=3 << 30,
         total_seconds=2.0,
-        stage_seconds=0.001,
+        call_seconds=0.001,
         gate_seconds=0.0025,
     )
     assert level == logging.INFO

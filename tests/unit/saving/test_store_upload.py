@@ -83,8 +83,8 @@ def test_a_save_needs_few_requests(mebibytes, s3_root):
             state = {"w": torch.zeros(mebibytes * MIB // 4)}
             stats = dcp_datastates.save(state, f"{root}/step-{step}", host_cache_size=CACHE)
             made = proxy.requests[before:]
-        assert stats.bytes_written is not None
-        parts = -(-stats.bytes_written // SEGMENT_BYTES)  # of the file: a header, and checksums
+        assert stats.written_bytes is not None
+        parts = -(-stats.written_bytes // SEGMENT_BYTES)  # of the file: a header, and checksums
         assert len(made) <= parts + 6, made
         if parts == 1:
             assert len(made) <= 5, made
