@@ -323,7 +323,7 @@ def _link(unfinished: Path, path: Path) -> bool:
         operations.link(unfinished, path, current_phase())
     except FileExistsError:
         # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
-        return os.stat(unfinished).st_nlink > 1
+        return os.lstat(unfinished).st_nlink > 1
     return True
 
 
