@@ -164,7 +164,7 @@ def _replace(new: Path, target: Path, old: Path) -> None:
     try:
         operations.exchange(new, target, "convert")
     except OSError as error:
-        if error.errno not in operations.NO_EXCHANGE:
+        if error.errno not in operations.NO_RENAME_FLAGS:
             raise
     else:
         try:

@@ -20,7 +20,6 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
@@ -158,7 +157,7 @@ def survey(
     found: dict[Attempt, Contents] = {}
     for attempt in present(directory) if among is None else among:
         folder, contents = directory / attempt.name, Contents()
-        for each in _objects_in(folder):
+        for each in folder.store.list(folder.key).objects:
             if each.name == DECISION_NAME:
                 contents.decision = each
             elif rank_of(each.name) is not None:
@@ -168,18 +167,6 @@ def survey(
         if directory.is_local or contents != Contents():  # a store has no folders
             found[attempt] = contents
     return found
-
-
-def _objects_in(folder: ObjectPath) -> list[StoredObject]:
-    listing = folder.store.list(folder.key)
-    objects, decision = list(listing.objects), folder / DECISION_NAME
-    if (
-        folder.is_local
-        and DECISION_NAME in listing.folders
-        and local_store.is_object(Path(str(decision)))
-    ):
-        objects.append(StoredObject(decision.key, folder.store.size(decision.key), 0.0))
-    return objects
 
 
 def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) -> None:

@@ -2,9 +2,8 @@
 
 An object is a file. It appears whole: its bytes are written to a temporary file beside it and synced, and the file then
 gets the object's name. A replacement is a rename. A creation that must not replace anything is a hard link, which fails
-if the name exists; where the file system has no links, it is the rename of a filled directory (:func:`_by_directory`),
-which fails, too. Each change of a name is followed by a sync of its directory, so that it is durable when the call
-returns.
+if the name exists; where the file system has no links, it is a rename that replaces nothing. Each change of a name is
+followed by a sync of its directory, so that it is durable when the call returns.
 
 A key's folder must exist: only :func:`make_folder` makes one. So nothing can be created any more in the folder of an
 attempt that was removed, however late the process is that tries. What asks storage raises :class:`StorageError`.
@@ -17,7 +16,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,13 +38,9 @@ from dcp_datastates.storage.operations import current_phase
 UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
 """The name of a temporary file, which a killed process may leave."""
 
-_WITHIN: Final = "object"
-"""The file in the directory that an object is on a file system without links."""
-
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _NO_RENAME: Final = (errno.EMFILE, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
 """Of a filled directory: gcsfuse with its default limit, and overlayfs."""
-_EXISTS: Final = (errno.EEXIST, errno.ENOTEMPTY)
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MARK: Final = "mark:"
@@ -71,19 +65,15 @@ class LocalStore:
         self._replace(key, [data], memoryview(data).nbytes)
 
     def _replace(self, key: str, pieces: Iterable[Buffer], nbytes: int | None) -> None:
-        with _written(_file_of(key), pieces, nbytes, renamed=True) as unfinished:
-            operations.rename(unfinished, _file_of(key), current_phase())
-        _sync_name(_path(key))
+        path = _path(key)
+        with _written(path, pieces, nbytes, renamed=True) as unfinished:
+            operations.rename(unfinished, path, current_phase())
+        _sync_name(path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = _path(key)
         with _written(path, [data], memoryview(data).nbytes) as unfinished:
-            try:
-                created = _link(unfinished, path)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                created = _by_directory(unfinished, path)
+            created = _created(unfinished, path)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
         _sync_name(path, created)
         return created
@@ -117,7 +107,7 @@ class LocalStore:
             return data
 
     def size(self, key: str) -> int:
-        status = presence.status_of(_file_of(key))
+        status = presence.status_of(_path(key))
         if status is None:
             raise ObjectMissingError(f"/{key}")
         return status.st_size
@@ -154,13 +144,7 @@ class LocalStore:
         for key in keys:
             path = _path(key)
             with local.explained("deleting", path), contextlib.suppress(FileNotFoundError):
-                try:
-                    operations.unlink(path, current_phase())
-                except (IsADirectoryError, PermissionError):
-                    if not is_object(path):
-                        raise
-                    operations.unlink(path / _WITHIN, current_phase())
-                    operations.remove_directory(path, current_phase())
+                operations.unlink(path, current_phase())
 
 
 def make_folder(key: str, phase: str) -> bool:
@@ -187,17 +171,12 @@ def remove_folder(key: str, whole: bool = False) -> bool:
         except FileNotFoundError:
             return True
         except OSError as error:
-            if error.errno in _EXISTS:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return False
             raise
         with contextlib.suppress(FileNotFoundError):
             operations.sync_directory(path.parent, current_phase())
     return True
-
-
-def is_object(path: Path) -> bool:
-    """Whether a folder is an object, which was created where the file system has no links."""
-    return presence.is_directory(path) and presence.is_file(path / _WITHIN)
 
 
 def has_unfinished(key: str) -> bool:
@@ -231,7 +210,7 @@ def put_copy(key: str, of: str, data: Buffer) -> None:
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("writing", path):
         try:
-            operations.link(_file_of(of), unfinished, current_phase())
+            operations.link(_path(of), unfinished, current_phase())
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -257,12 +236,6 @@ def sweep(key: str) -> None:
 
 def _path(key: str) -> Path:
     return Path(f"/{key}")
-
-
-def _file_of(key: str) -> Path:
-    """The file of an object, which lies in a directory where :func:`_by_directory` has created it."""
-    path = _path(key)
-    return path / _WITHIN if is_object(path) else path
 
 
 @contextlib.contextmanager
@@ -318,33 +291,33 @@ def _mark_at(path: Path) -> bytes | None:
     return None
 
 
-def _link(unfinished: Path, path: Path) -> bool:
+def _created(unfinished: Path, path: Path) -> bool:
+    """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
         operations.link(unfinished, path, current_phase())
     except FileExistsError:
         # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
         return os.lstat(unfinished).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _created_by_rename(unfinished, path)
     return True
 
 
-def _by_directory(unfinished: Path, path: Path) -> bool:
-    """Create ``path`` without a link: as a directory with the file in it, by a rename that no filled directory, and no
-    file, under that name survives.
-    """
-    folder = unfinished.with_name(f".{path.name}.{secrets.token_hex(8)}~")
-    operations.make_directory(folder, current_phase())
+def _created_by_rename(unfinished: Path, path: Path) -> bool:
     try:
-        operations.rename(unfinished, folder / _WITHIN, current_phase())
-        operations.sync_directory(folder, current_phase())
-        operations.rename(folder, path, current_phase())
+        operations.rename_new(unfinished, path, current_phase())
+    except FileExistsError:
+        return False
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if error.errno in (*_EXISTS, errno.ENOTDIR):
-            return False
-        if error.errno in _NO_RENAME:
-            cause = "the file system has no hard links, and no renames of filled directories"
-            raise OSError(errno.EOPNOTSUPP, cause) from error
-        raise
+        if error.errno not in operations.NO_RENAME_FLAGS:
+            raise
+        raise StorageError(
+            errno.EOPNOTSUPP,
+            "the file system has no hard links, and no renames that replace nothing",
+            str(path),
+        ) from error
     return True
 
 
@@ -390,10 +363,6 @@ def _opened(key: str) -> Iterator[int]:
 def _open(path: Path) -> int:
     try:
         return local.open_regular(path)
-    except presence.NotAFileError:
-        if not is_object(path):
-            raise
-        return local.open_regular(path / _WITHIN)
     except FileNotFoundError:
         # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

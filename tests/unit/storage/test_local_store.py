@@ -1,10 +1,14 @@
-"""A directory as a store: what is created once, also on a full file system."""
+"""A directory as a store: what is created once, also on a full file system, and on one without hard links."""
 
 from __future__ import annotations
+
+import errno
+import os
 
 import pytest
 from support.crashes.failing import armed
 
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
@@ -33,3 +37,21 @@ def test_on_a_full_file_system_an_attempt_is_withdrawn_once(path):
         assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
         assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
     assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_without_hard_links_an_object_is_created_once(path, number):
+    with armed(f"store.link.before=error:{errno.errorcode[number]}"):
+        assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
+        assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
+    found = decisions.read(path, ATTEMPT)
+    assert found is not None
+    assert found.data == METADATA
+    assert os.listdir(str(path / ATTEMPT.name)) == ["decision"]
+
+
+def test_a_file_system_that_creates_nothing_once_says_so(path):
+    missing = "store.link.before=error:EPERM;store.rename.before=error:EINVAL"
+    with armed(missing), pytest.raises(StorageError, match="no renames that replace nothing"):
+        path.store.put_if_absent((path / "a").key, b"")
+    assert path.store.list(path.key).objects == ()
