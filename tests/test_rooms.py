@@ -49,15 +49,15 @@ BUDGETS = {
     "": 1_498,
     "checkpoints": 2_760,
     "cli": 1_037,
-    "commit": 1_627,
+    "commit": 1_587,
     "conversion": 2_596,
-    "dcp": 2_073,
+    "dcp": 2_070,
     "deepspeed": 735,
     "format": 2_971,
     "huggingface": 1_148,
     "io": 2_415,
     "lightning": 687,
-    "loading": 1_930,
+    "loading": 1_927,
     "manager": 3_861,
     "megatron": 288,
     "monitoring": 224,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_009}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_998}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -39,17 +37,11 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED: Final = 64
-
-_lock = threading.RLock()  # guards _committed
-_committed: OrderedDict[ObjectPath, Attempt] = OrderedDict()
-"""By path: what this process has committed there last."""
 
 
 class Part(Protocol):
@@ -148,7 +140,7 @@ class Round:
 
 
 class Place:
-    """A checkpoint's path. The rounds are of saves to it. All methods but the last three raise :class:`StorageError` if
+    """A checkpoint's path. The rounds are of saves to it. All methods but the last two raise :class:`StorageError` if
     storage fails.
     """
 
@@ -204,11 +196,6 @@ class Place:
         round_.published = data
         if directory.is_local:
             operations.tell(Path(str(directory)), attempt.name)
-        with _lock:
-            _committed[directory] = attempt
-            _committed.move_to_end(directory)
-            while len(_committed) > _REMEMBERED:
-                _committed.popitem(last=False)
 
     def _withdraw_older(self, attempt: Attempt, overwrite: bool) -> None:  # 8
         for other in attempts.present(self._directory):
@@ -350,30 +337,3 @@ class Place:
         except StorageError as error:
             if error.errno != errno.ENOENT:  # then nothing is there
                 logger.warning("files of a failed save stay at %s: %s", self._directory, error)
-
-    def warn_if_replaced(self) -> None:
-        """Warn, once, if another process has replaced the checkpoint that this process last committed there. Never
-        raises.
-        """
-        with _lock:
-            ours = _committed.get(self._directory)
-        if ours is None:
-            return
-        try:
-            found = attempts.committed_attempt(self._directory)
-        except StorageError as error:
-            logger.debug("could not look at what is at %s: %s", self._directory, error)
-            return
-        if found is None or found <= ours:
-            return
-        with _lock:
-            if _committed.get(self._directory) != ours:
-                return
-            del _committed[self._directory]
-        logger.warning(
-            "the checkpoint that was committed at %s as attempt %s was replaced by attempt %s of another process; do "
-            "two jobs save to one path?",
-            self._directory,
-            ours.name,
-            found.name,
-        )

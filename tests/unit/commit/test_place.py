@@ -209,17 +209,6 @@ def test_cleaning_up_never_raises(path, store, caplog):
     assert len(caplog.records) == 2
 
 
-def test_a_checkpoint_that_another_process_replaced_is_named_once(path, caplog, monkeypatch):
-    _save(path)
-    Place(path).warn_if_replaced()
-    newer = _begun(path)
-    decisions.decide(path, newer.attempt, _metadata(newer.attempt))  # another process
-    Place(path).warn_if_replaced()
-    Place(path).warn_if_replaced()
-    assert len(caplog.records) == 1
-    assert newer.attempt.name in caplog.text
-
-
 class TestOneWriter:
     """A store that lets two creations of an object succeed."""
 
