@@ -13,10 +13,8 @@ from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, S
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempts import DELETING
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
-
-DELETING: Final = "deleting"
-"""An object in the attempt's folder while it is being deleted."""
 
 _PREFIX: Final = "pin."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -301,26 +301,15 @@ class Place:
             path.store.put(path.key, data)
 
     def remove(self, superseded: Iterable[Attempt]) -> None:  # 12
-        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`.
-
-        Each step leaves every committed attempt whole. A withdrawal stays for good: it keeps the attempt from being
-        committed by a process that wakes late.
+        """Remove attempts that a newer one has replaced. Each step leaves every committed attempt whole. Raises
+        :class:`StorageError`.
         """
         directory = self._directory
         found = attempts.survey(directory, superseded)
         replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
         for attempt in replaced:
             decisions.mark_deleted(directory, attempt)
-        directory.store.delete([each.key for contents in found.values() for each in contents.data])
-        attempts.forget(directory, found)
-        rest = [
-            each.key
-            for attempt in replaced
-            for each in (found[attempt].decision, *found[attempt].others)
-            if each is not None
-        ]
-        directory.store.delete(rest)
-        attempts.remove_folders(directory, found)
+        attempts.remove(directory, found, replaced)
 
     def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:
         """Remove ``rank``'s files of the round's own attempt. Never raises."""

@@ -18,7 +18,7 @@ import errno
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -41,6 +41,9 @@ _DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.safetensors")
 _OURS: Final = b"DCPDST"
 _END: Final = 24
 """Every ``.metadata`` of this package has this mark in so many of its last bytes (``format/metadata.py``)."""
+
+DELETING: Final = "deleting"
+"""An object in the attempt's folder while it is being deleted."""
 
 _TRIES: Final = 20
 """How often a reader looks again because attempts come and go while it looks."""
@@ -183,16 +186,41 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     remove_folders(directory, [attempt])
 
 
-def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
-    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none."""
+def remove(
+    directory: ObjectPath, there: Mapping[Attempt, Contents], decided: Collection[Attempt]
+) -> None:
+    """Remove attempts that cannot be loaded, but not what other programs have put there: all data, then the decisions.
+    In a store, those about attempts that are not ``decided`` stay for good: a withdrawal keeps its attempt from being
+    committed by a process that wakes late.
+    """
+    store = directory.store
+    store.delete([each.key for contents in there.values() for each in contents.data])
+    forget(directory, there)
+    rest = [each for contents in there.values() for each in contents.others]
+    keys = [each.key for each in rest if each.name == DELETING]
+    if not directory.is_local:  # there, a decision goes with its folder
+        keys += [decisions.decision_path(directory, attempt).key for attempt in decided]
+    store.delete(keys)
+    remove_folders(directory, there, decided)
+
+
+def remove_folders(
+    directory: ObjectPath, there: Iterable[Attempt], decided: Collection[Attempt] = ()
+) -> None:
+    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none. Where a folder
+    cannot go in one step with the decision in it, those of ``decided`` go in two, and the others stay.
+    """
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
         names = folder.store.list(folder.key).names
-        if not names:
-            local_store.remove_folder(folder.key)
-        elif names == [DECISION_NAME]:
+        if names == [DECISION_NAME]:
             # No process may decide anew between its removal and the folder's.
-            local_store.discard_folder(folder.key)
+            if local_store.discard_folder(folder.key) or attempt not in decided:
+                continue
+            folder.store.delete([(folder / DECISION_NAME).key])
+        elif names:
+            continue
+        local_store.remove_folder(folder.key)
 
 
 # ---- the index of a directory of checkpoints in an object store -----------------------------------
