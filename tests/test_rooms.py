@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_498,
-    "checkpoints": 2_751,
+    "checkpoints": 2_737,
     "cli": 1_037,
     "commit": 1_576,
     "conversion": 2_596,
@@ -55,7 +55,7 @@ BUDGETS = {
     "deepspeed": 735,
     "format": 2_971,
     "huggingface": 1_148,
-    "io": 2_415,
+    "io": 2_407,
     "lightning": 687,
     "loading": 1_927,
     "manager": 3_861,
@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_331,
     "sharing": 761,
     "staging": 1_986,
-    "storage": 3_782,
+    "storage": 3_781,
     "tiers": 2_284,
     "torchtitan": 529,
     "wire": 604,

@@ -8,7 +8,6 @@ not at all. It has the attempt of the original, so any process may commit it, an
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import attempts, decisions, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
@@ -44,8 +43,8 @@ _PHASE: Final = "copy"
 
 @public("copy()")
 def copy(
-    source: str | os.PathLike[str] | ObjectPath,
-    target: str | os.PathLike[str] | ObjectPath,
+    source: AnyPath,
+    target: AnyPath,
     *,
     threads: int | None = None,
     progress: Progress | None = None,

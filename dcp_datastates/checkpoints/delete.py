@@ -28,7 +28,7 @@ from dcp_datastates.storage import attempts, local, local_store, operations, rea
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Contents
 from dcp_datastates.storage.decisions import State, mark_deleted, withdraw
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import NotStoredError
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,7 @@ class NotDeleted(StorageError):
 
 
 @public("delete()")
-def delete(
-    path: str | os.PathLike[str] | ObjectPath, *, storage_options: Mapping[str, Any] | None = None
-) -> None:
+def delete(path: AnyPath, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Delete the checkpoint at ``path``, committed or abandoned, or the rest of an interrupted deletion.
 
     Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that another

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,7 +13,7 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempts import DELETING
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
 
 _PREFIX: Final = "pin."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -22,10 +21,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @public("pin()")
 def pin(
-    path: str | os.PathLike[str] | ObjectPath,
-    name: str = "keep",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: AnyPath, name: str = "keep", *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Keep the checkpoint at ``path`` from being deleted, by :func:`retain` and :func:`delete`, until :func:`unpin`.
 
@@ -77,10 +73,7 @@ def _pin(pin: ObjectPath) -> None:
 
 @public("unpin()")
 def unpin(
-    path: str | os.PathLike[str] | ObjectPath,
-    name: str = "keep",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: AnyPath, name: str = "keep", *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Remove the pin ``name`` of the checkpoint at ``path``, if any. One process calls this. Raises as :func:`pin`."""
     file = _file(path, name, storage_options)
@@ -95,9 +88,7 @@ def pins(path: Location) -> tuple[str, ...]:
     return tuple(sorted(name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)))
 
 
-def _file(
-    path: str | os.PathLike[str] | ObjectPath, name: str, options: Mapping[str, Any] | None
-) -> ObjectPath:
+def _file(path: AnyPath, name: str, options: Mapping[str, Any] | None) -> ObjectPath:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"the pin's name {name!r} must consist of letters, digits, '.', '_' and '-', such as \"eval\""

@@ -25,7 +25,7 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.text import date
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Retained:
 
 
 def retain_here(
-    root: str | os.PathLike[str] | ObjectPath,
+    root: AnyPath,
     *,
     keep: int | Keep,
     verify: Verification = "structure",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing_extensions import Buffer
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.io.streams import ReadRange
-from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _STAT_THREADS: Final = 8
 """A shared file system takes a millisecond per file."""
@@ -62,7 +61,7 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     lives. It raises :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
     by_name = {str(path): path for path in paths}
-    opened = functools.cache(_File)
+    opened = functools.cache(open_readable)
 
     def read_range(name: str, begin: int, end: int) -> Buffer:
         path = by_name[name]
@@ -76,19 +75,12 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     return read_range
 
 
-class _File:
-    """An open file; it is closed when nothing refers to this any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor: Final = local.open_regular(path)
-        weakref.finalize(self, os.close, self.descriptor)
-
-
-def _range_of_file(path: Path, begin: int, end: int, opened: Callable[[Path], _File]) -> Buffer:
-    data = bytearray(end - begin)
+def _range_of_file(
+    path: Path, begin: int, end: int, opened: Callable[[Path], ReadableFile]
+) -> Buffer:
+    data = memoryview(bytearray(end - begin))
     try:
-        file = opened(path)
-        nbytes = local.read_at(file.descriptor, begin, memoryview(data))
+        nbytes = opened(path).read_at(begin, data)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -97,4 +89,4 @@ def _range_of_file(path: Path, begin: int, end: int, opened: Callable[[Path], _F
         ) from error
     except OSError as error:
         raise StorageError(error.errno, f"read {path}: {error.strerror}", str(path)) from error
-    return memoryview(data)[:nbytes]
+    return data[:nbytes]
