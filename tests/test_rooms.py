@@ -49,7 +49,7 @@ BUDGETS = {
     "": 1_498,
     "checkpoints": 2_737,
     "cli": 1_037,
-    "commit": 1_576,
+    "commit": 1_575,
     "conversion": 2_596,
     "dcp": 2_070,
     "deepspeed": 735,
@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_331,
     "sharing": 761,
     "staging": 1_986,
-    "storage": 3_781,
+    "storage": 3_760,
     "tiers": 2_284,
     "torchtitan": 529,
     "wire": 604,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_998}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_992}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -111,5 +111,5 @@ def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float
     nbytes = 0
     with contextlib.suppress(OSError):
         found = attempts.newest_committed(stored(directory))
-        nbytes = 0 if found is None else len(found[1].data)
+        nbytes = 0 if found is None else len(found[1])
     return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))

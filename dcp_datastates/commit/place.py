@@ -289,10 +289,9 @@ class Place:
         older one later.
         """
         if data is None:  # the publication was settled
-            decision = decisions.read(self._directory, attempt)
-            if decision is None or decision.state is not State.COMMITTED:
+            data = decisions.metadata_of(self._directory, attempt)
+            if data is None:
                 return
-            data = decision.data
         directory = self._directory
         path = directory / METADATA_NAME
         if directory.is_local:

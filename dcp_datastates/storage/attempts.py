@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt, is_far_ahead
-from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
+from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
@@ -86,17 +86,12 @@ def _say_ignored(path: str) -> None:
     )
 
 
-def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | None:
-    """The checkpoint at ``directory``: the newest attempt there that is committed, and its decision. None if none is.
+def newest_committed(directory: ObjectPath) -> tuple[Attempt, bytes] | None:
+    """The checkpoint at ``directory``: the newest attempt there that is committed, and its metadata. None if none is.
 
     One LIST and one GET in the usual case.
     """
-
-    def look(attempt: Attempt) -> StoredDecision | None:
-        decision = decisions.read(directory, attempt)
-        return decision if decision and decision.state is State.COMMITTED else None
-
-    return _newest(directory, look)
+    return _newest(directory, lambda attempt: decisions.metadata_of(directory, attempt))
 
 
 def committed_attempt(directory: ObjectPath) -> Attempt | None:

@@ -92,12 +92,8 @@ class FsspecStore(LibraryStore):
         with contextlib.suppress(StorageError):  # the upload's own error counts
             self.delete([key])
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        def get() -> tuple[bytes, Any]:
-            return bytes(self._files.cat_file(self._path(key))), self._files.info(self._path(key))
-
-        data, about = self._ask("reading", key, get)
-        return data, _modified_at(about)
+    def get(self, key: str) -> bytes:
+        return self._ask("reading", key, lambda: bytes(self._files.cat_file(self._path(key))))
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:

@@ -83,20 +83,20 @@ class LocalStore:
     ) -> None:
         self._replace(key, pieces, nbytes=None)
 
-    def get(self, key: str) -> tuple[bytes, float]:
+    def get(self, key: str) -> bytes:
         if (mark := _mark_at(_path(key))) is not None:
-            return mark, 0.0
+            return mark
         with _opened(key) as descriptor:
-            status = os.fstat(descriptor)
-            if status.st_size > _MOST_BYTES:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes > _MOST_BYTES:
                 raise StorageError(
                     errno.EFBIG,
-                    f"it has {status.st_size} bytes, more than the metadata of any checkpoint",
+                    f"it has {nbytes} bytes, more than the metadata of any checkpoint",
                     f"/{key}",
                 )
-            data = bytearray(status.st_size)
+            data = bytearray(nbytes)
             del data[local.read_at(descriptor, 0, memoryview(data)) :]
-        return bytes(data), status.st_mtime
+        return bytes(data)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if (mark := _mark_at(_path(key))) is not None:

@@ -157,12 +157,10 @@ class ObstoreStore(LibraryStore):
             self._renew(client)  # for the next upload
             raise
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        def get() -> tuple[bytes, float]:
-            result = obstore.get(self._client.calls, key)
-            return bytes(result.bytes()), result.meta["last_modified"].timestamp()
-
-        return self._ask("reading", key, get)
+    def get(self, key: str) -> bytes:
+        return self._ask(
+            "reading", key, lambda: bytes(obstore.get(self._client.calls, key).bytes())
+        )
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:

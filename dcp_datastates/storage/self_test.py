@@ -332,7 +332,7 @@ def _race(folder: ObjectPath, key: str) -> str | None:
     if (winners := results.count(True)) > 1:
         return f"{winners} of {_RACING} creations at once succeeded"
     # None may have won, by its own account: if the reply to the winner's request was lost.
-    return _cause(folder, lambda: None if store.get(key)[0] else "the object is empty")
+    return _cause(folder, lambda: None if store.get(key) else "the object is empty")
 
 
 def _shrink(path: Path) -> str | None:

@@ -468,7 +468,7 @@ def _end_calmly(world: World, begin: Callable[[int], Job]) -> None:
         assert world.told[path.key, newest].committed
         for attempt, contents in attempts.survey(path).items():
             assert attempt == newest or not (contents.data or contents.is_committed), "it is left"
-        assert path.store.get((path / ".metadata").key)[0] == metadata(newest)
+        assert path.store.get((path / ".metadata").key) == metadata(newest)
         if world.directory is not None:
             left = {each.name for each in Path(str(path)).iterdir()}
             assert left == {newest.name, ".metadata", "README"}

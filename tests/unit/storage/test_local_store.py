@@ -44,9 +44,7 @@ def test_without_hard_links_an_object_is_created_once(path, number):
     with armed(f"store.link.before=error:{errno.errorcode[number]}"):
         assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
         assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
-    found = decisions.read(path, ATTEMPT)
-    assert found is not None
-    assert found.data == METADATA
+    assert decisions.metadata_of(path, ATTEMPT) == METADATA
     assert os.listdir(str(path / ATTEMPT.name)) == ["decision"]
 
 
