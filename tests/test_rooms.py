@@ -67,15 +67,15 @@ BUDGETS = {
     "saving": 2_331,
     "sharing": 761,
     "staging": 1_986,
-    "storage": 3_760,
-    "tiers": 2_284,
+    "storage": 3_749,
+    "tiers": 2_282,
     "torchtitan": 529,
     "wire": 604,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_992}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_989}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -12,7 +12,7 @@ import errno
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from typing_extensions import Buffer
@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 class FsspecStore(LibraryStore):
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
-
-    deletes_many: Final = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         super().__init__(url, options)

@@ -59,7 +59,6 @@ class LocalStore:
     """The file system of this machine. Keys are absolute paths without the slash at their beginning. Stateless."""
 
     url: Final = ""
-    deletes_many: Final = True
 
     def put(self, key: str, data: Buffer) -> None:
         self._replace(key, [data], memoryview(data).nbytes)

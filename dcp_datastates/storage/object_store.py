@@ -73,10 +73,6 @@ class ObjectStore(Protocol):
     def url(self) -> str:
         """``s3://bucket``, for messages."""
 
-    @property
-    def deletes_many(self) -> bool | None:
-        """Whether one request deletes several objects; None: that shows at the first deletion."""
-
     def put(self, key: str, data: Buffer) -> None:
         """Store an object, in place of any that is there."""
 

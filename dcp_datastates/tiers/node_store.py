@@ -68,8 +68,6 @@ class NodeStore:
         saves: the data files that this process is storing.
     """
 
-    deletes_many: Final = True
-
     def __init__(self, url: str, nodes: Callable[[], Nodes]) -> None:
         self.url: Final = url
         self._bucket = url.partition("://")[2].strip("/")

@@ -66,7 +66,6 @@ class MemoryStore:
     """
 
     url = ROOT
-    deletes_many = True
 
     def __init__(
         self,
