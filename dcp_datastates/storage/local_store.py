@@ -253,8 +253,11 @@ def _written(
                 if isinstance(error, StorageError) or error.errno == errno.ENOENT:
                     raise
                 if error.errno in _FULL and nbytes is not None and nbytes <= _LONGEST_MARK:
-                    os.unlink(unfinished)
-                    os.symlink(_MARK + b"".join(pieces).hex(), unfinished)
+                    with operations.reached(unfinished) as (name, folder):
+                        with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
+                            os.unlink(name, dir_fd=folder)
+                        text = _MARK + b"".join(pieces).hex()
+                        os.symlink(text, name, dir_fd=folder)
                 else:
                     raise NotStoredError(
                         error.errno,

@@ -170,13 +170,13 @@ def rename(path: Path, target: Path, phase: str) -> None:
 
 
 def link(path: Path, target: Path, phase: str) -> None:
-    """Make ``target`` another name of the file ``path`` (link(2)); raises FileExistsError."""
+    """Make ``target`` another name of ``path``, a file or a symbolic link (link(2)); raises FileExistsError."""
     with (
         _operation(phase, "link", path, to=str(target)),
         reached(path) as (old, folder),
         reached(target) as (new, other),
     ):
-        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other)
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
 
 
 def rename_new(path: Path, target: Path, phase: str) -> None:

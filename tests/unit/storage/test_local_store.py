@@ -26,16 +26,31 @@ def path(tmp_path):
     return path
 
 
-def test_on_a_full_file_system_what_is_committed_cannot_be_withdrawn(path):
+@pytest.fixture(params=["create", "write"])
+def full(request, path):
+    """The file system has no room for a file, or for its bytes. The folder may be held, as during a deletion."""
+    with armed(f"delete.{request.param}.before=error:ENOSPC"):
+        yield
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("held", [False, True])
+def test_on_a_full_file_system_what_is_committed_cannot_be_withdrawn(held, path):
     decisions.decide(path, ATTEMPT, METADATA)
-    with armed("settle.write.before=error:ENOSPC"), operations.during("settle"):
+    with operations.during("delete", path.folder if held else None):
         assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
+        decisions.mark_deleted(path, ATTEMPT)
+        assert decisions.withdraw(path, ATTEMPT) is State.DELETED
+    assert decisions.state_of(path, ATTEMPT) is State.DELETED
 
 
-def test_on_a_full_file_system_an_attempt_is_withdrawn_once(path):
-    with armed("settle.write.before=error:ENOSPC"), operations.during("settle"):
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("held", [False, True])
+def test_on_a_full_file_system_an_attempt_is_withdrawn_once(held, path):
+    with operations.during("delete", path.folder if held else None):
         assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
         assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
+    assert decisions.state_of(path, ATTEMPT) is State.WITHDRAWN
     assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
 
 
