@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ _CLOCK_SECONDS: Final = 60.0
 
 @public("retain()")
 def retain(
-    root: str | os.PathLike[str],
+    root: AnyPath,
     *,
     keep: int | Keep,
     verify: Verification = "structure",
