@@ -6,21 +6,16 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.io.streams import ReadRange
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.storage.readable import ReadableFile, open_readable
-
-_STAT_THREADS: Final = 8
-"""A shared file system takes a millisecond per file."""
-_FEW: Final = 16
 
 
 def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int | OSError]:
@@ -50,10 +45,7 @@ def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int
         return {
             relative_path: found.get(relative_path, missing) for relative_path in relative_paths
         }
-    if len(relative_paths) <= _FEW:
-        return {relative_path: look(relative_path) for relative_path in relative_paths}
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        return dict(zip(relative_paths, executor.map(look, relative_paths), strict=True))
+    return dict(zip(relative_paths, presence.look_at_each(look, relative_paths), strict=True))
 
 
 def range_reader(paths: Iterable[Location]) -> ReadRange:

@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -49,10 +48,6 @@ _LONGEST_MARK: Final = 64
 
 _MOST_BYTES: Final = 4 << 30
 """Of the largest object that is read whole. The metadata of 16,384 ranks with 900 tensors each have 1 GiB."""
-
-_STAT_THREADS: Final = 8
-"""A shared file system takes a millisecond per file."""
-_FEW: Final = 64
 
 
 class LocalStore:
@@ -131,12 +126,7 @@ class LocalStore:
             is_there = presence.is_there(_path(beginning + name))
             return StoredObject(beginning + name, 0, 0.0) if is_there else None
 
-        if len(files) > _FEW:
-            with ThreadPoolExecutor(_STAT_THREADS) as executor:
-                found = list(executor.map(look, sorted(files)))
-        else:
-            found = [look(name) for name in sorted(files)]
-        objects = tuple(each for each in found if each is not None)
+        objects = tuple(filter(None, presence.look_at_each(look, sorted(files))))
         return Listing(tuple(sorted(folders)), objects, tuple(sorted(links)))
 
     def delete(self, keys: Iterable[str]) -> None:
