@@ -158,6 +158,8 @@ def decide_alone(
             path.store.put(path.key, data)
         if created:
             return State.COMMITTED
+    except NotDurableError:
+        raise
     except OSError as error:
         failure = error
     state = state_of(directory, attempt)

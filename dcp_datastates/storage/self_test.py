@@ -325,7 +325,7 @@ def _race(folder: ObjectPath, key: str) -> str | None:
     if failures and True not in results:
         raise failures[0]
     if (winners := results.count(True)) > 1:
-        return f"{winners} of {_RACING} creations at once succeeded"
+        return f"{winners} of {_RACING} creations at the same time succeeded"
     # None may have won, by its own account: if the reply to the winner's request was lost.
     return _cause(folder, lambda: None if store.get(key) else "the object is empty")
 

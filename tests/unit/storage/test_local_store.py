@@ -14,6 +14,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import stored
+from dcp_datastates.storage.object_store import NotDurableError
 
 ATTEMPT = Attempt(16, 1)
 METADATA = b"\x80metadata" * 20
@@ -68,3 +69,9 @@ def test_a_file_system_that_creates_nothing_once_says_so(path):
     with armed(missing), pytest.raises(StorageError, match="no renames that replace nothing"):
         path.store.put_if_absent((path / "a").key, b"")
     assert path.store.list(path.key).objects == ()
+
+
+@pytest.mark.parametrize("decide", [decisions.decide, decisions.decide_alone])
+def test_a_decision_that_a_crash_may_undo_is_an_error(decide, path):
+    with armed("store.sync_directory.before=error:EIO"), pytest.raises(NotDurableError):
+        decide(path, ATTEMPT, METADATA)
