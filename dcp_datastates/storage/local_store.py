@@ -238,23 +238,16 @@ def _written(
     with _missing_is_told(path), local.explained("writing", path):
         try:
             try:
-                operations.write_new_file(unfinished, pieces, current_phase())
+                _write(unfinished, pieces, nbytes)
             except OSError as error:
                 if isinstance(error, StorageError) or error.errno == errno.ENOENT:
                     raise
-                if error.errno in _FULL and nbytes is not None and nbytes <= _LONGEST_MARK:
-                    with operations.reached(unfinished) as (name, folder):
-                        with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
-                            os.unlink(name, dir_fd=folder)
-                        text = _MARK + b"".join(pieces).hex()
-                        os.symlink(text, name, dir_fd=folder)
-                else:
-                    raise NotStoredError(
-                        error.errno,
-                        f"writing failed: {error.strerror}"
-                        + local.about_space(error.errno, path, nbytes or 0),
-                        str(path),
-                    ) from error
+                raise NotStoredError(
+                    error.errno,
+                    f"writing failed: {error.strerror}"
+                    + local.about_space(error.errno, path, nbytes or 0),
+                    str(path),
+                ) from error
             yield unfinished
         except BaseException:
             with contextlib.suppress(OSError):
@@ -263,6 +256,18 @@ def _written(
         if not renamed:
             with contextlib.suppress(OSError):
                 operations.unlink(unfinished, current_phase())
+
+
+def _write(path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
+    try:
+        operations.write_new_file(path, pieces, current_phase())
+    except OSError as error:
+        if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
+            raise
+        with operations.reached(path) as (name, folder):
+            with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
+                os.unlink(name, dir_fd=folder)
+            os.symlink(_MARK + b"".join(pieces).hex(), name, dir_fd=folder)
 
 
 @contextlib.contextmanager

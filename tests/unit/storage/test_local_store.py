@@ -14,7 +14,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import stored
-from dcp_datastates.storage.object_store import NotDurableError
+from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 
 ATTEMPT = Attempt(16, 1)
 METADATA = b"\x80metadata" * 20
@@ -53,6 +53,19 @@ def test_on_a_full_file_system_an_attempt_is_withdrawn_once(held, path):
         assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
     assert decisions.state_of(path, ATTEMPT) is State.WITHDRAWN
     assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
+
+
+@pytest.mark.usefixtures("full")
+def test_where_not_even_a_link_has_room_nothing_is_stored(path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with operations.during("delete"):
+        with pytest.raises(NotStoredError):
+            path.store.put((path / ATTEMPT.name / "deleting").key, b"")
+        with pytest.raises(NotStoredError):
+            decisions.withdraw(path, ATTEMPT)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
