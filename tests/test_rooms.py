@@ -49,7 +49,7 @@ BUDGETS = {
     "": 1_498,
     "checkpoints": 2_714,
     "cli": 1_037,
-    "commit": 1_575,
+    "commit": 1_574,
     "conversion": 2_596,
     "dcp": 2_070,
     "deepspeed": 735,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_031}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_032}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -14,8 +14,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
@@ -176,8 +174,8 @@ class Place:
     # ---- publishing ------------------------------------------------------------------------------
 
     @operations.during("publish")
-    def publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
-        """Coordinator: commit the round's attempt, with the bytes that ``document`` makes, which is called once.
+    def publish(self, round_: Round, data: bytes) -> None:
+        """Coordinator: commit the round's attempt, with the metadata ``data``.
 
         Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
         and cannot be any more.
@@ -185,7 +183,6 @@ class Place:
         directory, attempt, claim = self._directory, round_.attempt, round_.claim
         assert attempt is not None
         assert claim is not None
-        data = document(StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name), claim)
         if not (claim.alone and round_.overwrite):
             self._withdraw_older(attempt, round_.overwrite)
         if round_.archives:
@@ -289,7 +286,7 @@ class Place:
         older one later.
         """
         if data is None:  # the publication was settled
-            data = decisions.metadata_of(self._directory, attempt)
+            data = decisions.committed_metadata(self._directory, attempt)
             if data is None:
                 return
         directory = self._directory

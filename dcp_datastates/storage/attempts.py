@@ -91,7 +91,7 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, bytes] | None:
 
     One LIST and one GET in the usual case.
     """
-    return _newest(directory, lambda attempt: decisions.metadata_of(directory, attempt))
+    return _newest(directory, lambda attempt: decisions.committed_metadata(directory, attempt))
 
 
 def committed_attempt(directory: ObjectPath) -> Attempt | None:

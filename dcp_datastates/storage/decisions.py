@@ -52,7 +52,7 @@ def decision_path(directory: ObjectPath, attempt: Attempt) -> ObjectPath:
     return directory / attempt.name / DECISION_NAME
 
 
-def metadata_of(directory: ObjectPath, attempt: Attempt) -> bytes | None:
+def committed_metadata(directory: ObjectPath, attempt: Attempt) -> bytes | None:
     """The metadata of an attempt that is committed, else None. Raises :class:`StorageError`."""
     path = decision_path(directory, attempt)
     try:
@@ -193,7 +193,7 @@ def _state(data: bytes) -> State:
 
 
 def _check_same(directory: ObjectPath, attempt: Attempt, data: bytes) -> None:
-    if metadata_of(directory, attempt) not in (None, data):
+    if committed_metadata(directory, attempt) not in (None, data):
         raise CheckpointSupersededError(
             f"another process has committed other metadata as {decision_path(directory, attempt)}: two jobs have drawn "
             f"the same attempt"

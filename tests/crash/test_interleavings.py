@@ -133,7 +133,7 @@ def _latest_decision_wins(patch):
             (contents.decision.modified_at, attempt, data)
             for attempt, contents in attempts.survey(directory).items()
             if contents.decision is not None
-            and (data := decisions.metadata_of(directory, attempt)) is not None
+            and (data := decisions.committed_metadata(directory, attempt)) is not None
         ]
         return max(found, key=lambda each: each[0])[1:] if found else None
 
@@ -145,7 +145,7 @@ def _looks_once(patch):
 
     def newest_committed(directory):
         for attempt in reversed(attempts.present(directory)):
-            if (data := decisions.metadata_of(directory, attempt)) is not None:
+            if (data := decisions.committed_metadata(directory, attempt)) is not None:
                 return attempt, data
         return None
 

@@ -267,7 +267,7 @@ class Job:
         try:
             if not self._all_voted(claim.attempt):
                 raise StorageError(errno.EIO, "a rank is lost")
-            place.publish(round_, lambda meta, claim: metadata(claim.attempt))
+            place.publish(round_, metadata(claim.attempt))
         except CommitOutcomeUnknown:
             world.tell_unknown(key_of(round_))
         except DataStatesError:

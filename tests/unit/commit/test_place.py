@@ -55,7 +55,7 @@ def _begun(path, overwrite=True):
 
 
 def _publish(round_):
-    Place(round_.path).publish(round_, lambda meta, claim: _metadata(claim.attempt))
+    Place(round_.path).publish(round_, _metadata(round_.attempt))
 
 
 def _tidy(round_):

@@ -73,7 +73,7 @@ def test_without_hard_links_an_object_is_created_once(path, number):
     with armed(f"store.link.before=error:{errno.errorcode[number]}"):
         assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
         assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
-    assert decisions.metadata_of(path, ATTEMPT) == METADATA
+    assert decisions.committed_metadata(path, ATTEMPT) == METADATA
     assert os.listdir(str(path / ATTEMPT.name)) == ["decision"]
 
 
