@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_331,
     "sharing": 761,
     "staging": 1_986,
-    "storage": 3_766,
+    "storage": 3_756,
     "tiers": 2_282,
     "torchtitan": 529,
     "wire": 604,

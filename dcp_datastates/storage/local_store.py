@@ -22,7 +22,7 @@ from typing import Final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import DataStatesError, StorageError
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_store import (
@@ -235,49 +235,39 @@ def _written(
     storage; it is gone afterwards. ``renamed``: the caller renames it.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
-    with _missing_is_told(path), local.explained("writing", path):
+    with local.explained("writing", path):
         try:
-            try:
-                _write(unfinished, pieces, nbytes)
-            except OSError as error:
-                if isinstance(error, StorageError) or error.errno == errno.ENOENT:
-                    raise
-                raise NotStoredError(
-                    error.errno,
-                    f"writing failed: {error.strerror}"
-                    + local.about_space(error.errno, path, nbytes or 0),
-                    str(path),
-                ) from error
+            _write(unfinished, path, pieces, nbytes)
             yield unfinished
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
+            if isinstance(error, FileNotFoundError) and not isinstance(error, DataStatesError):
+                raise ObjectMissingError(str(path)) from error  # its folder is
             raise
         if not renamed:
             with contextlib.suppress(OSError):
                 operations.unlink(unfinished, current_phase())
 
 
-def _write(path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
+def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
     try:
-        operations.write_new_file(path, pieces, current_phase())
+        try:
+            operations.write_new_file(unfinished, pieces, current_phase())
+        except OSError as error:
+            if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
+                raise
+            with operations.reached(unfinished) as (name, folder):
+                with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
+                    os.unlink(name, dir_fd=folder)
+                os.symlink(_MARK + b"".join(pieces).hex(), name, dir_fd=folder)
     except OSError as error:
-        if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
+        if isinstance(error, DataStatesError | FileNotFoundError):
             raise
-        with operations.reached(path) as (name, folder):
-            with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
-                os.unlink(name, dir_fd=folder)
-            os.symlink(_MARK + b"".join(pieces).hex(), name, dir_fd=folder)
-
-
-@contextlib.contextmanager
-def _missing_is_told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        if error.errno == errno.ENOENT and not isinstance(error, ObjectMissingError):
-            raise ObjectMissingError(str(path)) from error
-        raise
+        space = local.about_space(error.errno, path, nbytes or 0)
+        raise NotStoredError(
+            error.errno, f"writing failed: {error.strerror}{space}", str(path)
+        ) from error
 
 
 def _mark_at(path: Path) -> bytes | None:
