@@ -63,7 +63,7 @@ def test_where_not_even_a_link_has_room_nothing_is_stored(path, monkeypatch):
     monkeypatch.setattr(os, "symlink", refuse)
     with operations.during("delete"):
         with pytest.raises(NotStoredError):
-            path.store.put((path / ATTEMPT.name / "deleting").key, b"")
+            path.store.put((path / ATTEMPT.name / "deleting").key, b"now")
         with pytest.raises(NotStoredError):
             decisions.withdraw(path, ATTEMPT)
 
