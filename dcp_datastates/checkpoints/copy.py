@@ -29,7 +29,7 @@ from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
-from dcp_datastates.storage import attempts, decisions, local, local_store, operations, readme
+from dcp_datastates.storage import attempts, decisions, local, local_store, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
@@ -207,11 +207,8 @@ class CopyTarget:
                 f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "
                 f"path"
             )
-        path = directory / local.METADATA_NAME
         with contextlib.suppress(OSError):  # no loader needs it
-            path.store.put(path.key, data)
-        if directory.is_local:
-            readme.write(Path(str(directory)))
+            Place(directory).show(attempt, data)
 
     def remove_older(self) -> None:
         """Remove what older attempts have left there. The copy is committed."""

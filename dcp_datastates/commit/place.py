@@ -272,24 +272,26 @@ class Place:
         try:
             with operations.during("cleanup", self._directory.folder):
                 if self._directory.is_local:
-                    readme.write(Path(str(self._directory)))
                     local_store.sweep(self._directory.key)
                 if round_.attempt is not None:
-                    self._copy(round_.attempt, round_.published)
+                    self.show(round_.attempt, round_.published)
                 if round_.claim is not None and round_.claim.older and self._deletes:  # 5
                     self.remove(round_.claim.older)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
 
-    def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
-        """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an
-        older one later.
+    def show(self, attempt: Attempt, data: bytes | None) -> None:  # 12
+        """Write ``README`` and ``.metadata``, by which people and DCP's tools know a checkpoint. ``data``: the metadata
+        of the committed ``attempt``; None: read them. No loader of this package trusts ``.metadata``: another process
+        may write an older one later.
         """
+        directory = self._directory
+        if directory.is_local:
+            readme.write(Path(str(directory)))
         if data is None:  # the publication was settled
-            data = decisions.committed_metadata(self._directory, attempt)
+            data = decisions.committed_metadata(directory, attempt)
             if data is None:
                 return
-        directory = self._directory
         path = directory / METADATA_NAME
         if directory.is_local:
             local_store.put_copy(path.key, decisions.decision_path(directory, attempt).key, data)
