@@ -28,7 +28,7 @@ WEAK = {
     "ranks/gloo_group.py": "groups",
     "ranks/rank_set.py": "stores",
     "format/metadata_table.py": "catalogs",
-    "io/stored_files.py": "open files",
+    "storage/readable.py": "open files",
     "manager/live_optimizer.py": "optimizers",
     "manager/optimizers.py": "optimizers",
     "staging/ownership.py": "optimizers",

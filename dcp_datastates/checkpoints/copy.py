@@ -8,7 +8,6 @@ not at all. It has the attempt of the original, so any process may commit it, an
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,10 @@ from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
-from dcp_datastates.storage import attempts, decisions, local, local_store, operations, readme
+from dcp_datastates.storage import attempts, decisions, local, local_store, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
@@ -44,8 +43,8 @@ _PHASE: Final = "copy"
 
 @public("copy()")
 def copy(
-    source: str | os.PathLike[str] | ObjectPath,
-    target: str | os.PathLike[str] | ObjectPath,
+    source: AnyPath,
+    target: AnyPath,
     *,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -208,11 +207,8 @@ class CopyTarget:
                 f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "
                 f"path"
             )
-        path = directory / local.METADATA_NAME
         with contextlib.suppress(OSError):  # no loader needs it
-            path.store.put(path.key, data)
-        if directory.is_local:
-            readme.write(Path(str(directory)))
+            Place(directory).show(attempt, data)
 
     def remove_older(self) -> None:
         """Remove what older attempts have left there. The copy is committed."""

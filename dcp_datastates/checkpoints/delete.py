@@ -20,15 +20,15 @@ from typing import Any
 
 from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
 from dcp_datastates.checkpoints.listing import Found, open_found
-from dcp_datastates.checkpoints.pins import DELETING, pins
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local, local_store, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Contents
-from dcp_datastates.storage.decisions import State, decision_path, mark_deleted, withdraw
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.decisions import State, mark_deleted, withdraw
+from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import NotStoredError
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,7 @@ class NotDeleted(StorageError):
 
 
 @public("delete()")
-def delete(
-    path: str | os.PathLike[str] | ObjectPath, *, storage_options: Mapping[str, Any] | None = None
-) -> None:
+def delete(path: AnyPath, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Delete the checkpoint at ``path``, committed or abandoned, or the rest of an interrupted deletion.
 
     Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that another
@@ -107,7 +105,7 @@ def delete_committed(
 def _delete(
     path: ObjectPath, victim: Found, is_abandoned: Callable[[Attempt], bool], whole: bool
 ) -> None:
-    marker = path / victim.attempt.name / DELETING
+    marker = path / victim.attempt.name / attempts.DELETING
     marker.store.delete([marker.key])  # who may not delete learns it before anything has changed
     try:
         marker.store.put(marker.key, b"")
@@ -171,19 +169,12 @@ def _remove(
 ) -> bool:
     """Remove the attempts, none of which can be loaded; returns whether nothing of them is left."""
     path.store.delete([(path / local.METADATA_NAME).key])
-    path.store.delete([each.key for contents in there.values() for each in contents.data])
-    path.store.delete([(path / attempt.name / DELETING).key for attempt in there])
-    attempts.forget(path, there)
     if path.is_local:
-        return _remove_directory(path, there, whole)
+        readme.remove(Path(str(path)))
     decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]
-    path.store.delete([decision_path(path, attempt).key for attempt in decided])
-    return len(decided) == len(there)
-
-
-def _remove_directory(path: ObjectPath, there: dict[Attempt, Contents], whole: bool) -> bool:
-    readme.remove(Path(str(path)))
-    attempts.remove_folders(path, there)
+    attempts.remove(path, there, decided)
+    if not path.is_local:
+        return len(decided) == len(there)
     if local_store.remove_folder(path.key, whole):
         return True
     names = path.store.list(path.key).names

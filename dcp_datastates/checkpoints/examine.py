@@ -181,34 +181,27 @@ class Examination:
             file.pieces_left -= 1
             is_last = not file.pieces_left
         if is_last:
-            self._finish(file)
+            damages = list(self._damages_of(file))
+            with self._lock:
+                self._damages += damages
+                self._close(file.source)
         done((file.record.nbytes if end == file.record.table_offset else end) - begin)
 
-    def _finish(self, file: _File) -> None:
-        parts = _merged(sorted(file.bad, key=lambda part: part.begin))
-        damages = self._damages_of(file, parts)
-        with self._lock:
-            self._damages += damages
-            self._close(file.source)
-
-    def _damages_of(self, file: _File, parts: list[_Bad]) -> list[Damage]:
+    def _damages_of(self, file: _File) -> Iterator[Damage]:
         path = file.record.relative_path
         header_end = self._consistency_check.header_bytes(file.record)
-        damages = []
+        parts = _merged(sorted(file.bad, key=lambda part: part.begin))
         for part in parts:
             # A load does not read the header, but other readers need it for every entry.
             names = self._contents.names(path, part.begin, part.end)
             where = " (the file's header is in it)" if part.begin < header_end else ""
-            damages.append(
-                Damage(path, part.begin, part.end - part.begin, part.problem + where, names)
-            )
+            yield Damage(path, part.begin, part.end - part.begin, part.problem + where, names)
         if not any(part.begin < header_end for part in parts):
             with self._header_lock:
                 header = bytearray(header_end)
                 file.source.read_at(0, memoryview(header))
-                damages += self._consistency_check.of_header(file.record, bytes(header))
+                yield from self._consistency_check.of_header(file.record, bytes(header))
         file.source.drop_cached()
-        return damages
 
 
 def _place(damage: Damage) -> tuple[str, int]:

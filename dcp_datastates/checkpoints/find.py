@@ -6,7 +6,6 @@ Its copies may lie in several tiers, and each of its files may be whole in anoth
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Literal, get_args, overload
@@ -21,7 +20,7 @@ from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import thread_count
-from dcp_datastates.storage.object_path import Location, locate_all
+from dcp_datastates.storage.object_path import AnyPath, Location, locate_all
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ Problem = str | StorageError
 
 @overload
 def latest(  # type: ignore[overload-overlap]  # a str is no list of tiers
-    root: str | os.PathLike[str],
+    root: AnyPath,
     *,
     process_group: dist.ProcessGroup | None = None,
     verify: Verification = "structure",
@@ -45,7 +44,7 @@ def latest(  # type: ignore[overload-overlap]  # a str is no list of tiers
 
 @overload
 def latest(
-    root: Sequence[str | os.PathLike[str]],
+    root: Sequence[AnyPath],
     *,
     process_group: dist.ProcessGroup | None = None,
     verify: Verification = "structure",
@@ -56,7 +55,7 @@ def latest(
 
 @public("latest()")
 def latest(
-    root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    root: AnyPath | Sequence[AnyPath],
     *,
     process_group: dist.ProcessGroup | None = None,
     verify: Verification = "structure",
@@ -95,7 +94,7 @@ def latest(
     """
     roots = locate_all(root, storage_options)
     check_verification(verify)
-    is_one = isinstance(root, str | os.PathLike)
+    is_one = not isinstance(root, list | tuple)
 
     def look() -> list[tuple[int, str]]:
         return [(roots.index(path.parent), path.name) for path in newest_whole(roots, verify)]

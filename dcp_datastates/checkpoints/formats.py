@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import os
 from typing import Final
 
 from dcp_datastates.checkpoints.inventory import attempts_at, names_at
 from dcp_datastates.checkpoints.listing import open_found
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage.object_path import ObjectPath, locate
+from dcp_datastates.storage.object_path import AnyPath, locate
 
 HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
 
@@ -26,7 +25,7 @@ class Format(enum.Enum):
     NONE = "none"
 
 
-def format_of(path: str | os.PathLike[str] | ObjectPath) -> Format:
+def format_of(path: AnyPath) -> Format:
     """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
 
     Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if

@@ -12,8 +12,8 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 from dcp_datastates.checkpoints.inventory import (
@@ -38,9 +38,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.presence import NotAFileError
 
 logger = logging.getLogger(__name__)
-
-_STAT_THREADS: Final = 8
-"""Threads that stat files: a shared file system takes a millisecond per file."""
 
 _NEWEST: Final = Attempt(2**64, 0)
 """Greater than every attempt's."""
@@ -106,11 +103,8 @@ def candidates(root: Location) -> list[Location]:
 
 def committed_among(paths: Iterable[Location]) -> list[Location]:
     """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        paths = list(paths)
-        return [
-            path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
-        ]
+    there = list(paths)
+    return list(compress(there, presence.look_at_each(is_committed, there, few=1)))
 
 
 # ---- newest first ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,11 +11,10 @@ from dcp_datastates.checkpoints.inventory import is_committed, names_at
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
-from dcp_datastates.storage import attempts, local
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
-
-DELETING: Final = "deleting"
-"""An object in the attempt's folder while it is being deleted."""
+from dcp_datastates.storage import attempts
+from dcp_datastates.storage.attempts import DELETING
+from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_store import ObjectMissingError
 
 _PREFIX: Final = "pin."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -24,10 +22,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @public("pin()")
 def pin(
-    path: str | os.PathLike[str] | ObjectPath,
-    name: str = "keep",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: AnyPath, name: str = "keep", *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Keep the checkpoint at ``path`` from being deleted, by :func:`retain` and :func:`delete`, until :func:`unpin`.
 
@@ -47,59 +42,45 @@ def pin(
     file = _file(path, name, storage_options)
     if not is_committed(file.parent):
         open_committed(file.parent)  # raises, and says what is there instead
-    with local.explained("pinning the checkpoint", file.parent):
-        try:
-            _pin(file)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"{str(file.parent)!r} was deleted a moment ago"
-            ) from error
-
-
-def _pin(pin: ObjectPath) -> None:
-    directory = pin.parent
-    pin.store.put(pin.key, b"")
+    directory = file.parent
+    gone = CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago")
+    try:
+        file.store.put(file.key, b"")
+    except ObjectMissingError as error:
+        raise gone from error
     # delete() writes its marker, and then looks for pins.
     found = attempts.committed_attempt(directory)
-    if found is not None:
-        folder = directory / found.name
-        if DELETING not in names_at(folder):
-            return
-    elif attempts.is_taken(directory):  # another program's
+    if found is None and attempts.is_taken(directory):  # another program's
         return
-    pin.store.delete([pin.key])
+    if found is not None and DELETING not in names_at(directory / found.name):
+        return
+    file.store.delete([file.key])
     if found is None:
-        raise FileNotFoundError
+        raise gone
     raise StorageError(
         errno.EBUSY,
-        f"it is being deleted, or a deletion was interrupted; to keep it, remove {folder / DELETING}, and pin again",
+        f"it is being deleted, or a deletion was interrupted; to keep it, remove {directory / found.name / DELETING}, "
+        f"and pin again",
         str(directory),
     )
 
 
 @public("unpin()")
 def unpin(
-    path: str | os.PathLike[str] | ObjectPath,
-    name: str = "keep",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    path: AnyPath, name: str = "keep", *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Remove the pin ``name`` of the checkpoint at ``path``, if any. One process calls this. Raises as :func:`pin`."""
     file = _file(path, name, storage_options)
-    with local.explained("unpinning the checkpoint", file):
-        file.store.delete([file.key])
+    file.store.delete([file.key])
 
 
 def pins(path: Location) -> tuple[str, ...]:
     """The names of the pins of the checkpoint at ``path``, in order. Raises :class:`StorageError`."""
-    with local.explained("looking for pins", path):
-        names = names_at(path)
+    names = names_at(path)
     return tuple(sorted(name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)))
 
 
-def _file(
-    path: str | os.PathLike[str] | ObjectPath, name: str, options: Mapping[str, Any] | None
-) -> ObjectPath:
+def _file(path: AnyPath, name: str, options: Mapping[str, Any] | None) -> ObjectPath:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"the pin's name {name!r} must consist of letters, digits, '.', '_' and '-', such as \"eval\""

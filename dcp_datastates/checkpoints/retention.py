@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.text import date
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _CLOCK_SECONDS: Final = 60.0
 
 @public("retain()")
 def retain(
-    root: str | os.PathLike[str],
+    root: AnyPath,
     *,
     keep: int | Keep,
     verify: Verification = "structure",
@@ -97,7 +96,7 @@ class Retained:
 
 
 def retain_here(
-    root: str | os.PathLike[str] | ObjectPath,
+    root: AnyPath,
     *,
     keep: int | Keep,
     verify: Verification = "structure",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import attempts, local
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.text import count, size
 
 
@@ -59,7 +58,7 @@ class Report:
 
 @public("verify()")
 def verify(
-    path: str | os.PathLike[str] | ObjectPath,
+    path: AnyPath,
     *,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -112,5 +111,5 @@ def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float
     nbytes = 0
     with contextlib.suppress(OSError):
         found = attempts.newest_committed(stored(directory))
-        nbytes = 0 if found is None else len(found[1].data)
+        nbytes = 0 if found is None else len(found[1])
     return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
-
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import (
     CheckpointSupersededError,
@@ -39,17 +35,11 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED: Final = 64
-
-_lock = threading.RLock()  # guards _committed
-_committed: OrderedDict[ObjectPath, Attempt] = OrderedDict()
-"""By path: what this process has committed there last."""
 
 
 class Part(Protocol):
@@ -148,7 +138,7 @@ class Round:
 
 
 class Place:
-    """A checkpoint's path. The rounds are of saves to it. All methods but the last three raise :class:`StorageError` if
+    """A checkpoint's path. The rounds are of saves to it. All methods but the last two raise :class:`StorageError` if
     storage fails.
     """
 
@@ -184,8 +174,8 @@ class Place:
     # ---- publishing ------------------------------------------------------------------------------
 
     @operations.during("publish")
-    def publish(self, round_: Round, document: Callable[[StorageMeta, Claim], bytes]) -> None:
-        """Coordinator: commit the round's attempt, with the bytes that ``document`` makes, which is called once.
+    def publish(self, round_: Round, data: bytes) -> None:
+        """Coordinator: commit the round's attempt, with the metadata ``data``.
 
         Raises :class:`CommitOutcomeUnknown`, or another :class:`DataStatesError`: then the attempt is not committed,
         and cannot be any more.
@@ -193,7 +183,6 @@ class Place:
         directory, attempt, claim = self._directory, round_.attempt, round_.claim
         assert attempt is not None
         assert claim is not None
-        data = document(StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name), claim)
         if not (claim.alone and round_.overwrite):
             self._withdraw_older(attempt, round_.overwrite)
         if round_.archives:
@@ -204,11 +193,6 @@ class Place:
         round_.published = data
         if directory.is_local:
             operations.tell(Path(str(directory)), attempt.name)
-        with _lock:
-            _committed[directory] = attempt
-            _committed.move_to_end(directory)
-            while len(_committed) > _REMEMBERED:
-                _committed.popitem(last=False)
 
     def _withdraw_older(self, attempt: Attempt, overwrite: bool) -> None:  # 8
         for other in attempts.present(self._directory):
@@ -288,25 +272,26 @@ class Place:
         try:
             with operations.during("cleanup", self._directory.folder):
                 if self._directory.is_local:
-                    readme.write(Path(str(self._directory)))
                     local_store.sweep(self._directory.key)
                 if round_.attempt is not None:
-                    self._copy(round_.attempt, round_.published)
+                    self.show(round_.attempt, round_.published)
                 if round_.claim is not None and round_.claim.older and self._deletes:  # 5
                     self.remove(round_.claim.older)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
 
-    def _copy(self, attempt: Attempt, data: bytes | None) -> None:  # 12
-        """Write ``.metadata``, for DCP's own tools. No loader of this package trusts it: another process may write an
-        older one later.
+    def show(self, attempt: Attempt, data: bytes | None) -> None:  # 12
+        """Write ``README`` and ``.metadata``, by which people and DCP's tools know a checkpoint. ``data``: the metadata
+        of the committed ``attempt``; None: read them. No loader of this package trusts ``.metadata``: another process
+        may write an older one later.
         """
-        if data is None:  # the publication was settled
-            decision = decisions.read(self._directory, attempt)
-            if decision is None or decision.state is not State.COMMITTED:
-                return
-            data = decision.data
         directory = self._directory
+        if directory.is_local:
+            readme.write(Path(str(directory)))
+        if data is None:  # the publication was settled
+            data = decisions.committed_metadata(directory, attempt)
+            if data is None:
+                return
         path = directory / METADATA_NAME
         if directory.is_local:
             local_store.put_copy(path.key, decisions.decision_path(directory, attempt).key, data)
@@ -314,26 +299,15 @@ class Place:
             path.store.put(path.key, data)
 
     def remove(self, superseded: Iterable[Attempt]) -> None:  # 12
-        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`.
-
-        Each step leaves every committed attempt whole. A withdrawal stays for good: it keeps the attempt from being
-        committed by a process that wakes late.
+        """Remove attempts that a newer one has replaced. Each step leaves every committed attempt whole. Raises
+        :class:`StorageError`.
         """
         directory = self._directory
         found = attempts.survey(directory, superseded)
         replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
         for attempt in replaced:
             decisions.mark_deleted(directory, attempt)
-        directory.store.delete([each.key for contents in found.values() for each in contents.data])
-        attempts.forget(directory, found)
-        rest = [
-            each.key
-            for attempt in replaced
-            for each in (found[attempt].decision, *found[attempt].others)
-            if each is not None
-        ]
-        directory.store.delete(rest)
-        attempts.remove_folders(directory, found)
+        attempts.remove(directory, found, replaced)
 
     def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:
         """Remove ``rank``'s files of the round's own attempt. Never raises."""
@@ -350,30 +324,3 @@ class Place:
         except StorageError as error:
             if error.errno != errno.ENOENT:  # then nothing is there
                 logger.warning("files of a failed save stay at %s: %s", self._directory, error)
-
-    def warn_if_replaced(self) -> None:
-        """Warn, once, if another process has replaced the checkpoint that this process last committed there. Never
-        raises.
-        """
-        with _lock:
-            ours = _committed.get(self._directory)
-        if ours is None:
-            return
-        try:
-            found = attempts.committed_attempt(self._directory)
-        except StorageError as error:
-            logger.debug("could not look at what is at %s: %s", self._directory, error)
-            return
-        if found is None or found <= ours:
-            return
-        with _lock:
-            if _committed.get(self._directory) != ours:
-                return
-            del _committed[self._directory]
-        logger.warning(
-            "the checkpoint that was committed at %s as attempt %s was replaced by attempt %s of another process; do "
-            "two jobs save to one path?",
-            self._directory,
-            ours.name,
-            found.name,
-        )

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from torch.distributed.checkpoint.metadata import StorageMeta
+
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.commit.vote import (
@@ -261,19 +263,19 @@ class Voter:
     def _publish(self, round_: Round) -> protocol.Event:
         """Coordinator: publish. All ranks' files are durable."""
         self._say("publishing", round_)
-        directory, timeout = round_.directory, round_.timeout
+        directory, attempt, claim = round_.directory, round_.attempt, round_.claim
         assert directory is not None
+        assert attempt is not None
+        assert claim is not None
         assert round_.compose is not None
         assert self._votes is not None
         try:
-            document = round_.compose(self._votes.reports)
+            meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
             trace = save_trace.join(self._votes.traces, self._counted_at)
+            data = round_.compose(self._votes.reports)(meta, claim, trace)
             place = Place(directory)
             bounded(  # 8 to 10
-                "publishing",
-                directory,
-                timeout,
-                lambda: place.publish(round_, lambda meta, claim: document(meta, claim, trace)),
+                "publishing", directory, round_.timeout, lambda: place.publish(round_, data)
             )
         except Exception as error:
             round_.failure = error

@@ -117,7 +117,7 @@ def write_to_store(
         place.tidy_after_failure(save, 0, 1)
         raise
     try:
-        place.publish(save, lambda meta, claim: metadata)
+        place.publish(save, metadata)
     except CommitOutcomeUnknown:
         raise
     except DataStatesError:

@@ -143,7 +143,7 @@ def _check_exchanges(work: Path, target: Path) -> None:
         try:
             operations.exchange(work / "one", work / "other", "trial")
         except OSError as error:
-            if error.errno not in operations.NO_EXCHANGE:
+            if error.errno not in operations.NO_RENAME_FLAGS:
                 raise
             raise ConfigurationError(
                 f"{str(target)!r} cannot be replaced in one step: its file system cannot exchange two directories; "

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates.commit.place import Place
 from dcp_datastates.config import parse_flag, parse_host_cache_size
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -51,7 +50,6 @@ from dcp_datastates.storage.object_path import (
     check_opens,
     locate,
     locate_all,
-    resolved,
 )
 from dcp_datastates.tiers.run_identity import loaded_from
 
@@ -176,7 +174,6 @@ class DataStatesReader(StorageReader):
         stored = Stored(opened_from(metadata), places)
         joint = JointReads(self._share_reads, rank_set_of(None), places[0])
         self._present = _Load(metadata, stored, joint)
-        Place(resolved(places[0])).warn_if_replaced()
         loaded_from(places)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

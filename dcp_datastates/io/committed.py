@@ -151,8 +151,8 @@ def read(directory: ObjectPath) -> tuple[ObjectPath, bytes]:
         raise CheckpointNotFoundError(
             f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory, listing, data)}"
         )
-    attempt, decision = found
-    return decisions.decision_path(directory, attempt), decision.data
+    attempt, data = found
+    return decisions.decision_path(directory, attempt), data
 
 
 def _refuse_foreign(directory: ObjectPath, listing: Listing, data: bytes) -> None:
@@ -244,7 +244,7 @@ def _metadata_object(directory: ObjectPath, listing: Listing) -> bytes | None:
             end = bytes(path.store.get_range(path.key, sizes[0] - _END_BYTES, sizes[0]))
             if not metadata.is_ours(end):
                 return bytes(path.store.get_range(path.key, 0, _BEGIN_BYTES)) + end
-        return path.store.get(path.key)[0]
+        return path.store.get(path.key)
     except ObjectMissingError:
         return None
     except StorageError as error:

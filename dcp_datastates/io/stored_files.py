@@ -5,23 +5,17 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import weakref
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.io.streams import ReadRange
-from dcp_datastates.storage import local
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
-
-_STAT_THREADS: Final = 8
-"""A shared file system takes a millisecond per file."""
-_FEW: Final = 16
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 
 def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int | OSError]:
@@ -51,10 +45,7 @@ def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int
         return {
             relative_path: found.get(relative_path, missing) for relative_path in relative_paths
         }
-    if len(relative_paths) <= _FEW:
-        return {relative_path: look(relative_path) for relative_path in relative_paths}
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        return dict(zip(relative_paths, executor.map(look, relative_paths), strict=True))
+    return dict(zip(relative_paths, presence.look_at_each(look, relative_paths), strict=True))
 
 
 def range_reader(paths: Iterable[Location]) -> ReadRange:
@@ -62,7 +53,7 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     lives. It raises :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
     by_name = {str(path): path for path in paths}
-    opened = functools.cache(_File)
+    opened = functools.cache(open_readable)
 
     def read_range(name: str, begin: int, end: int) -> Buffer:
         path = by_name[name]
@@ -76,19 +67,12 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     return read_range
 
 
-class _File:
-    """An open file; it is closed when nothing refers to this any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor: Final = local.open_regular(path)
-        weakref.finalize(self, os.close, self.descriptor)
-
-
-def _range_of_file(path: Path, begin: int, end: int, opened: Callable[[Path], _File]) -> Buffer:
-    data = bytearray(end - begin)
+def _range_of_file(
+    path: Path, begin: int, end: int, opened: Callable[[Path], ReadableFile]
+) -> Buffer:
+    data = memoryview(bytearray(end - begin))
     try:
-        file = opened(path)
-        nbytes = local.read_at(file.descriptor, begin, memoryview(data))
+        nbytes = opened(path).read_at(begin, data)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -97,4 +81,4 @@ def _range_of_file(path: Path, begin: int, end: int, opened: Callable[[Path], _F
         ) from error
     except OSError as error:
         raise StorageError(error.errno, f"read {path}: {error.strerror}", str(path)) from error
-    return memoryview(data)[:nbytes]
+    return data[:nbytes]

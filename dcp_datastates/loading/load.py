@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from dcp_datastates.commit.place import Place
 from dcp_datastates.config import check_options
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.key_paths import nested
@@ -35,7 +34,6 @@ from dcp_datastates.storage.object_path import (
     Location,
     check_opens,
     locate_all,
-    resolved,
 )
 from dcp_datastates.tiers.run_identity import loaded_from
 
@@ -245,7 +243,6 @@ class _Load:
 
         def work() -> bytes:
             self.stored = Stored(open_nearest(self._places).table, self._places)
-            Place(resolved(self._places[0])).warn_if_replaced()
             loaded_from(self._places)
             self._session.account.attempt = self.stored.table.note.attempt.name
             return self._session.account.attempt.encode()

@@ -18,15 +18,14 @@ import errno
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import decisions, local_store
 from dcp_datastates.storage.attempt import Attempt, is_far_ahead
-from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State, StoredDecision
+from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
@@ -42,6 +41,9 @@ _DATA_FILE: Final = re.compile(r"r(\d{5,})-\d+\.safetensors")
 _OURS: Final = b"DCPDST"
 _END: Final = 24
 """Every ``.metadata`` of this package has this mark in so many of its last bytes (``format/metadata.py``)."""
+
+DELETING: Final = "deleting"
+"""An object in the attempt's folder while it is being deleted."""
 
 _TRIES: Final = 20
 """How often a reader looks again because attempts come and go while it looks."""
@@ -84,17 +86,12 @@ def _say_ignored(path: str) -> None:
     )
 
 
-def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | None:
-    """The checkpoint at ``directory``: the newest attempt there that is committed, and its decision. None if none is.
+def newest_committed(directory: ObjectPath) -> tuple[Attempt, bytes] | None:
+    """The checkpoint at ``directory``: the newest attempt there that is committed, and its metadata. None if none is.
 
     One LIST and one GET in the usual case.
     """
-
-    def look(attempt: Attempt) -> StoredDecision | None:
-        decision = decisions.read(directory, attempt)
-        return decision if decision and decision.state is State.COMMITTED else None
-
-    return _newest(directory, look)
+    return _newest(directory, lambda attempt: decisions.committed_metadata(directory, attempt))
 
 
 def committed_attempt(directory: ObjectPath) -> Attempt | None:
@@ -158,7 +155,7 @@ def survey(
     found: dict[Attempt, Contents] = {}
     for attempt in present(directory) if among is None else among:
         folder, contents = directory / attempt.name, Contents()
-        for each in _objects_in(folder):
+        for each in folder.store.list(folder.key).objects:
             if each.name == DECISION_NAME:
                 contents.decision = each
             elif rank_of(each.name) is not None:
@@ -168,18 +165,6 @@ def survey(
         if directory.is_local or contents != Contents():  # a store has no folders
             found[attempt] = contents
     return found
-
-
-def _objects_in(folder: ObjectPath) -> list[StoredObject]:
-    listing = folder.store.list(folder.key)
-    objects, decision = list(listing.objects), folder / DECISION_NAME
-    if (
-        folder.is_local
-        and DECISION_NAME in listing.folders
-        and local_store.is_object(Path(str(decision)))
-    ):
-        objects.append(StoredObject(decision.key, folder.store.size(decision.key), 0.0))
-    return objects
 
 
 def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) -> None:
@@ -196,16 +181,41 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     remove_folders(directory, [attempt])
 
 
-def remove_folders(directory: ObjectPath, there: Iterable[Attempt]) -> None:
-    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none."""
+def remove(
+    directory: ObjectPath, there: Mapping[Attempt, Contents], decided: Collection[Attempt]
+) -> None:
+    """Remove attempts that cannot be loaded, but not what other programs have put there: all data, then the decisions.
+    In a store, those about attempts that are not ``decided`` stay for good: a withdrawal keeps its attempt from being
+    committed by a process that wakes late.
+    """
+    store = directory.store
+    store.delete([each.key for contents in there.values() for each in contents.data])
+    forget(directory, there)
+    rest = [each for contents in there.values() for each in contents.others]
+    keys = [each.key for each in rest if each.name == DELETING]
+    if not directory.is_local:  # there, a decision goes with its folder
+        keys += [decisions.decision_path(directory, attempt).key for attempt in decided]
+    store.delete(keys)
+    remove_folders(directory, there, decided)
+
+
+def remove_folders(
+    directory: ObjectPath, there: Iterable[Attempt], decided: Collection[Attempt] = ()
+) -> None:
+    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none. Where a folder
+    cannot go in one step with the decision in it, those of ``decided`` go in two, and the others stay.
+    """
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
         names = folder.store.list(folder.key).names
-        if not names:
-            local_store.remove_folder(folder.key)
-        elif names == [DECISION_NAME]:
+        if names == [DECISION_NAME]:
             # No process may decide anew between its removal and the folder's.
-            local_store.discard_folder(folder.key)
+            if local_store.discard_folder(folder.key) or attempt not in decided:
+                continue
+            folder.store.delete([(folder / DECISION_NAME).key])
+        elif names:
+            continue
+        local_store.remove_folder(folder.key)
 
 
 # ---- the index of a directory of checkpoints in an object store -----------------------------------

@@ -15,7 +15,6 @@ import errno
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -48,34 +47,25 @@ class State(Enum):
     """It was committed, and is being deleted."""
 
 
-@dataclass(frozen=True)
-class StoredDecision:
-    """A decision, as it lies in the store."""
-
-    state: State
-    data: bytes
-    """The bytes of a ``.metadata`` file, if the attempt is committed."""
-    decided_at: float
-    """By the store's clock, in seconds since the epoch."""
-
-
 def decision_path(directory: ObjectPath, attempt: Attempt) -> ObjectPath:
     """Where the decision about ``attempt`` at ``directory`` lies."""
     return directory / attempt.name / DECISION_NAME
 
 
-def read(directory: ObjectPath, attempt: Attempt) -> StoredDecision | None:
-    """The decision about an attempt; None if there is none yet. Raises :class:`StorageError`."""
+def committed_metadata(directory: ObjectPath, attempt: Attempt) -> bytes | None:
+    """The metadata of an attempt that is committed, else None. Raises :class:`StorageError`."""
     path = decision_path(directory, attempt)
     try:
-        data, decided_at = path.store.get(path.key)
+        data = path.store.get(path.key)
     except ObjectMissingError:
         return None
-    return StoredDecision(_state(data), data, decided_at)
+    return data if _state(data) is State.COMMITTED else None
 
 
 def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
-    """As :func:`read`, without the metadata, which may be large."""
+    """What is decided about an attempt; None if nothing is yet. Does not read the metadata, which may be large. Raises
+    :class:`StorageError`.
+    """
     path = decision_path(directory, attempt)
     try:
         return _state(bytes(path.store.get_range(path.key, 0, LONGEST_MARK)))
@@ -118,7 +108,7 @@ def decide(
             return State.COMMITTED
     state = withdraw(directory, attempt)
     if state is State.COMMITTED:
-        _check_same(path, data)
+        _check_same(directory, attempt, data)
     return state
 
 
@@ -168,13 +158,15 @@ def decide_alone(
             path.store.put(path.key, data)
         if created:
             return State.COMMITTED
+    except NotDurableError:
+        raise
     except OSError as error:
         failure = error
     state = state_of(directory, attempt)
     if state is None:  # the request may still be carried out
         raise failure or StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
     if state is State.COMMITTED:
-        _check_same(path, data)
+        _check_same(directory, attempt, data)
     return state
 
 
@@ -200,9 +192,9 @@ def _state(data: bytes) -> State:
     return State.DELETED if data.startswith(_DELETED) else State.COMMITTED
 
 
-def _check_same(path: ObjectPath, data: bytes) -> None:
-    there, _ = path.store.get(path.key)
-    if there != data and _state(there) is State.COMMITTED:
+def _check_same(directory: ObjectPath, attempt: Attempt, data: bytes) -> None:
+    if committed_metadata(directory, attempt) not in (None, data):
         raise CheckpointSupersededError(
-            f"another process has committed other metadata as {path}: two jobs have drawn the same attempt"
+            f"another process has committed other metadata as {decision_path(directory, attempt)}: two jobs have drawn "
+            f"the same attempt"
         )

@@ -12,7 +12,7 @@ import errno
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from typing_extensions import Buffer
@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 class FsspecStore(LibraryStore):
     """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
-
-    deletes_many: Final = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         super().__init__(url, options)
@@ -92,12 +90,8 @@ class FsspecStore(LibraryStore):
         with contextlib.suppress(StorageError):  # the upload's own error counts
             self.delete([key])
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        def get() -> tuple[bytes, Any]:
-            return bytes(self._files.cat_file(self._path(key))), self._files.info(self._path(key))
-
-        data, about = self._ask("reading", key, get)
-        return data, _modified_at(about)
+    def get(self, key: str) -> bytes:
+        return self._ask("reading", key, lambda: bytes(self._files.cat_file(self._path(key))))
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:

@@ -2,9 +2,8 @@
 
 An object is a file. It appears whole: its bytes are written to a temporary file beside it and synced, and the file then
 gets the object's name. A replacement is a rename. A creation that must not replace anything is a hard link, which fails
-if the name exists; where the file system has no links, it is the rename of a filled directory (:func:`_by_directory`),
-which fails, too. Each change of a name is followed by a sync of its directory, so that it is durable when the call
-returns.
+if the name exists; where the file system has no links, it is a rename that replaces nothing. Each change of a name is
+followed by a sync of its directory, so that it is durable when the call returns.
 
 A key's folder must exist: only :func:`make_folder` makes one. So nothing can be created any more in the folder of an
 attempt that was removed, however late the process is that tries. What asks storage raises :class:`StorageError`.
@@ -17,15 +16,13 @@ import errno
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import DataStatesError, StorageError
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_store import (
@@ -40,13 +37,9 @@ from dcp_datastates.storage.operations import current_phase
 UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
 """The name of a temporary file, which a killed process may leave."""
 
-_WITHIN: Final = "object"
-"""The file in the directory that an object is on a file system without links."""
-
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _NO_RENAME: Final = (errno.EMFILE, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
 """Of a filled directory: gcsfuse with its default limit, and overlayfs."""
-_EXISTS: Final = (errno.EEXIST, errno.ENOTEMPTY)
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MARK: Final = "mark:"
@@ -56,34 +49,25 @@ _LONGEST_MARK: Final = 64
 _MOST_BYTES: Final = 4 << 30
 """Of the largest object that is read whole. The metadata of 16,384 ranks with 900 tensors each have 1 GiB."""
 
-_STAT_THREADS: Final = 8
-"""A shared file system takes a millisecond per file."""
-_FEW: Final = 64
-
 
 class LocalStore:
     """The file system of this machine. Keys are absolute paths without the slash at their beginning. Stateless."""
 
     url: Final = ""
-    deletes_many: Final = True
 
     def put(self, key: str, data: Buffer) -> None:
         self._replace(key, [data], memoryview(data).nbytes)
 
     def _replace(self, key: str, pieces: Iterable[Buffer], nbytes: int | None) -> None:
-        with _written(_file_of(key), pieces, nbytes, renamed=True) as unfinished:
-            operations.rename(unfinished, _file_of(key), current_phase())
-        _sync_name(_path(key))
+        path = _path(key)
+        with _written(path, pieces, nbytes, renamed=True) as unfinished:
+            operations.rename(unfinished, path, current_phase())
+        _sync_name(path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = _path(key)
         with _written(path, [data], memoryview(data).nbytes) as unfinished:
-            try:
-                created = _link(unfinished, path)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                created = _by_directory(unfinished, path)
+            created = _created(unfinished, path)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
         _sync_name(path, created)
         return created
@@ -93,20 +77,20 @@ class LocalStore:
     ) -> None:
         self._replace(key, pieces, nbytes=None)
 
-    def get(self, key: str) -> tuple[bytes, float]:
+    def get(self, key: str) -> bytes:
         if (mark := _mark_at(_path(key))) is not None:
-            return mark, 0.0
+            return mark
         with _opened(key) as descriptor:
-            status = os.fstat(descriptor)
-            if status.st_size > _MOST_BYTES:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes > _MOST_BYTES:
                 raise StorageError(
                     errno.EFBIG,
-                    f"it has {status.st_size} bytes, more than the metadata of any checkpoint",
+                    f"it has {nbytes} bytes, more than the metadata of any checkpoint",
                     f"/{key}",
                 )
-            data = bytearray(status.st_size)
+            data = bytearray(nbytes)
             del data[local.read_at(descriptor, 0, memoryview(data)) :]
-        return bytes(data), status.st_mtime
+        return bytes(data)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if (mark := _mark_at(_path(key))) is not None:
@@ -117,7 +101,7 @@ class LocalStore:
             return data
 
     def size(self, key: str) -> int:
-        status = presence.status_of(_file_of(key))
+        status = presence.status_of(_path(key))
         if status is None:
             raise ObjectMissingError(f"/{key}")
         return status.st_size
@@ -142,25 +126,14 @@ class LocalStore:
             is_there = presence.is_there(_path(beginning + name))
             return StoredObject(beginning + name, 0, 0.0) if is_there else None
 
-        if len(files) > _FEW:
-            with ThreadPoolExecutor(_STAT_THREADS) as executor:
-                found = list(executor.map(look, sorted(files)))
-        else:
-            found = [look(name) for name in sorted(files)]
-        objects = tuple(each for each in found if each is not None)
+        objects = tuple(filter(None, presence.look_at_each(look, sorted(files))))
         return Listing(tuple(sorted(folders)), objects, tuple(sorted(links)))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = _path(key)
             with local.explained("deleting", path), contextlib.suppress(FileNotFoundError):
-                try:
-                    operations.unlink(path, current_phase())
-                except (IsADirectoryError, PermissionError):
-                    if not is_object(path):
-                        raise
-                    operations.unlink(path / _WITHIN, current_phase())
-                    operations.remove_directory(path, current_phase())
+                operations.unlink(path, current_phase())
 
 
 def make_folder(key: str, phase: str) -> bool:
@@ -187,17 +160,12 @@ def remove_folder(key: str, whole: bool = False) -> bool:
         except FileNotFoundError:
             return True
         except OSError as error:
-            if error.errno in _EXISTS:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return False
             raise
         with contextlib.suppress(FileNotFoundError):
             operations.sync_directory(path.parent, current_phase())
     return True
-
-
-def is_object(path: Path) -> bool:
-    """Whether a folder is an object, which was created where the file system has no links."""
-    return presence.is_directory(path) and presence.is_file(path / _WITHIN)
 
 
 def has_unfinished(key: str) -> bool:
@@ -231,7 +199,7 @@ def put_copy(key: str, of: str, data: Buffer) -> None:
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("writing", path):
         try:
-            operations.link(_file_of(of), unfinished, current_phase())
+            operations.link(_path(of), unfinished, current_phase())
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -259,12 +227,6 @@ def _path(key: str) -> Path:
     return Path(f"/{key}")
 
 
-def _file_of(key: str) -> Path:
-    """The file of an object, which lies in a directory where :func:`_by_directory` has created it."""
-    path = _path(key)
-    return path / _WITHIN if is_object(path) else path
-
-
 @contextlib.contextmanager
 def _written(
     path: Path, pieces: Iterable[Buffer], nbytes: int | None, renamed: bool = False
@@ -273,41 +235,39 @@ def _written(
     storage; it is gone afterwards. ``renamed``: the caller renames it.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
-    with _missing_is_told(path), local.explained("writing", path):
+    with local.explained("writing", path):
         try:
-            try:
-                operations.write_new_file(unfinished, pieces, current_phase())
-            except OSError as error:
-                if isinstance(error, StorageError) or error.errno == errno.ENOENT:
-                    raise
-                if error.errno in _FULL and nbytes is not None and nbytes <= _LONGEST_MARK:
-                    os.unlink(unfinished)
-                    os.symlink(_MARK + b"".join(pieces).hex(), unfinished)
-                else:
-                    raise NotStoredError(
-                        error.errno,
-                        f"writing failed: {error.strerror}"
-                        + local.about_space(error.errno, path, nbytes or 0),
-                        str(path),
-                    ) from error
+            _write(unfinished, path, pieces, nbytes)
             yield unfinished
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
+            if isinstance(error, FileNotFoundError) and not isinstance(error, DataStatesError):
+                raise ObjectMissingError(str(path)) from error  # its folder is
             raise
         if not renamed:
             with contextlib.suppress(OSError):
                 operations.unlink(unfinished, current_phase())
 
 
-@contextlib.contextmanager
-def _missing_is_told(path: Path) -> Iterator[None]:
+def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
     try:
-        yield
-    except StorageError as error:
-        if error.errno == errno.ENOENT and not isinstance(error, ObjectMissingError):
-            raise ObjectMissingError(str(path)) from error
-        raise
+        try:
+            operations.write_new_file(unfinished, pieces, current_phase())
+        except OSError as error:
+            if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
+                raise
+            with operations.reached(unfinished) as (name, folder):
+                with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
+                    os.unlink(name, dir_fd=folder)
+                os.symlink(_MARK + b"".join(pieces).hex(), name, dir_fd=folder)
+    except OSError as error:
+        if isinstance(error, DataStatesError | FileNotFoundError):
+            raise
+        space = local.about_space(error.errno, path, nbytes or 0)
+        raise NotStoredError(
+            error.errno, f"writing failed: {error.strerror}{space}", str(path)
+        ) from error
 
 
 def _mark_at(path: Path) -> bytes | None:
@@ -318,33 +278,33 @@ def _mark_at(path: Path) -> bytes | None:
     return None
 
 
-def _link(unfinished: Path, path: Path) -> bool:
+def _created(unfinished: Path, path: Path) -> bool:
+    """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
         operations.link(unfinished, path, current_phase())
     except FileExistsError:
         # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
-        return os.stat(unfinished).st_nlink > 1
+        return os.lstat(unfinished).st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _created_by_rename(unfinished, path)
     return True
 
 
-def _by_directory(unfinished: Path, path: Path) -> bool:
-    """Create ``path`` without a link: as a directory with the file in it, by a rename that no filled directory, and no
-    file, under that name survives.
-    """
-    folder = unfinished.with_name(f".{path.name}.{secrets.token_hex(8)}~")
-    operations.make_directory(folder, current_phase())
+def _created_by_rename(unfinished: Path, path: Path) -> bool:
     try:
-        operations.rename(unfinished, folder / _WITHIN, current_phase())
-        operations.sync_directory(folder, current_phase())
-        operations.rename(folder, path, current_phase())
+        operations.rename_new(unfinished, path, current_phase())
+    except FileExistsError:
+        return False
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if error.errno in (*_EXISTS, errno.ENOTDIR):
-            return False
-        if error.errno in _NO_RENAME:
-            cause = "the file system has no hard links, and no renames of filled directories"
-            raise OSError(errno.EOPNOTSUPP, cause) from error
-        raise
+        if error.errno not in operations.NO_RENAME_FLAGS:
+            raise
+        raise StorageError(
+            errno.EOPNOTSUPP,
+            "the file system has no hard links, and no renames that replace nothing",
+            str(path),
+        ) from error
     return True
 
 
@@ -390,10 +350,6 @@ def _opened(key: str) -> Iterator[int]:
 def _open(path: Path) -> int:
     try:
         return local.open_regular(path)
-    except presence.NotAFileError:
-        if not is_object(path):
-            raise
-        return local.open_regular(path / _WITHIN)
     except FileNotFoundError:
         # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

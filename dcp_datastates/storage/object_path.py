@@ -118,9 +118,7 @@ def is_url(path: object) -> bool:
 
 
 def locate(
-    path: str | os.PathLike[str] | ObjectPath,
-    below: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    path: AnyPath, below: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Location:
     """The place that ``path`` names: a URL's in its store, anything else in the file system (:func:`local.local_path`).
 

@@ -73,10 +73,6 @@ class ObjectStore(Protocol):
     def url(self) -> str:
         """``s3://bucket``, for messages."""
 
-    @property
-    def deletes_many(self) -> bool | None:
-        """Whether one request deletes several objects; None: that shows at the first deletion."""
-
     def put(self, key: str, data: Buffer) -> None:
         """Store an object, in place of any that is there."""
 
@@ -94,8 +90,8 @@ class ObjectStore(Protocol):
         appears when all are sent. If ``pieces`` or a part raises, no object appears, and the parts are removed.
         """
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        """The object's bytes, and the time of its last change, in seconds since the epoch."""
+    def get(self, key: str) -> bytes:
+        """The object's bytes."""
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         """The bytes ``[begin, end)``; fewer if the object ends before. Never more, whatever the server sends."""

@@ -77,7 +77,8 @@ class ObstoreStore(LibraryStore):
         super().__init__(url)
         self._most_deleted: Final = 1000 if url.startswith("s3") else 256
         """The most objects that one request deletes."""
-        self.deletes_many: bool | None = None
+        self._deletes_many: bool | None = None
+        """Whether one request deletes several; None: that shows at the first deletion."""
 
     def _open(self) -> _Clients:
         client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
@@ -157,12 +158,10 @@ class ObstoreStore(LibraryStore):
             self._renew(client)  # for the next upload
             raise
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        def get() -> tuple[bytes, float]:
-            result = obstore.get(self._client.calls, key)
-            return bytes(result.bytes()), result.meta["last_modified"].timestamp()
-
-        return self._ask("reading", key, get)
+    def get(self, key: str) -> bytes:
+        return self._ask(
+            "reading", key, lambda: bytes(obstore.get(self._client.calls, key).bytes())
+        )
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:
@@ -194,20 +193,20 @@ class ObstoreStore(LibraryStore):
         names = list(keys)
         if not names:
             return
-        if self.deletes_many is not False:
-            seconds = _WRITE_SECONDS if self.deletes_many else 0.0
+        if self._deletes_many is not False:
+            seconds = _WRITE_SECONDS if self._deletes_many else 0.0
             try:
                 self._delete(names, lambda: self._client.calls, seconds)
             except StorageError as error:
-                if self.deletes_many:
+                if self._deletes_many:
                     raise
                 refusal = error
             else:
-                self.deletes_many = True
+                self._deletes_many = True
                 return
         self._delete(names, lambda: self._client.single, _WRITE_SECONDS)
-        if self.deletes_many is None and not isinstance(refusal, BusyError):
-            self.deletes_many = False
+        if self._deletes_many is None and not isinstance(refusal, BusyError):
+            self._deletes_many = False
             logger.info(
                 "%s does not take requests that delete several objects, so each is deleted by one of its own: %s",
                 self.url,

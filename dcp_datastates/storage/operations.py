@@ -26,7 +26,8 @@ from dcp_datastates.storage.failpoints import hit
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 
-NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_RENAME_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What :func:`exchange` and :func:`rename_new` raise where the file system knows no such renames."""
 
 _NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What an fsync of a directory says where it is not needed, as in SMB. ``output_file.cpp`` goes by the same."""
@@ -34,6 +35,7 @@ _NO_DIRECTORY_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
 
 _sync_ids = itertools.count(1)
@@ -168,25 +170,42 @@ def rename(path: Path, target: Path, phase: str) -> None:
 
 
 def link(path: Path, target: Path, phase: str) -> None:
-    """Make ``target`` another name of the file ``path`` (link(2)); raises FileExistsError."""
+    """Make ``target`` another name of ``path``, a file or a symbolic link (link(2)); raises FileExistsError."""
     with (
         _operation(phase, "link", path, to=str(target)),
         reached(path) as (old, folder),
         reached(target) as (new, other),
     ):
-        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other)
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
+
+
+def rename_new(path: Path, target: Path, phase: str) -> None:
+    """Rename ``path`` to ``target``, atomically (renameat2(2)); raises FileExistsError, or an errno of
+    :data:`NO_RENAME_FLAGS`.
+    """
+    with _operation(phase, "rename", path, to=str(target)):
+        _renameat2(path, target, _RENAME_NOREPLACE)
 
 
 def exchange(path: Path, target: Path, phase: str) -> None:
-    """Exchange two entries, atomically (renameat2(2)). Raises an errno of :data:`NO_EXCHANGE` where that is missing."""
+    """Exchange two entries, atomically (renameat2(2)); raises an errno of :data:`NO_RENAME_FLAGS`."""
     with _operation(phase, "exchange", path, to=str(target)):
-        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        if renameat2 is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
-        ends = _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target)
-        if renameat2(*ends, _RENAME_EXCHANGE) != 0:
+        _renameat2(path, target, _RENAME_EXCHANGE)
+
+
+def _renameat2(path: Path, target: Path, flags: int) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+    with reached(path) as (old, folder), reached(target) as (new, other):
+        ends = _at(folder), os.fsencode(old), _at(other), os.fsencode(new)
+        if renameat2(*ends, flags) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(path), None, str(target))
+
+
+def _at(folder: int | None) -> int:
+    return _AT_FDCWD if folder is None else folder
 
 
 def unlink(path: Path, phase: str) -> None:

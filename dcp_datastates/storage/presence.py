@@ -15,13 +15,15 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError, ObjectStore
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _PASSING: Final = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
@@ -32,6 +34,10 @@ _REST_SECONDS: Final = 10.0
 """For so long after all tries have failed, each operation is tried once: a root may hold thousands of names."""
 
 _failed_at = -_REST_SECONDS
+
+_THREADS: Final = 8
+_FEW: Final = 16
+"""Files of a local disk that one thread has looked at before others start."""
 
 _WAYS_OUT: Final = {
     errno.EACCES: "let this user read it, or move it away",
@@ -70,6 +76,17 @@ def asked(operation: Callable[[], T]) -> T:
 
 def _passes(error: OSError) -> bool:
     return error.errno in _PASSING and not isinstance(error, StorageError)
+
+
+def look_at_each(look: Callable[[K], T], places: Iterable[K], few: int = _FEW) -> list[T]:
+    """What ``look`` returns for each of ``places``, in their order. Several threads look at more than ``few``: a shared
+    file system takes a millisecond for each, and a store some dozens.
+    """
+    them = list(places)
+    if len(them) <= few:
+        return list(map(look, them))
+    with ThreadPoolExecutor(_THREADS) as executor:
+        return list(executor.map(look, them))
 
 
 def is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:

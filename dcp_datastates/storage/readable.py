@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class ReadableFile(Protocol):
         """Have the bytes read from storage next time, and leave the page cache to others (0: all from ``offset``)."""
 
     def close(self) -> None:
-        """Close it. No thread reads. Idempotent."""
+        """Close it. No thread reads. Idempotent. A file that nothing refers to is closed, too."""
 
 
 def open_readable(location: Location) -> ReadableFile:
@@ -34,19 +35,19 @@ def open_readable(location: Location) -> ReadableFile:
 
 class _File:
     def __init__(self, path: Path) -> None:
-        # A file object, not a descriptor: an interrupt may come between a close and the note of it, and a file object
-        # is closed once, however often it is told to.
-        self._file = open(local.open_regular(path), "rb", buffering=0)  # noqa: SIM115
-        self.nbytes = os.fstat(self._file.fileno()).st_size
+        self._descriptor = local.open_regular(path)
+        # Closes it once, however often it is called, and when nothing refers to this any more.
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.nbytes = os.fstat(self._descriptor).st_size
 
     def read_at(self, offset: int, into: memoryview) -> int:
-        return local.read_at(self._file.fileno(), offset, into)
+        return local.read_at(self._descriptor, offset, into)
 
     def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
-        local.drop_cached(self._file.fileno(), offset, nbytes)
+        local.drop_cached(self._descriptor, offset, nbytes)
 
     def close(self) -> None:
-        self._file.close()
+        self._close()
 
 
 class _Object:

@@ -52,7 +52,6 @@ class Operation(Enum):
     LIST = "list"
     RANGE = "read a range"
     DELETE = "delete"
-    DELETE_MANY = "delete many by one request"
 
 
 _NEEDED: Final = (Operation.PUT, Operation.SHRINK, Operation.LIST, Operation.RANGE)
@@ -83,7 +82,6 @@ _MEANS_IN_A_STORE: Final = {
     "server that answers a request for a range with status 206",
     Operation.DELETE: "saves are committed, and all that they should remove stays: grant permission to delete objects "
     "(S3: s3:DeleteObject), or give the bucket a lifecycle rule",
-    Operation.DELETE_MANY: "each object is deleted by a request of its own",
 }
 
 
@@ -150,8 +148,7 @@ def _remembered(root: ObjectPath, mounted: Any) -> Findings:
         raise StorageError(errno.EOPNOTSUPP, _said(missing), str(root))
     for each in found.answers:
         if not each.works:
-            level = logging.DEBUG if each.operation is Operation.DELETE_MANY else logging.WARNING
-            logger.log(level, "%s: %s", root, _said(each))
+            logger.warning("%s: %s", root, _said(each))
     return found
 
 
@@ -250,8 +247,6 @@ def _try_store(folder: ObjectPath, causes: _Causes) -> None:
         causes[Operation.LIST] = _cause(folder, lambda: _unlisted(folder, replaced))
     finally:
         causes[Operation.DELETE] = _cause(folder, lambda: _delete(folder))
-    if causes[Operation.DELETE] is None and not store.deletes_many:
-        causes[Operation.DELETE_MANY] = "the server, or the library for it, does not know it"
 
 
 def _cause(place: ObjectPath, request: Callable[[], object]) -> str | None:
@@ -330,9 +325,9 @@ def _race(folder: ObjectPath, key: str) -> str | None:
     if failures and True not in results:
         raise failures[0]
     if (winners := results.count(True)) > 1:
-        return f"{winners} of {_RACING} creations at once succeeded"
+        return f"{winners} of {_RACING} creations at the same time succeeded"
     # None may have won, by its own account: if the reply to the winner's request was lost.
-    return _cause(folder, lambda: None if store.get(key)[0] else "the object is empty")
+    return _cause(folder, lambda: None if store.get(key) else "the object is empty")
 
 
 def _shrink(path: Path) -> str | None:

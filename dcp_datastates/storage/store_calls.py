@@ -77,16 +77,41 @@ class LibraryStore:
     def _ask(
         self, doing: str, key: str, request: Callable[[], T], seconds: float = ASKED_SECONDS
     ) -> T:
-        """What ``request`` returns, which takes the client anew each time, asked :func:`patiently`."""
-        used = self._client
+        """What ``request`` returns, which takes the client anew each time. While the store is busy, it is sent again,
+        for ``seconds`` at most; once more after the credentials have expired, if they could be read anew.
 
-        def ask() -> T:
-            nonlocal used
+        Raises the last error. Any thread. In work that was abandoned, nothing is sent.
+        """
+        step()
+        began, wait = time.monotonic(), _FIRST_WAIT
+        renewed = said = False
+        while True:
             used = self._client
-            with self._explained(doing, key):
-                return request()
-
-        return patiently(ask, seconds, lambda: self._renew(used))
+            try:
+                with self._explained(doing, key):
+                    return request()
+            except ExpiredError as error:
+                if not renewed and self._renew(used):
+                    renewed = True
+                    continue
+                raise ExpiredError(
+                    error.errno,
+                    f"{error.strerror}; the credentials were read again from where they come from (the environment, a "
+                    f"file, the machine's role or a provider), and do not help either: renew them there, and the next "
+                    f"request takes them",
+                    error.filename,
+                ) from None
+            except BusyError as error:
+                waited = time.monotonic() - began
+                answer = f"{error.strerror} (for {waited:.0f} s)"
+                if waited >= seconds:
+                    raise BusyError(error.errno, answer, error.filename) from None
+                troubled(answer)
+                if waited >= _SAID_AFTER and not said:
+                    said = True
+                    logger.warning("%s; asking again for up to %.0f s", error, seconds)
+            _pause(wait * random.uniform(0.5, 1))
+            wait = min(3 * wait, _LONGEST_WAIT)
 
     def _renew(self, used: Any) -> bool:
         """Read the credentials anew, unless another thread has done so since the client ``used`` was made."""
@@ -118,43 +143,11 @@ class LibraryStore:
         return without_secrets(str(error), secrets_in(self._options)) or type(error).__name__
 
 
-def patiently(ask: Callable[[], T], seconds: float, renew: Callable[[], bool]) -> T:
-    """Return what ``ask`` returns, which sends a request. While it raises :class:`BusyError`, ask again, for
-    ``seconds`` at most; after :class:`ExpiredError` once, if ``renew`` has read the credentials anew.
-
-    Raises what ``ask`` raises in the end. Any thread. In work that was abandoned, nothing is sent.
-    """
-    step()
-    began, wait = time.monotonic(), _FIRST_WAIT
-    renewed = said = False
-    while True:
-        try:
-            return ask()
-        except ExpiredError as error:
-            if not renewed and renew():
-                renewed = True
-                continue
-            raise ExpiredError(
-                error.errno,
-                f"{error.strerror}; the credentials were read again from where they come from (the environment, a "
-                f"file, the machine's role or a provider), and do not help either: renew them there, and the next "
-                f"request takes them",
-                error.filename,
-            ) from None
-        except BusyError as error:
-            waited = time.monotonic() - began
-            answer = f"{error.strerror} (for {waited:.0f} s)"
-            if waited >= seconds:
-                raise BusyError(error.errno, answer, error.filename) from None
-            troubled(answer)
-            if waited >= _SAID_AFTER and not said:
-                said = True
-                logger.warning("%s; asking again for up to %.0f s", error, seconds)
-        over = time.monotonic() + wait * random.uniform(0.5, 1)
-        while (left := over - time.monotonic()) > 0:
-            time.sleep(min(left, _SLICE))
-            troubled(None)  # abandoned work ends here
-        wait = min(3 * wait, _LONGEST_WAIT)
+def _pause(seconds: float) -> None:
+    over = time.monotonic() + seconds
+    while (left := over - time.monotonic()) > 0:
+        time.sleep(min(left, _SLICE))
+        troubled(None)  # abandoned work ends here
 
 
 # ---- secrets -------------------------------------------------------------------------------------

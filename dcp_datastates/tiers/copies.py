@@ -15,7 +15,6 @@ import time
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
-from dcp_datastates.checkpoints.pins import DELETING
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -24,7 +23,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.attempts import INDEX_NAME, committed_attempt
+from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt
 from dcp_datastates.storage.decisions import decision_path
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath, stored

@@ -68,8 +68,6 @@ class NodeStore:
         saves: the data files that this process is storing.
     """
 
-    deletes_many: Final = True
-
     def __init__(self, url: str, nodes: Callable[[], Nodes]) -> None:
         self.url: Final = url
         self._bucket = url.partition("://")[2].strip("/")
@@ -106,9 +104,9 @@ class NodeStore:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[bytes, float]:
-        entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
-        return bytes(data), entry.modified_ns / 1e9
+    def get(self, key: str) -> bytes:
+        _, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        return bytes(data)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         end = max(begin, end)

@@ -112,7 +112,7 @@ def _read(root: Location) -> _Identity | None:
             raise ConfigurationError(
                 f"{str(path)!r} has {nbytes} bytes, so it does not say which run this is; remove it if it is not yours"
             )
-        data, _ = path.store.get(path.key)
+        data = path.store.get(path.key)
     except ObjectMissingError:
         return None
     run, _, origin = data.decode(errors="replace").strip().partition(" ")

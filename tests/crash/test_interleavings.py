@@ -116,7 +116,7 @@ def _trusts_the_pointer(patch):
     def newest_committed(directory):
         found = real(directory)
         try:
-            copied, _ = directory.store.get((directory / ".metadata").key)
+            copied = directory.store.get((directory / ".metadata").key)
         except FileNotFoundError:
             return found
         attempt = Attempt.parse(copied[1:].rstrip(b".").decode())
@@ -130,10 +130,10 @@ def _latest_decision_wins(patch):
 
     def newest_committed(directory):
         found = [
-            (decision.decided_at, attempt, decision)
-            for attempt in attempts.present(directory)
-            if (decision := decisions.read(directory, attempt)) is not None
-            and decision.state is State.COMMITTED
+            (contents.decision.modified_at, attempt, data)
+            for attempt, contents in attempts.survey(directory).items()
+            if contents.decision is not None
+            and (data := decisions.committed_metadata(directory, attempt)) is not None
         ]
         return max(found, key=lambda each: each[0])[1:] if found else None
 
@@ -145,9 +145,8 @@ def _looks_once(patch):
 
     def newest_committed(directory):
         for attempt in reversed(attempts.present(directory)):
-            decision = decisions.read(directory, attempt)
-            if decision is not None and decision.state is State.COMMITTED:
-                return attempt, decision
+            if (data := decisions.committed_metadata(directory, attempt)) is not None:
+                return attempt, data
         return None
 
     patch.setattr(attempts, "newest_committed", newest_committed)

@@ -81,7 +81,7 @@ def path(request, monkeypatch, cluster):
 def _commit(path, round_):
     path.store.races = True
     try:
-        Place(path).publish(round_, lambda meta, claim: METADATA)
+        Place(path).publish(round_, METADATA)
     except CheckpointSupersededError:
         return False
     return True

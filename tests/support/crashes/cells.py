@@ -55,7 +55,7 @@ _NATIVE = (
     *("sync.data", "sync.directory"),
 )
 _PUBLISH = ("decide", "create", "write", "sync_file", "link", "sync_directory")
-_CLEANUP = ("link", "create", "write", "sync_file", "rename", "sync_directory", "unlink", "rmdir")
+_CLEANUP = ("link", "create", "write", "sync_file", "rename", "sync_directory", "unlink")
 
 POINTS: tuple[Point, ...] = (
     *both("stage"),

@@ -66,7 +66,6 @@ class MemoryStore:
     """
 
     url = ROOT
-    deletes_many = True
 
     def __init__(
         self,
@@ -108,10 +107,9 @@ class MemoryStore:
         data = b"".join(bytes(piece) for piece in pieces)
         self._change(Request("put_stream", key), lambda: self._store(key, data))
 
-    def get(self, key: str) -> tuple[bytes, float]:
+    def get(self, key: str) -> bytes:
         self._read(Request("get", key))
-        found = self._find(key)
-        return found.data, float(found.number)
+        return self._find(key).data
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         self._read(Request("get_range", key))

@@ -267,7 +267,7 @@ class Job:
         try:
             if not self._all_voted(claim.attempt):
                 raise StorageError(errno.EIO, "a rank is lost")
-            place.publish(round_, lambda meta, claim: metadata(claim.attempt))
+            place.publish(round_, metadata(claim.attempt))
         except CommitOutcomeUnknown:
             world.tell_unknown(key_of(round_))
         except DataStatesError:
@@ -468,7 +468,7 @@ def _end_calmly(world: World, begin: Callable[[int], Job]) -> None:
         assert world.told[path.key, newest].committed
         for attempt, contents in attempts.survey(path).items():
             assert attempt == newest or not (contents.data or contents.is_committed), "it is left"
-        assert path.store.get((path / ".metadata").key)[0] == metadata(newest)
+        assert path.store.get((path / ".metadata").key) == metadata(newest)
         if world.directory is not None:
             left = {each.name for each in Path(str(path)).iterdir()}
             assert left == {newest.name, ".metadata", "README"}

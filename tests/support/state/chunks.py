@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -170,7 +171,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert each.part.error is None
     assert rounds[0].compose is not None
     document = rounds[0].compose([each.report for each in rounds])
-    Place(path).publish(rounds[0], lambda meta, claim: document(meta, claim, None))
+    Place(path).publish(rounds[0], document(StorageMeta(), claimed, None))
 
 
 def _planning(planner: _SavePieces) -> ObjectPlanning:

@@ -213,7 +213,7 @@ def test_a_slow_save_that_is_deleted_cannot_be_committed_any_more(path):
     delete(path.with_name("slow"))
     save = Round(0, claim.attempt, path.with_name("slow"), EndedPart(), timeout=1.0, claim=claim)
     with pytest.raises(CheckpointSupersededError):
-        place.publish(save, lambda meta, claim: b"x" * 1000)
+        place.publish(save, b"x" * 1000)
     assert not path.with_name("slow").exists()
 
 

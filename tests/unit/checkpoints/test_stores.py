@@ -73,6 +73,13 @@ def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
     assert store.counts["get"] + store.counts["get_range"] + store.counts["size"] <= 5
 
 
+def test_latest_takes_the_place_that_it_has_returned(three):
+    newest = latest(three)
+    assert newest is not None
+    assert latest(newest.parent) == newest
+    assert latest([newest.parent]) == [newest]
+
+
 def test_a_checkpoint_that_another_tool_has_copied_without_an_entry_is_found(store, three):
     for key in [key for key in store.objects if "/.attempts/" in key]:
         del store.objects[key]

@@ -55,7 +55,7 @@ def _begun(path, overwrite=True):
 
 
 def _publish(round_):
-    Place(round_.path).publish(round_, lambda meta, claim: _metadata(claim.attempt))
+    Place(round_.path).publish(round_, _metadata(round_.attempt))
 
 
 def _tidy(round_):
@@ -207,17 +207,6 @@ def test_cleaning_up_never_raises(path, store, caplog):
         _tidy(round_)
         Place(path).tidy_after_failure(round_, 0, WORLD)
     assert len(caplog.records) == 2
-
-
-def test_a_checkpoint_that_another_process_replaced_is_named_once(path, caplog, monkeypatch):
-    _save(path)
-    Place(path).warn_if_replaced()
-    newer = _begun(path)
-    decisions.decide(path, newer.attempt, _metadata(newer.attempt))  # another process
-    Place(path).warn_if_replaced()
-    Place(path).warn_if_replaced()
-    assert len(caplog.records) == 1
-    assert newer.attempt.name in caplog.text
 
 
 class TestOneWriter:

@@ -55,7 +55,7 @@ def test_the_newest_committed_attempt_counts(path, store):
     found = attempts.newest_committed(path)
     assert found is not None
     assert found[0] == NEW
-    assert found[1].data == METADATA + NEW.name.encode()
+    assert found[1] == METADATA + NEW.name.encode()
 
 
 def test_withdrawn_and_deleted_attempts_are_passed_over(path):
