@@ -50,7 +50,7 @@ ranks that wait, each asking every 1.2 s, take 15 % of it.
 _STORE_PAUSE: Final = 0.2
 """Time before a request that has failed is repeated, in seconds."""
 
-KNOWN_PAUSE: Final = 0.05
+_KNOWN_PAUSE: Final = 0.05
 """Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 _KEPT: Final = 2 * MAX_IN_FLIGHT
@@ -150,7 +150,7 @@ class Meetings:
         """
         self._waits = False
         try:
-            while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
+            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
                 check()
             self._say_unsaid()
             self._forget(number)
