@@ -140,16 +140,13 @@ class Carrier:
         place.claim()
         for copy in copies(committed, place, mine):
             hit("archive.write.before")
-            copy(self._count)
+            copy(lambda nbytes: self._wait(self.pace.delay(nbytes)))
             hit("archive.write.after")
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
         rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
         return (rank or 0) % self._world == self._rank
-
-    def _count(self, nbytes: int) -> None:
-        self._wait(self.pace.delay(nbytes))
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
         if not _is_carried(target, committed.note.attempt):

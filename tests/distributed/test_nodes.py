@@ -405,10 +405,10 @@ def save_with_a_copy_that_fails(root: str) -> None:
         if dist.get_rank() == 0:
             begin, left = OtherNode.unpublished, [OSError(errno.ENOSPC, "No space left on device")]
 
-            def fails_once(node: OtherNode, key: str) -> object:
+            def fails_once(node: OtherNode, key: str, *limit: float) -> object:
                 if "safetensors" in key and left:
                     raise left.pop()
-                return begin(node, key)
+                return begin(node, key, *limit)
 
             patch.setattr(OtherNode, "unpublished", fails_once)
         save_configured(1)
