@@ -63,19 +63,19 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_498,
     "process": 930,
-    "ranks": 2_140,
+    "ranks": 2_133,
     "saving": 2_331,
-    "sharing": 746,
+    "sharing": 745,
     "staging": 1_986,
     "storage": 3_786,
-    "tiers": 2_284,
+    "tiers": 2_274,
     "torchtitan": 529,
     "wire": 600,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_951}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_947}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

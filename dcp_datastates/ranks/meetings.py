@@ -123,9 +123,8 @@ class Meetings:
         self._rank_set = rank_set
         self._store = rank_set.connect(self.name)
         self._waits = False  # whether this rank waits for others in the present meeting
-        self._awaited: dict[
-            int, str
-        ] = {}  # on the first rank: keys of the messages that it waits for, by rank
+        # On the first rank: the keys of the messages that it waits for, by rank.
+        self._awaited: dict[int, str] = {}
         self._unsaid: dict[int, str] = {}  # by meeting
         self._words: dict[int, None] = {}  # the meetings whose words may be in the store
         # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.
