@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from typing_extensions import Buffer
@@ -32,6 +33,7 @@ from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
+    ObjectStore,
     StoredObject,
     url_of,
 )
@@ -163,16 +165,17 @@ class NodeStore:
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def leave(self, key: str, why: str) -> bool:
+    def leave(self, key: str, why: str, node: str | None = None) -> bool:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        there = [*self._holders(key, {})]
-        if len(there) < 2:
+        stored = {each.name: entry.modified_ns for each, entry in self._holders(key, {})}
+        damaged = next(iter(stored), None) if node is None else node
+        other = next((each for each in stored if each != damaged), None)
+        if damaged is None or other is None or damaged not in stored:
             return False
-        (node, entry), (other, _) = there[:2]
-        self._damaged[self.name_of(key), node.name] = entry.modified_ns
+        self._damaged[self.name_of(key), damaged] = stored[damaged]
         logger.warning(
             "%s: the copy on node %s is damaged (%s); reading that on node %s, which is then copied there",
-            *(url_of(self.url, key), node.name, why, other.name),
+            *(url_of(self.url, key), damaged, why, other),
         )
         self.on_loss(key)
         return True
@@ -185,6 +188,11 @@ class NodeStore:
                 name = entry.key.removeprefix(f"{self.name_of(prefix)}/")
                 found[name].append(node.name)
         return found
+
+    def elsewhere(self) -> dict[str, ObjectStore]:
+        """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
+        others = self.nodes().others
+        return {node.name: NodeStore(self.url, partial(Nodes, node, [node])) for node in others}
 
     def copies_of(self, key: str, nbytes: int) -> tuple[Sequence[Node], Sequence[Node]]:
         """The nodes that have an object of ``nbytes`` bytes whole, as far as is known; and those that it is to be sent
