@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_497,
-    "checkpoints": 2_711,
+    "checkpoints": 2_730,
     "cli": 1_003,
     "commit": 1_576,
     "conversion": 2_561,
@@ -63,19 +63,19 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_498,
     "process": 930,
-    "ranks": 2_142,
+    "ranks": 2_133,
     "saving": 2_331,
-    "sharing": 761,
+    "sharing": 745,
     "staging": 1_986,
-    "storage": 3_740,
-    "tiers": 2_282,
+    "storage": 3_754,
+    "tiers": 2_279,
     "torchtitan": 506,
-    "wire": 604,
+    "wire": 600,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_123}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_122}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -37,10 +37,13 @@ from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import Location, leave_copy
+from dcp_datastates.storage.object_path import Location, copies_elsewhere, leave_copy
+from dcp_datastates.storage.object_store import ObjectStore
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
+
+_MISSING: Final = "missing"
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
@@ -76,11 +79,24 @@ def examine(
             return damages
 
 
-class Examination:
-    """One examination of a checkpoint's data files."""
+def examine_copies(directory: Location, committed: Committed, threads: int) -> None:
+    """Read the further copies of all data files, after :func:`examine` has found no damage. A damaged one is named in
+    the log, and replaced. Raises :class:`StorageError`.
+    """
+    for node, store in copies_elsewhere(directory).items():
+        damages = Examination(directory, committed, store).run(threads, None)
+        for file, problem in {each.file: each.problem for each in damages}.items():
+            if problem != _MISSING:
+                leave_copy(directory / file, problem, node)
 
-    def __init__(self, directory: Location, committed: Committed) -> None:
-        self._directory = directory
+
+class Examination:
+    """One examination of a checkpoint's data files, in ``store``, if not in the directory's own."""
+
+    def __init__(
+        self, directory: Location, committed: Committed, store: ObjectStore | None = None
+    ) -> None:
+        self._directory, self._store = directory, store
         self._contents = Contents(committed.table)
         self._consistency_check = ConsistencyCheck(committed.table, self._contents)
         self._files = list(committed.note.files.values())
@@ -111,14 +127,14 @@ class Examination:
             path = self._directory / record.relative_path
             file = None
             try:
-                source = presence.asked(partial(open_readable, path))
+                source = presence.asked(partial(open_readable, path, self._store))
                 file = self._start(record, path, source)
             except presence.NotAFileError as error:
                 self._condemn(record, str(error.strerror))
             except OSError as error:
                 if not presence.is_missing(error, str(path)):
                     raise OSError(error.errno, error.strerror, str(path)) from error
-                self._condemn(record, "missing")
+                self._condemn(record, _MISSING)
             if file is None:
                 yield partial(_skip, record)
                 continue

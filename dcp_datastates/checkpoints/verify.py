@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_datastates.checkpoints.examine import examine
+from dcp_datastates.checkpoints.examine import examine, examine_copies
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
@@ -74,7 +74,8 @@ def verify(
         storage_options: fsspec's options for a URL.
 
     Returns:
-        A report with all damage. Damage does not raise.
+        A report with all damage. Damage does not raise. On nodes (``node://``, ``ram://``), every copy of each file is
+        read. Damage that another copy mends is in the log, and not in the report.
 
     Raises:
         CheckpointNotFoundError: no checkpoint is there (:class:`ForeignCheckpointError`: one of stock DCP is).
@@ -92,6 +93,8 @@ def verify(
     damages = examine(directory, committed, threads, progress)
     if damages and (replaced := replacement(directory, committed.note.attempt, "verify")):
         raise replaced  # the damage seen is not real
+    if not damages:
+        examine_copies(directory, committed, threads)
     tensors = int((committed.table.catalog.properties >= 0).sum())
     return Report(
         path=directory,

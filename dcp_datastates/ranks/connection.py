@@ -105,10 +105,8 @@ class _Line(Worker):
         except BaseException as error:
             self._store = None  # an answer may still be on its way
             asked.set_exception(error)
-            del (
-                self,
-                asked,
-            )  # the error keeps this frame: without a garbage collection, the store would stay
+            # The error keeps this frame: without a garbage collection, the store would stay.
+            del self, asked
 
 
 _lines: weakref.WeakSet[_Line] = weakref.WeakSet()

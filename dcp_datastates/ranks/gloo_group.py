@@ -162,7 +162,8 @@ class GlooGroup:
                 raise GroupBroken(f"the store fails: {rendezvous.error}") from error
             if rendezvous.error is not None:
                 raise rendezvous.error from None
-            if not _is_unknown(error):
+            # Has gloo called a method that the rendezvous lacks? Then it did on every rank.
+            if not ("pure virtual" in str(error) or "NotImplementedError" in str(error)):
                 raise GroupBroken(f"the ranks could not connect: {error}") from error
             logger.info("gloo meets by torch's own rendezvous: %s", error)
             with said_as_broken("the ranks could not connect"):
@@ -256,11 +257,6 @@ def _ended(work: Any, seconds: float) -> bool:
         with contextlib.suppress(RuntimeError):  # not yet
             work.wait(timedelta(seconds=seconds))
     return bool(work.is_completed())
-
-
-def _is_unknown(error: BaseException) -> bool:
-    """Whether gloo called a method that :class:`Rendezvous` does not have. If so, it did on every rank."""
-    return "pure virtual" in str(error) or "NotImplementedError" in str(error)
 
 
 def let_go(backend: Any, pending: Any) -> None:

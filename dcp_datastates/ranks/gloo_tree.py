@@ -23,7 +23,7 @@ from typing import Final
 
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
-from dcp_datastates.ranks.meetings import KNOWN_PAUSE, Check, GivenUp, Meetings
+from dcp_datastates.ranks.meetings import Check, GivenUp, Meetings
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -76,8 +76,6 @@ class GlooTree:
         self._rank_set = rank_set
         self._name = name
         self._newest = newest
-        self._meetings: Meetings | None = None
-        self._store: Connection | None = None
         self.generation = 0
         """The generation that this rank is in, or comes to next."""
         self._met = False  # whether this rank takes part in the generation: it is connected, or is connecting
@@ -117,11 +115,6 @@ class GlooTree:
         """
         # The others may have come to many while this rank was stopped.
         self.generation = max(self.generation, self._newest(), 1)
-        while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
-            check()
-        if self._meetings is None or self._store is None:
-            self._meetings = Meetings(self._rank_set, self._name)
-            self._store = self._rank_set.connect(self._meetings.name)
         while True:
             met = False
             try:
@@ -135,6 +128,14 @@ class GlooTree:
             finally:
                 self.generation += not met
             check()
+
+    @functools.cached_property
+    def _meetings(self) -> Meetings:
+        return Meetings(self._rank_set, self._name)
+
+    @functools.cached_property
+    def _store(self) -> Connection:
+        return self._rank_set.connect(self._meetings.name)
 
     def _watched(self, check: Check) -> Check:
         """A check that calls ``check``, and raises if another rank has left."""
@@ -170,7 +171,6 @@ class GlooTree:
         Any thread. An operation in progress raises, and so does :meth:`join` from now on.
         """
         self._closed = True
-        self._store = None  # it may not answer any more
         self.leave()
 
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:
@@ -202,14 +202,12 @@ class GlooTree:
 
     def _build(self, check: Check) -> None:
         """Connect the lowest group first."""
-        address, store, meetings = self._own_address(), self._store, self._meetings
-        if store is None or meetings is None:
-            raise GroupBroken("these connections were given up")
+        address = self._own_address()
         for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self.generation}/{place.name}"
-            rendezvous = Rendezvous(store, name, place.size, check)
+            rendezvous = Rendezvous(self._store, name, place.size, check)
             plain_store = functools.partial(
-                self._rank_set.raw_store, f"{meetings.name}/{name}/gloo"
+                self._rank_set.raw_store, f"{self._meetings.name}/{name}/gloo"
             )
             try:
                 group = GlooGroup(place.rank, place.size, rendezvous, plain_store, address)
@@ -226,11 +224,11 @@ class GlooTree:
             return ""
 
     def _clean_up(self) -> None:
-        """Delete this rank's keys."""
+        """Delete this rank's keys, unless the store may not answer any more."""
         keys, self._keys = self._keys, []
         with contextlib.suppress(Exception):
             for key in keys:
-                if self._store is not None:
+                if not self._closed:
                     self._store.delete_key(key)
 
 

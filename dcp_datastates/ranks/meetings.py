@@ -50,7 +50,7 @@ ranks that wait, each asking every 1.2 s, take 15 % of it.
 _STORE_PAUSE: Final = 0.2
 """Time before a request that has failed is repeated, in seconds."""
 
-KNOWN_PAUSE: Final = 0.05
+_KNOWN_PAUSE: Final = 0.05
 """Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 _KEPT: Final = 2 * MAX_IN_FLIGHT
@@ -123,9 +123,8 @@ class Meetings:
         self._rank_set = rank_set
         self._store = rank_set.connect(self.name)
         self._waits = False  # whether this rank waits for others in the present meeting
-        self._awaited: dict[
-            int, str
-        ] = {}  # on the first rank: keys of the messages that it waits for, by rank
+        # On the first rank: the keys of the messages that it waits for, by rank.
+        self._awaited: dict[int, str] = {}
         self._unsaid: dict[int, str] = {}  # by meeting
         self._words: dict[int, None] = {}  # the meetings whose words may be in the store
         # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.
@@ -150,7 +149,7 @@ class Meetings:
         """
         self._waits = False
         try:
-            while not self._rank_set.incarnation.await_known(KNOWN_PAUSE):
+            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
                 check()
             self._say_unsaid()
             self._forget(number)

@@ -26,24 +26,9 @@ logger = logging.getLogger(__name__)
 
 _IN_MEMORY: Final = ("ram://", "node://", "memory://")
 
-_NETWORK: Final = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "cifs",
-        "smb",
-        "smb3",
-        "gpfs",
-        "ceph",
-        "beegfs",
-        "afs",
-        "pvfs2",
-        "panfs",
-        "wekafs",
-        "fuse",
-    ]
-)
+_PARALLEL: Final = ("afs", "beegfs", "ceph", "gpfs", "lustre", "panfs", "pvfs2", "wekafs")
+_EXPORTED: Final = ("cifs", "nfs", "nfs4", "smb", "smb3")
+_NETWORK: Final = frozenset((*_PARALLEL, *_EXPORTED, "fuse"))
 """Types of file systems whose files lie on other machines; ``fuse``: so do most of those in user space."""
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")

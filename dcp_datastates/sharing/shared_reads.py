@@ -260,10 +260,9 @@ class SharedReads:
             self._server.close()
             self._units.close()
 
+        later = threading.Thread(target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True)
         try:
-            threading.Thread(
-                target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True
-            ).start()
+            later.start()
         except RuntimeError:  # the system gives no thread
             end(0)
 

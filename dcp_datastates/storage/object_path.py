@@ -193,16 +193,22 @@ def locate_all(
     return tuple(locate(path, options=options if is_url(path) else None) for path in paths)
 
 
-def leave_copy(location: Location, why: object) -> bool:
+def leave_copy(location: Location, why: object, node: str | None = None) -> bool:
     """:meth:`CopiedStore.leave`; False if the store has one copy of each object."""
     path = stored(location)
-    return isinstance(path.store, CopiedStore) and path.store.leave(path.key, str(why))
+    return isinstance(path.store, CopiedStore) and path.store.leave(path.key, str(why), node)
 
 
 def copies_in(folder: Location) -> dict[str, Sequence[str]]:
     """:meth:`CopiedStore.places` of the objects in the folder; none if its store has one copy of each."""
     path = stored(folder)
     return path.store.places(path.key) if isinstance(path.store, CopiedStore) else {}
+
+
+def copies_elsewhere(folder: Location) -> dict[str, ObjectStore]:
+    """:meth:`CopiedStore.elsewhere`; none if the folder's store has one copy of each object."""
+    store = stored(folder).store
+    return store.elsewhere() if isinstance(store, CopiedStore) else {}
 
 
 def check_opens(location: Location) -> None:

@@ -110,11 +110,16 @@ class ObjectStore(Protocol):
 class CopiedStore(Protocol):
     """A store that has copies of an object on several nodes. Raises as :class:`ObjectStore`."""
 
-    def leave(self, key: str, why: str) -> bool:
-        """Read another copy from now on, and replace this one, which is damaged; False: there is no other."""
+    def leave(self, key: str, why: str, node: str | None = None) -> bool:
+        """The copy on ``node`` (None: the one that is read) is damaged: read another one from now on, and replace it.
+        False: there is no other.
+        """
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
         """The nodes that have each object or folder directly below ``prefix``; a folder's name ends in a slash."""
+
+    def elsewhere(self) -> dict[str, ObjectStore]:
+        """By the names of the other nodes, the store as if each of these were alone."""
 
 
 def url_of(root: str, key: str) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.storage.object_store import ObjectStore
 
 
 class ReadableFile(Protocol):
@@ -28,9 +29,11 @@ class ReadableFile(Protocol):
         """Close it. No thread reads. Idempotent. A file that nothing refers to is closed, too."""
 
 
-def open_readable(location: Location) -> ReadableFile:
-    """Open the file or the object at ``location``. Raises OSError."""
-    return _Object(location) if isinstance(location, ObjectPath) else _File(location)
+def open_readable(location: Location, store: ObjectStore | None = None) -> ReadableFile:
+    """Open the file or the object at ``location``; an object in ``store``, if not in its own. Raises OSError."""
+    if isinstance(location, ObjectPath):
+        return _Object(store or location.store, location.key)
+    return _File(location)
 
 
 class _File:
@@ -51,9 +54,9 @@ class _File:
 
 
 class _Object:
-    def __init__(self, path: ObjectPath) -> None:
-        self._store, self._key = path.store, path.key
-        self.nbytes = self._store.size(path.key)
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self._store, self._key = store, key
+        self.nbytes = store.size(key)
 
     def read_at(self, offset: int, into: memoryview) -> int:
         end = min(offset + len(into), self.nbytes)

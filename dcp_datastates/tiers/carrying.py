@@ -12,11 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.copy import (
-    CopyTarget,
-    committed_at,
-    copies,
-)
+from dcp_datastates.checkpoints.copy import CopyTarget, committed_at, copies
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import (
@@ -48,9 +44,6 @@ _LONGEST_PAUSE: Final = 60.0
 _LOOK_SECONDS: Final = 0.2
 """Between two looks for news of the other ranks; longer with many ranks (``_LOOK_SECONDS_PER_RANK``)."""
 _LOOK_SECONDS_PER_RANK: Final = 1e-3
-
-_OF_THE_CHECKPOINT: Final = (CheckpointExistsError, CheckpointNotFoundError)
-"""The OSErrors that another try does not mend."""
 
 T = TypeVar("T")
 
@@ -140,16 +133,13 @@ class Carrier:
         place.claim()
         for copy in copies(committed, place, mine):
             hit("archive.write.before")
-            copy(self._count)
+            copy(lambda nbytes: self._wait(self.pace.delay(nbytes)))
             hit("archive.write.after")
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
         rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
         return (rank or 0) % self._world == self._rank
-
-    def _count(self, nbytes: int) -> None:
-        self._wait(self.pace.delay(nbytes))
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
         if not _is_carried(target, committed.note.attempt):
@@ -164,15 +154,12 @@ class Carrier:
         while True:
             try:
                 return work()
+            except (CheckpointExistsError, CheckpointNotFoundError):  # another try mends neither
+                raise
             except OSError as error:
-                if isinstance(error, _OF_THE_CHECKPOINT):
-                    raise
                 logger.warning(
                     "archiving to %s fails on rank %d, and is tried again in %g s: %s",
-                    target,
-                    self._rank,
-                    pause,
-                    error,
+                    *(target, self._rank, pause, error),
                 )
             self._wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -59,10 +60,10 @@ class OtherNode:
     def left(self, key: str) -> int:
         return int(self._asked("left", key)[0])
 
-    def unpublished(self, key: str) -> UnpublishedThere:
+    def unpublished(self, key: str, seconds: float = math.inf) -> UnpublishedThere:
         with self.named():
-            line, _, _ = self.client.begin(["put", key])
-        return UnpublishedThere(self, line, self._pace)
+            line, _, _ = self.client.begin(["put", key], seconds=seconds)
+        return UnpublishedThere(self, line, self._pace, seconds)
 
     def _asked(self, *words: object, most: int = 0) -> tuple[Any, Buffer]:
         with self.named():
@@ -80,18 +81,19 @@ class OtherNode:
 
 
 class UnpublishedThere:
-    """As :class:`Unpublished`, on another node. Sends pieces ahead of their answers.
-    After an error, the connection is closed, and nothing appears.
+    """As :class:`Unpublished`, on another node, which takes each piece within ``seconds``. Sends pieces ahead of their
+    answers. After an error, the connection is closed, and nothing appears.
     """
 
-    def __init__(self, node: OtherNode, line: Line, pace: Pace) -> None:
-        self._node, self._line, self._pace = node, line, pace
+    def __init__(self, node: OtherNode, line: Line, pace: Pace, seconds: float) -> None:
+        self._node, self._line, self._pace, self._seconds = node, line, pace, seconds
         self._unanswered = 0
         self._is_over = False
 
     def write(self, piece: Buffer) -> None:
         view = memoryview(piece).cast("B")
         time.sleep(self._pace.delay(view.nbytes))
+        self._line.end_within(self._seconds)
         for begin in range(0, view.nbytes, _PIECE_BYTES):
             with self._node.named():
                 self._line.send("piece", view[begin : begin + _PIECE_BYTES])
@@ -99,9 +101,11 @@ class UnpublishedThere:
             self._await(_MOST_UNANSWERED)
 
     def complete(self) -> None:
+        self._line.end_within(self._seconds)
         self._await(0)
 
     def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
+        self._line.end_within(self._seconds)
         with self._node.named():
             self._line.send(["publish", modified_ns, if_absent])
             published, _ = self._line.result()

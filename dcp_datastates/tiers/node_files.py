@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import math
 import os
 import secrets
 import stat
@@ -150,8 +151,10 @@ class NodeFiles:
 
     # ---- changing ----------------------------------------------------------------------------------
 
-    def unpublished(self, key: str) -> Unpublished:
-        """A new object, empty so far, that is to appear under ``key``."""
+    def unpublished(self, key: str, _seconds: float = math.inf) -> Unpublished:
+        """A new object, empty so far, that is to appear under ``key``. (Another node takes each piece of it within
+        ``_seconds``, or fails.)
+        """
         target = self._path(key)
         self._check_own(os.path.dirname(target))
         return Unpublished(self, target)
@@ -273,7 +276,14 @@ class Unpublished:
         os.utime(self._file.fileno(), ns=(modified_ns, modified_ns))
         if self._files.sync:
             os.fsync(self._file.fileno())
-        has_appeared = self._appear(if_absent)
+        has_appeared = True
+        if not if_absent:
+            os.replace(self._path, self._target)
+        else:
+            try:
+                os.link(self._path, self._target)
+            except FileExistsError:
+                has_appeared = False
         # Also if another process has published it: it may have died before it synced the name.
         for folder in local.sync_directories(Path(self._folder)) if self._files.sync else ():
             operations.sync_directory(folder, _PHASE)
@@ -286,16 +296,6 @@ class Unpublished:
                 os.unlink(self._path)
                 self._files.remove_empty(self._folder)
             self._file.close()
-
-    def _appear(self, if_absent: bool) -> bool:
-        if not if_absent:
-            os.replace(self._path, self._target)
-            return True
-        try:
-            os.link(self._path, self._target)
-        except FileExistsError:
-            return False
-        return True
 
     def _create(self) -> io.FileIO:
         """The file, locked: a file without a lock is one that a killed process has left."""

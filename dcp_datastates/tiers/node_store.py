@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from typing_extensions import Buffer
@@ -32,6 +33,7 @@ from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
+    ObjectStore,
     StoredObject,
     url_of,
 )
@@ -46,8 +48,11 @@ _REMEMBERED: Final = 4096
 
 _WHOLE: Final = 1 << 62
 
+_COPY_SECONDS: Final = 5.0
+"""How long a save waits for another node to take a piece of a data file. Then the copy is made later."""
+
 _FAILING_SECONDS: Final = 60.0
-"""How long no data file is sent to a node whose copy has failed: each would wait as long as the first."""
+"""How long no save sends data files to a node whose copy has failed, at least: each would wait as long as the first."""
 
 _THREADS: Final = 32
 """Of a call that asks all nodes. In most jobs each node has one."""
@@ -75,7 +80,8 @@ class NodeStore:
         self._found: dict[str, Node] = {}
         self._damaged: dict[tuple[str, str], int] = {}
         """By the names of the object and of the node: when the copy there was stored, which is damaged."""
-        self._failing: dict[str, float] = {}  # by node: until when
+        self._failing: dict[str, float] = {}
+        """By node: until when no save sends it data files. It must also have answered since (:meth:`copies_of`)."""
         self.on_loss: Callable[[str], object] = id
         self.saves: set[str] = set()
 
@@ -157,16 +163,17 @@ class NodeStore:
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def leave(self, key: str, why: str) -> bool:
+    def leave(self, key: str, why: str, node: str | None = None) -> bool:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        there = [*self._holders(key, {})]
-        if len(there) < 2:
+        stored = {each.name: entry.modified_ns for each, entry in self._holders(key, {})}
+        damaged = next(iter(stored), None) if node is None else node
+        other = next((each for each in stored if each != damaged), None)
+        if damaged is None or other is None or damaged not in stored:
             return False
-        (node, entry), (other, _) = there[:2]
-        self._damaged[self.name_of(key), node.name] = entry.modified_ns
+        self._damaged[self.name_of(key), damaged] = stored[damaged]
         logger.warning(
             "%s: the copy on node %s is damaged (%s); reading that on node %s, which is then copied there",
-            *(url_of(self.url, key), node.name, why, other.name),
+            *(url_of(self.url, key), damaged, why, other),
         )
         self.on_loss(key)
         return True
@@ -180,6 +187,11 @@ class NodeStore:
                 found[name].append(node.name)
         return found
 
+    def elsewhere(self) -> dict[str, ObjectStore]:
+        """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
+        others = self.nodes().others
+        return {node.name: NodeStore(self.url, partial(Nodes, node, [node])) for node in others}
+
     def copies_of(self, key: str, nbytes: int) -> tuple[Sequence[Node], Sequence[Node]]:
         """The nodes that have an object of ``nbytes`` bytes whole, as far as is known; and those that it is to be sent
         to: whose copy is damaged, and as many more as are missing. Raises :class:`StorageError`.
@@ -188,6 +200,8 @@ class NodeStore:
         homes = nodes.homes(key)
         with self._explained("looking at", key):
             found = dict(zip(homes, _all(homes, lambda node: node.find(name)), strict=True))
+        now = time.monotonic()  # all nodes answer
+        self._failing = {node: until for node, until in self._failing.items() if until > now}
         whole, damaged, without = [], [], []
         for node, entry in found.items():
             if entry is None:
@@ -251,7 +265,7 @@ class NodeStore:
         must have it (None: all); a further one that fails is left out.
         """
         modified_ns, name, needed = time.time_ns(), self.name_of(key), places[:least]
-        left = [each for each in places if each in needed or not self._has_failed(each)]
+        left = [each for each in places if each in needed or each.name not in self._failing]
         copies: dict[Node, Writing] = {}
 
         def each(do: Callable[[Node], object], threads: int = _THREADS) -> None:
@@ -271,14 +285,15 @@ class NodeStore:
         with contextlib.ExitStack() as stack:
 
             def begin(node: Node) -> None:
-                copies[node] = stack.enter_context(contextlib.closing(node.unpublished(name)))
+                made = node.unpublished(name, math.inf if node in needed else _COPY_SECONDS)
+                copies[node] = stack.enter_context(contextlib.closing(made))
 
             with self._explained("storing", key):
                 each(begin)
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
                     hit("node.piece.before")
-                    each(functools.partial(_write, copies, piece), 1)
+                    each(lambda node, piece=piece: copies[node].write(piece), 1)  # type: ignore[misc]
                 del piece  # while waiting for the next
             with self._explained("storing", key):
                 each(lambda node: copies[node].complete())
@@ -293,31 +308,26 @@ class NodeStore:
             self.on_loss(key)
         return True
 
-    def _has_failed(self, node: Node) -> bool:
-        return self._failing.get(node.name, 0.0) > time.monotonic()
-
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
         """What the nearest node answers that has the object, and no copy that is known to be damaged."""
-        nodes, name = self.nodes(), self.name_of(key)
+        own, name = self.nodes().own, self.name_of(key)
         near = self._near(name)
         failures: dict[Node, OSError] = {}
-        for node in near:
+        undamaged = (node for node in near if not self._is_damaged(name, node))
+        further = (node for node, _ in self._holders(key, failures) if node not in near)
+        for node in itertools.chain(undamaged, further):  # asks all nodes only if need be
             try:
-                if not self._is_damaged(name, node) and (answer := ask(node, name)) is not None:
-                    return answer
+                answer = ask(node, name)
             except OSError as error:
                 failures[node] = error
-        for node, _ in self._holders(key, failures):
-            try:
-                if node not in near and (answer := ask(node, name)) is not None:
-                    if nodes.own in failures:  # it has the object, and cannot read it
-                        self.leave(key, str(failures[nodes.own]))
-                    if len(self._found) >= _REMEMBERED:
-                        self._found.clear()
-                    self._found[name] = node
-                    return answer
-            except OSError as error:
-                failures[node] = error
+                continue
+            if answer is not None:
+                if own in failures:  # it has the object, and cannot read it
+                    self.leave(key, str(failures[own]))
+                if len(self._found) >= _REMEMBERED:
+                    self._found.clear()
+                self._found[name] = node
+                return answer
         with self._explained(doing, key):
             raise next(iter(failures.values()), ObjectMissingError(url_of(self.url, key)))
 
@@ -359,10 +369,6 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
-
-
-def _write(copies: Mapping[Node, Writing], piece: Buffer, node: Node) -> None:
-    copies[node].write(piece)
 
 
 def is_data(key: str) -> bool:

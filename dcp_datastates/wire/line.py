@@ -156,7 +156,7 @@ class Line:
     def send_plain(self, *parts: Buffer) -> None:
         """Send bytes."""
         views = [memoryview(part) for part in parts]
-        with self._explained():
+        with _in_time(self._seconds):
             while views:
                 self._limit_time()
                 sent = self._socket.sendmsg(views)
@@ -168,7 +168,7 @@ class Line:
     def receive_plain(self, nbytes: int) -> memoryview:
         """Receive ``nbytes`` bytes."""
         view = rest = memoryview(bytearray(nbytes))
-        with self._explained():
+        with _in_time(self._seconds):
             while rest.nbytes:
                 self._limit_time()
                 count = self._socket.recv_into(rest)
@@ -189,15 +189,15 @@ class Line:
             raise TimeoutError
         self._socket.settimeout(min(left, self._most_seconds))
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"it does not answer: nothing has passed for {self._seconds:g} s",
-            ) from error
+
+@contextlib.contextmanager
+def _in_time(seconds: float) -> Iterator[None]:
+    """Says in a TimeoutError for how long the other end was waited for."""
+    try:
+        yield
+    except TimeoutError as error:
+        text = f"it does not answer within {seconds:.3g} s"
+        raise TimeoutError(errno.ETIMEDOUT, text) from error
 
 
 def _own(length: int, nbytes: int, checksum: int) -> int:
@@ -214,24 +214,17 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
     does not know the other's key.
     """
     ends_at = time.monotonic() + seconds
-    for left in reversed(range(_TRIES)):
-        try:
-            return _connected(address, max(0.001, ends_at - time.monotonic()))
-        except ConnectionRefusedError:
-            raise
-        except ConnectionError:
-            if not left:
-                raise
-    raise AssertionError
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(ConnectionError):
+            return _connected(address, seconds, ends_at)
+    return _connected(address, seconds, ends_at)
 
 
-def _connected(address: Address, seconds: float) -> Line:
-    key, ends_at = address.key(), time.monotonic() + seconds
-    try:
-        line = Line(socket.create_connection(address[:2], seconds))
-    except TimeoutError as error:
-        text = f"it does not answer: nothing has passed for {seconds:.3g} s"
-        raise TimeoutError(errno.ETIMEDOUT, text) from error
+def _connected(address: Address, seconds: float, ends_at: float) -> Line:
+    key = address.key()
+    with _in_time(seconds):
+        left = max(0.001, ends_at - time.monotonic())
+        line = Line(socket.create_connection(address[:2], left))
     try:
         line.end_within(max(0.001, ends_at - time.monotonic()))
         mine = os.urandom(CHALLENGE_BYTES)
@@ -282,8 +275,11 @@ class Client:
         self.give_back(line)
         return result, data
 
-    def begin(self, words: object, *, most: int = 0) -> tuple[Line, Any, memoryview]:
-        """As :meth:`ask`. Returns the connection, too, for more requests: it is to be given back or closed.
+    def begin(
+        self, words: object, *, most: int = 0, seconds: float = math.inf
+    ) -> tuple[Line, Any, memoryview]:
+        """As :meth:`ask`, within ``seconds`` to connect and as many for the answer. Returns the connection, too, for
+        more requests: it is to be given back or closed.
 
         If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
         """
@@ -291,8 +287,8 @@ class Client:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:
             with contextlib.suppress(ConnectionError):
-                return self._asked(idle, words, most)
-        return self._asked(self._connected(), words, most)
+                return self._asked(idle, words, most, seconds)
+        return self._asked(self._connected(seconds), words, most, seconds)
 
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose requests were answered, for others."""
@@ -310,9 +306,11 @@ class Client:
         for line in lines:
             line.close()
 
-    def _asked(self, line: Line, words: object, most: int) -> tuple[Line, Any, memoryview]:
+    def _asked(
+        self, line: Line, words: object, most: int, seconds: float
+    ) -> tuple[Line, Any, memoryview]:
         try:
-            line.end_within(self._answer_seconds)
+            line.end_within(min(seconds, self._answer_seconds))
             line.send(words)
             return line, *line.result(most)
         except RefusedError:
@@ -322,11 +320,11 @@ class Client:
             line.close()
             raise
 
-    def _connected(self) -> Line:
+    def _connected(self, seconds: float) -> Line:
         failure: OSError | None = None
         for address in self.addresses:
             try:
-                return connect(address, self._connect_seconds)
+                return connect(address, min(seconds, self._connect_seconds))
             except OSError as error:
                 failure = failure or error
                 if isinstance(error, TimeoutError):  # the host is gone: so are its other processes

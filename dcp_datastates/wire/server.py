@@ -151,9 +151,7 @@ class Server:
             return _Stranger(self._listening.accept()[0])
         except OSError as error:
             logger.debug("a connection of another process failed: %s", error)
-            time.sleep(
-                _LOOK_SECONDS
-            )  # there are too many open files: strangers' go in a few seconds
+            time.sleep(_LOOK_SECONDS)  # too many open files: strangers' go in a few seconds
             return None
 
     def _admit(self, connection: socket.socket, proved: bool) -> None:

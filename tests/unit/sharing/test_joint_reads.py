@@ -11,17 +11,9 @@ from dcp_datastates.sharing.joint_reads import pays
 from dcp_datastates.storage.object_path import locate
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("s3://bucket/run/c", True),
-        ("gs://b/c", True),
-        ("ram://run/c", False),
-        ("memory://c", False),
-    ],
-)
-def test_object_stores_but_for_those_in_memory(url, expected):
-    assert pays(locate(url)) is expected
+@pytest.mark.parametrize("url", ["s3://bucket/run/c", "gs://b/c", "ram://run/c", "memory://c"])
+def test_object_stores_but_for_those_in_memory(url):
+    assert pays(locate(url)) is url.startswith(("s3", "gs"))
 
 
 def _mounts(tmp_path: Path, kind: str, device: int) -> Path:
@@ -34,19 +26,13 @@ def _mounts(tmp_path: Path, kind: str, device: int) -> Path:
     return mounts
 
 
+_ON_OTHER_MACHINES = ["nfs4", "nfs", "lustre", "cifs", "fuse.s3fs", "gpfs", "ceph", "beegfs"]
+_LOCAL = ["ext4", "xfs", "tmpfs", "fuseblk", "overlay"]
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [
-        *[("nfs4", True), ("nfs", True), ("lustre", True), ("cifs", True), ("fuse.s3fs", True)],
-        *[("gpfs", True), ("ceph", True), ("beegfs", True)],
-        *[
-            ("ext4", False),
-            ("xfs", False),
-            ("tmpfs", False),
-            ("fuseblk", False),
-            ("overlay", False),
-        ],
-    ],
+    [*((kind, True) for kind in _ON_OTHER_MACHINES), *((kind, False) for kind in _LOCAL)],
 )
 def test_file_systems_by_the_type_of_their_mount(tmp_path, kind, expected):
     mounts = _mounts(tmp_path, kind, tmp_path.stat().st_dev)

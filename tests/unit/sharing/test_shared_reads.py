@@ -51,12 +51,8 @@ class _Job:
         self.runs = needed_blocks(self.requests, Blocks(note.files))
         self.listening = [listen("127.0.0.1") for _ in range(2)]
         self.addresses = [address for _, address in self.listening]
-        self.shares = assign(
-            {
-                rank: Offer(tuple(each), self.runs.ravel())
-                for rank, each in enumerate(self.addresses)
-            }
-        )
+        offers = [Offer(tuple(each), self.runs.ravel()) for each in self.addresses]
+        self.shares = assign(dict(enumerate(offers)))
         self.ranks: list[SharedReads] = []
         self.start = lambda rank: self.ranks.append(
             SharedReads(self.shares[rank], *self.listening[rank], note, directory)

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ from support.waiting import await_that
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError
+from dcp_datastates.tiers import node_store
 from dcp_datastates.wire import line
 
 DATA = "step-1/x/r00000-0.safetensors"
@@ -118,6 +120,27 @@ def test_a_copy_of_a_data_file_that_fails_is_named_and_the_file_is_stored(
     put(store, NEXT)  # does not wait for a node that has just failed
     assert cluster.has(NEXT) == ["a"]
     assert lost == [DATA, NEXT]
+
+
+@pytest.mark.parametrize(
+    "harm", [held_after(0), held_after(1 << 20), lambda _, data: time.sleep(0.05) or data]
+)
+def test_a_slow_copy_holds_up_one_save_for_seconds_and_none_until_its_node_answers(
+    cluster, proxied, harm, caplog, monkeypatch
+):
+    monkeypatch.setattr(node_store, "_COPY_SECONDS", 0.3)
+    monkeypatch.setattr(node_store, "_FAILING_SECONDS", 0.0)
+    store, proxy = proxied
+    proxy.up = harm
+    put(store)
+    assert "the copy on node b has failed" in caplog.text
+    assert "does not answer within 0." in caplog.text
+    proxy.up = None
+    put(store, NEXT)
+    assert cluster.has(NEXT) == ["a"]
+    assert [node.name for node in store.copies_of(DATA, 3 * len(PIECE))[1]] == ["b"]
+    put(store, NEXT)
+    assert cluster.has(NEXT) == ["a", "b"]
 
 
 def only_on_b(cluster):

@@ -16,17 +16,11 @@ from dcp_datastates.errors import ConfigurationError
 @pytest.mark.parametrize(
     "options",
     [
-        {"peers": -1},
-        {"peers": True},
-        {"peers": "2"},
-        {"memory": "much"},
-        {"memory": 0},
-        {"rate": "fast"},
-        {"rate": 0},
-        {"directory": 3},
-        {"sync": 1},
-        {"node": ""},
-        {"node": 3},
+        *({"peers": each} for each in (-1, True, "2")),
+        *({"memory": each} for each in ("much", 0)),
+        *({"rate": each} for each in ("fast", 0)),
+        *({"node": each} for each in ("", 3)),
+        *({"directory": 3}, {"sync": 1}),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(options):
