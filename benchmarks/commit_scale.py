@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.dcp.object_planning import document
 from dcp_datastates.format.metadata_table import Document
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
@@ -40,7 +41,6 @@ from dcp_datastates.ranks.connection import Client
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 from dcp_datastates.ranks.meetings import Meetings
 from dcp_datastates.ranks.rank_set import RankSet, of_store
-from dcp_datastates.saving.document import document
 from machine import describe
 
 RECKONED = 16_384

@@ -14,17 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.format.metadata_table import Compose, Document
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
+from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata_table import Compose, Document, Trace
+from dcp_datastates.planning.global_plan import note_of
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.saving.document import document
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.claims import Claim
 from dcp_datastates.wire.secret import signed, verified
 
 
@@ -99,6 +103,38 @@ class ObjectPlanning(SavePlanning):
     def _held(self) -> SavePlanner:
         assert self._planner is not None, "released"
         return self._planner
+
+
+def document(
+    meta: StorageMeta,
+    claim: Claim,
+    metadata: Metadata,
+    reports: Sequence[tuple[Sequence[MetadataIndex], Report]],
+    metrics: Mapping[str, float],
+    trace: Trace = None,
+) -> bytes:
+    """The bytes of ``.metadata`` of a save that DCP's objects describe. Completes ``metadata`` in place.
+
+    Args:
+        meta: DCP's description of the storage.
+        claim: how the attempt was claimed.
+        metadata: the planner's metadata.
+        reports: of every rank, its items' indices, and where they are.
+        metrics: the numbers by which the user compares checkpoints.
+        trace: what the save has cost so far.
+
+    Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
+    """
+    metadata.storage_data = {}
+    for indices, report in reports:
+        paths = [f"{claim.attempt.name}/{name}" for name, _, _ in report.files]
+        places = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
+        for index, number, offset, length in zip(indices, *places, strict=True):
+            info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
+            metadata.storage_data[index] = info
+    metadata.storage_meta = meta
+    note = note_of(claim, [report for _, report in reports], metrics, trace)
+    return encode(table_of(metadata, note))
 
 
 @collection_paused()

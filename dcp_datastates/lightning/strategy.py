@@ -64,7 +64,8 @@ from dcp_datastates.manager.frameworks import (
     state_of,
     with_files,
 )
-from dcp_datastates.manager.per_rank import RngState, packed
+from dcp_datastates.manager.per_rank import RngState
+from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -124,7 +125,7 @@ class DataStatesStrategyMixin(SavesInBackground):
         meta[NAMES] = {} if self._fills_model else self._own_names
         state = {MODEL: model, **optimizers, **further}
         # Each rank's own, because the positions of data loaders may differ.
-        files = {META: packed(meta), self._rng_name: packed(RngState().state_dict())}
+        files = {META: serialize(meta), self._rng_name: serialize(RngState().state_dict())}
         self._saves.start(with_files(state, files), path)
         # Lightning's handler for SLURM saves, and then has the job queued again and ended.
         requeued = os.path.basename(path).startswith("hpc_ckpt_")

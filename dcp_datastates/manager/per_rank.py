@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import random
 import sys
@@ -119,10 +118,3 @@ def warn_of_order(name: str, loader: Any) -> None:
         "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own"
     )
     logger.log(once_per_job(logging.WARNING), text, name, cause)
-
-
-def packed(state: Any) -> bytes:
-    """A state, with its types. :class:`~dcp_datastates.loading.fitting.Fitting` unpacks it."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()

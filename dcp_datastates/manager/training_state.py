@@ -30,7 +30,8 @@ from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs, packed, warn_of_order
+from dcp_datastates.manager.per_rank import PerRank, RngState, differs, warn_of_order
+from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class _Own:
         if self.merged:
             self.given = {f"{_RANK}{rank}": b"" for rank in range(self.merged)}
         else:
-            self.given = {f"{_RANK}{self.rank}": packed(self.marked.wrapped.state_dict())}
+            self.given = {f"{_RANK}{self.rank}": serialize(self.marked.wrapped.state_dict())}
         return dict(self.given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,7 +104,7 @@ class _Object:
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
         if _PACKED in state or not _keeps_its_types(state):
-            self.given = packed(state)
+            self.given = serialize(state)
             return {_PACKED: self.given}
         return dict(_containers_copied(state))
 

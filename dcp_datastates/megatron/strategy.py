@@ -59,7 +59,7 @@ from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.frameworks import is_ours_here
-from dcp_datastates.manager.per_rank import packed
+from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.storage import local
 
 
@@ -136,7 +136,7 @@ def _state_and_planner(
         else:
             assert isinstance(each, ShardedObject)
             name = each.unique_key
-            state[name] = packed([each.data])  # the list of this rank's objects of that name
+            state[name] = serialize([each.data])  # the list of this rank's objects of that name
             items[name] = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
     return state, _Planner(items)
 

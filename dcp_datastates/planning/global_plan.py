@@ -28,6 +28,18 @@ from dcp_datastates.planning.samples import Samples
 from dcp_datastates.storage.claims import Claim
 
 
+def note_of(
+    claim: Claim, reports: Sequence[Report], metrics: Mapping[str, float], trace: Trace
+) -> Note:
+    """What the metadata tell of the attempt and its files, which all ranks have reported."""
+    files = {}
+    for report in reports:
+        for name, nbytes, table_offset in report.files:
+            path = f"{claim.attempt.name}/{name}"
+            files[path] = FileRecord(path, nbytes, table_offset)
+    return Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
+
+
 class GlobalPlan:
     """One global plan, with the latest report of each rank. Any thread may use it."""
 
@@ -92,14 +104,9 @@ class GlobalPlan:
         metrics: Mapping[str, float],
         trace: Trace,
     ) -> bytes:
-        prefix = claim.attempt.name
-        files = {}
-        for report in places:
-            for name, nbytes, table_offset in report.files:
-                path = f"{prefix}/{name}"
-                files[path] = FileRecord(path, nbytes, table_offset)
-        note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
-        return encode(MetadataTable(self.catalog, self._placement(places, prefix), note, meta))
+        note = note_of(claim, places, metrics, trace)
+        placement = self._placement(places, claim.attempt.name)
+        return encode(MetadataTable(self.catalog, placement, note, meta))
 
     @functools.cached_property
     def _slots(self) -> list[Ints]:

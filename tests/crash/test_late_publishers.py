@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from dcp_datastates import delete, latest, retain
 from dcp_datastates.commit import group as groups
 from dcp_datastates.commit.place import EndedPart, Place, Round
+from dcp_datastates.dcp.object_planning import document
 from dcp_datastates.errors import (
     CheckpointSupersededError,
     CommitOutcomeUnknown,
     DataStatesError,
     StorageError,
 )
-from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, decisions, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import stored

@@ -11,7 +11,7 @@ import torch
 import dcp_datastates as ds
 from dcp_datastates.conversion.lightning_file import COUNT, FURTHER_TENSORS, META, NAMES
 from dcp_datastates.manager.frameworks import state_of, with_files
-from dcp_datastates.manager.per_rank import packed
+from dcp_datastates.planning.column_planning import serialize
 
 META_OF_LIGHTNING = {
     "epoch": 1,
@@ -37,7 +37,7 @@ def saved(path: Path, **more: Any) -> dict[str, Any]:
         "optimizer_0": state,
         "average": {"weight": torch.ones(2)},
     }
-    ds.save(with_files(whole, {META: packed({**meta, **own})}), path)
+    ds.save(with_files(whole, {META: serialize({**meta, **own})}), path)
     weights = {"_orig_mod.weight": model.weight, "bias": model.bias}
     return {
         **meta,

@@ -13,7 +13,7 @@ from support.state.loops import manager
 import dcp_datastates as ds
 from dcp_datastates import PerRank, RngState
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError, UnsafeObjectError
-from dcp_datastates.manager.per_rank import packed
+from dcp_datastates.planning.column_planning import serialize
 
 
 def test_names_must_be_strings(tmp_path):
@@ -64,8 +64,8 @@ def test_a_loader_of_torchdata_has_a_state_for_each_rank(tmp_path):
 @pytest.fixture
 def by_three_ranks(tmp_path):
     """A checkpoint of step 5 in which three ranks have a position each, and generators."""
-    states = {f"rank-{rank}": packed({"at": rank}) for rank in range(3)}
-    draws = {f"rank-{rank}": packed(RngState().state_dict()) for rank in range(3)}
+    states = {f"rank-{rank}": serialize({"at": rank}) for rank in range(3)}
+    draws = {f"rank-{rank}": serialize(RngState().state_dict()) for rank in range(3)}
     ds.save({"loader": states, "rng": draws, "step": 5}, tmp_path / "step-5")
     return tmp_path
 
