@@ -157,7 +157,7 @@ def unread(stored: Stored, asked: Iterable[str]) -> list[str]:
     """The names of what is stored that are not ``asked`` for, nor are parts of a wrapper that is."""
     asked = frozenset(asked)
     wrapped = asked.intersection(stored.wrappers)
-    rest = [name for name in stored.names_with_data() if name not in asked]
+    rest = [name for name in stored.table.catalog.names_with_data() if name not in asked]
     return [name for name in rest if not is_under(name, wrapped)] if wrapped else rest
 
 
