@@ -114,15 +114,12 @@ def from_json(found: Any, depth: int = 0) -> Any:
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
 
 
-_NAMES_A_TUPLE: Final = frozenset({("tuple",)})
-
-
 def _plain_tuples(content: dict[str, Any]) -> dict[str, Any] | None:
     """The values if all are tuples of strings and numbers, as most paths are: decoded in passes over all. Else None."""
     found = content.values()
-    if not (set(map(type, found)) == {dict} and set(map(tuple, found)) == _NAMES_A_TUPLE):
+    if not (set(map(type, found)) == {dict} and set(map(len, found)) == {1}):
         return None
-    tuples = [each["tuple"] for each in found]
+    tuples = [each.get("tuple") for each in found]
     if set(map(type, tuples)) == {list} and _NESTED.isdisjoint(
         map(type, chain.from_iterable(tuples))
     ):

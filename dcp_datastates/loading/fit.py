@@ -144,12 +144,6 @@ class Fit:
         return names
 
 
-def check_share_reads(share_reads: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is True, False or None."""
-    if share_reads is not None:
-        parse_flag("share_reads", share_reads)
-
-
 # ---- what stays unread ---------------------------------------------------------------------------
 
 

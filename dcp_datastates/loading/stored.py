@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import Engine
@@ -99,11 +100,6 @@ class Stored(Mapping[str, Described | None]):
         entry = self[name]
         return None if entry is None else torch.empty(entry.size, dtype=entry.dtype, device="cpu")
 
-    @property
-    def has_objects(self) -> bool:
-        """Whether there is any object."""
-        return bool((self._catalog.properties < 0).any())
-
     def check_attempts(self, attempts: Iterable[str]) -> None:
         """Raise :class:`CheckpointReplacedError` if the ranks of a load have opened different ``attempts``."""
         if len(seen := set(attempts)) > 1:
@@ -134,11 +130,21 @@ class Stored(Mapping[str, Described | None]):
             and np.array_equal(sizes, catalog.shapes[positions(firsts, ndims)])
         )
 
+    def whole(self, index: MetadataIndex, key: Any = None) -> Request:
+        """What reads a whole chunk, or an object; KeyError if it is not stored."""
+        catalog, row = self._catalog, self._catalog.row(index)
+        (file,), (begin,), (nbytes,) = self._places(slice(row, row + 1))
+        request = Request(index.fqn, file, begin, nbytes, key)
+        if index.offset is not None:
+            number = catalog.number[index.fqn]
+            sizes = catalog.of_chunks(catalog.sizes, number)[row - catalog.first_chunks[number]]
+            request.dtype = self._dtypes[self._kinds[number]]
+            request.chunk_sizes = tuple(sizes.tolist())
+        return request
+
     def object(self, name: str, key: Any = None) -> Request:
         """What reads the object called ``name``."""
-        row = np.array([self._catalog.object_rows[self._catalog.number[name]]])
-        (file,), (begin,), (nbytes,) = self._places(row)
-        return Request(name, file, begin, nbytes, key)
+        return self.whole(MetadataIndex(name), key)
 
     def into(
         self, names: Sequence[str], shards: Shards, cast: bool = False, keys: Sequence[Any] = ()
@@ -209,7 +215,7 @@ class Stored(Mapping[str, Described | None]):
     def _dtypes_of(self, numbers: Ints) -> list[torch.dtype]:
         return [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
 
-    def _places(self, rows: Ints) -> tuple[list[str], list[int], list[int]]:
+    def _places(self, rows: Ints | slice) -> tuple[list[str], list[int], list[int]]:
         """The files of these rows, and where they begin there and their lengths, in bytes."""
         placement = self.table.placement
         files = [placement.paths[file] for file in placement.files[rows].tolist()]
@@ -326,7 +332,9 @@ def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overla
     ndims = catalog.ndims[numbers]
     for ndim in distinct(ndims):
         alike = np.flatnonzero(ndims == ndim)
-        for chosen in _bounded(alike, catalog.counts[numbers[alike]]):
+        part = starts_of(catalog.counts[numbers[alike]]) // _MOST_PAIRS
+        for each in distinct(part):
+            chosen = alike[part == each]
             tensors = numbers[chosen]
             counts = catalog.counts[tensors]
             pair = np.repeat(np.arange(len(chosen)), counts)
@@ -351,13 +359,6 @@ def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overla
 def rows_of(column: Ints) -> list[Sizes]:
     """(N, dimensions): the rows as tuples."""
     return list(zip(*column.T.tolist(), strict=True)) if column.shape[1] else [()] * len(column)
-
-
-def _bounded(rows: Ints, counts: Ints) -> Iterator[Ints]:
-    """``rows`` in parts of about :data:`_MOST_PAIRS` by their ``counts``."""
-    part = starts_of(counts) // _MOST_PAIRS
-    for each in distinct(part):
-        yield rows[part == each]
 
 
 def is_elsewhere(value: Any) -> bool:
