@@ -25,8 +25,7 @@ from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
-from dcp_datastates.loading.regions import shards_of
-from dcp_datastates.loading.stored import Stored
+from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme

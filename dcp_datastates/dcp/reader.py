@@ -13,14 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
@@ -37,7 +30,7 @@ from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.fit import Answer, Fit, check_share_reads, say_unread, unread
+from dcp_datastates.loading.fit import Answer, Fit, say_unread, unread
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import public
@@ -109,7 +102,8 @@ class DataStatesReader(StorageReader):
     ) -> None:
         super().__init__()
         parse_flag("allow_objects", allow_objects)
-        check_share_reads(share_reads)
+        if share_reads is not None:
+            parse_flag("share_reads", share_reads)
         self._share_reads = share_reads
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
@@ -173,7 +167,7 @@ class DataStatesReader(StorageReader):
         places = self._located_places()
         stored = Stored(opened_from(metadata), places)
         joint = JointReads(self._share_reads, rank_set_of(None), places[0])
-        self._present = _Load(metadata, stored, joint)
+        self._present = _Load(stored, joint)
         loaded_from(places)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -181,7 +175,7 @@ class DataStatesReader(StorageReader):
         load = self._opened()
         table = load.stored.table
         _, items = load.of(plan)
-        offered = load.joint.offer((request_of(item, load.metadata) for item in items), table)
+        offered = load.joint.offer((request_of(item, load.stored) for item in items), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
@@ -251,7 +245,7 @@ class DataStatesReader(StorageReader):
             wrappers = Wrappers(wanted, stored, read)
             self._say_unread(load, wrappers.unread)
         with collection_paused():
-            requests = [request_of(item, load.metadata) for item in items]
+            requests = [request_of(item, stored) for item in items]
             tensors = [each for each in requests if each.dtype is not None]
             targets = [planner.resolve_tensor(each.key).detach() for each in tensors]
             aim(tensors, targets, self._fit.cast)
@@ -300,8 +294,6 @@ class DataStatesReader(StorageReader):
 class _Load:
     """One load."""
 
-    metadata: Metadata
-    """Those that DCP's planner has, which may have changed them."""
     stored: Stored
     joint: JointReads
     asked: set[str] | None = None
@@ -316,35 +308,24 @@ class _Load:
         return wrapped, others
 
 
-def request_of(item: ReadItem, metadata: Metadata) -> Request:
-    """What the item reads, by the checkpoint's ``metadata``, which a planner may have changed.
+def request_of(item: ReadItem, stored: Stored) -> Request:
+    """What the item reads.
 
     Raises :class:`IncompatibleStateError` for an object that is to be loaded as a tensor,
-    :class:`CheckpointCorruptError` if the metadata do not say where it is.
+    :class:`CheckpointCorruptError` if the item is of no chunk that is stored.
     """
-    name = item.storage_index.fqn
-    info = metadata.storage_data.get(item.storage_index)
-    if not isinstance(info, _StorageInfo):
+    index = item.storage_index
+    try:
+        request = stored.whole(index, item)
+    except KeyError:
         raise CheckpointCorruptError(
-            f"the metadata do not say where {item.storage_index} is stored"
-        )
-    request = Request(name, info.relative_path, info.offset, info.length, item)
+            f"{stored.places[0]}: the metadata do not say where {index} is stored"
+        ) from None
     if item.type == LoadItemType.BYTE_IO:
         return request
-    saved = metadata.state_dict_metadata[name]
-    if not isinstance(saved, TensorStorageMetadata):
-        raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
-    request.dtype = saved.properties.dtype
-    request.chunk_sizes = tuple(_chunk(saved, item.storage_index).sizes)
+    if request.dtype is None:
+        raise IncompatibleStateError(
+            f"{request.name!r} was saved as a Python object, not as a tensor"
+        )
     request.offsets, request.lengths = tuple(item.storage_offsets), tuple(item.lengths)
     return request
-
-
-def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    hint = index.index
-    if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == index.offset:
-        return saved.chunks[hint]
-    for chunk in saved.chunks:
-        if chunk.offsets == index.offset:
-            return chunk
-    raise CheckpointCorruptError(f"the metadata have no chunk of {index.fqn!r} at {index.offset}")

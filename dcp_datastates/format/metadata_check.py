@@ -85,7 +85,7 @@ def _check_catalog(catalog: Catalog) -> _Sound:
 def _check_lengths(catalog: Catalog) -> None:
     """Check the columns' lengths. Only bounded numbers are summed, so no sum overflows."""
     count = len(catalog.names)
-    if len(set(catalog.names)) != count:
+    if len(catalog.number) != count:
         raise ValueRefused("a name is there twice")
     for name in ("properties", "ndims", "counts"):
         if len(getattr(catalog, name)) != count:

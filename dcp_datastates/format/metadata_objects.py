@@ -171,28 +171,10 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
             yield MetadataIndex(catalog.names[number])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
-        row, places = self._row(key), self._placement
+        row, places = self._catalog.row(key), self._placement
         path = places.paths[places.files.item(row)]
         begin, length = places.begins.item(row), places.lengths.item(row)
         return _StorageInfo(path, begin, length, TRANSFORM_DESCRIPTORS)
-
-    def _row(self, key: MetadataIndex) -> int:
-        if not isinstance(key, MetadataIndex):
-            raise KeyError(key)
-        catalog = self._catalog
-        number = catalog.number[key.fqn]
-        if (key.offset is None) != (number in catalog.object_rows):
-            raise KeyError(key)
-        if key.offset is None:
-            return catalog.object_rows[number]
-        begins = catalog.of_chunks(catalog.offsets, number)
-        wanted, hint = list(key.offset), key.index
-        if hint is None or not 0 <= hint < len(begins) or begins[hint].tolist() != wanted:
-            try:
-                hint = begins.tolist().index(wanted)
-            except ValueError:
-                raise KeyError(key) from None
-        return catalog.first_chunks[number] + hint
 
 
 # ---- columns of objects --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_datastates.format.ragged import Ints, starts_of, sums
 from dcp_datastates.storage.attempt import Attempt
@@ -100,6 +100,23 @@ class Catalog:
         begin = self._first_values[1][number]
         count, ndim = self.counts.item(number), self.ndims.item(number)
         return column[begin : begin + count * ndim].reshape(count, ndim)
+
+    def row(self, index: object) -> int:
+        """The row of the chunk or object with this ``MetadataIndex`` in a :class:`Placement`; KeyError: it has none."""
+        if not isinstance(index, MetadataIndex):
+            raise KeyError(index)
+        number, at = self.number[index.fqn], index.index
+        if (index.offset is None) != (number in self.object_rows):
+            raise KeyError(index)
+        if index.offset is None:
+            return self.object_rows[number]
+        begins, wanted = self.of_chunks(self.offsets, number), list(index.offset)
+        if at is None or not 0 <= at < len(begins) or begins[at].tolist() != wanted:
+            try:
+                at = begins.tolist().index(wanted)
+            except ValueError:
+                raise KeyError(index) from None
+        return self.first_chunks[number] + at
 
     def names_with_data(self) -> list[str]:
         """The names of tensors that have elements, and of objects, in their order."""

@@ -37,16 +37,15 @@ def wrappers(names: Iterable[str]) -> dict[str, dict[str, Box | None]]:
     """
     found: dict[str, dict[str, Box | None]] = {}
     ending = f".{WRAPPER}"
-    for name in names:
-        if name.endswith(ending):
-            prefix = name.removesuffix(ending)
-            shard = _SHARD.search(prefix)
-            if shard is None:
-                found.setdefault(prefix, {})[prefix] = None
-            else:
-                ends = [edge.split(":") for edge in shard[1].split(",") if edge]
-                place = tuple((int(begin), int(end)) for begin, end in ends)
-                found.setdefault(prefix[: shard.start()], {})[prefix] = place
+    for name in [each for each in names if each.endswith(ending)]:
+        prefix = name.removesuffix(ending)
+        shard = _SHARD.search(prefix)
+        if shard is None:
+            found.setdefault(prefix, {})[prefix] = None
+        else:
+            ends = [edge.split(":") for edge in shard[1].split(",") if edge]
+            place = tuple((int(begin), int(end)) for begin, end in ends)
+            found.setdefault(prefix[: shard.start()], {})[prefix] = place
     return found
 
 

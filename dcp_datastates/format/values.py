@@ -6,6 +6,7 @@ its type::
     (1, 2)                          {"tuple": [1, 2]}
     torch.Size((1, 2))              {"Size": [1, 2]}
     {"a": 1}                        {"dict": {"a": 1}}
+    {"a": (1, 2)}                   {"tuples": {"a": [1, 2]}}, as paths are; also {"dict": {"a": {"tuple": [1, 2]}}}
     b"a"                            {"bytes": "61"}
     torch.float32                   {"dtype": "float32"}
     torch.strided                   {"layout": "strided"}
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -75,6 +76,9 @@ def to_json(value: Any, depth: int = 0) -> Any:
         for key in value:
             if type(key) is not str:
                 raise ValueRefused(f"a dict with a key of type {type(key).__name__}")
+        if set(map(type, value.values())) == {tuple}:
+            lists = [[to_json(each, depth + 2) for each in items] for items in value.values()]
+            return {"tuples": dict(zip(value, lists, strict=True))}
         return {"dict": {key: to_json(item, depth + 1) for key, item in value.items()}}
     if kind is bytes:
         return {"bytes": value.hex()}
@@ -103,31 +107,20 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "Size" and set(map(type, content)) <= {int}:
             return _size(content)
     elif tag == "dict" and type(content) is dict:
-        return _plain_tuples(content) or {
-            key: from_json(item, depth + 1) for key, item in content.items()
-        }
+        return {key: from_json(item, depth + 1) for key, item in content.items()}
+    elif tag == "tuples" and type(content) is dict:
+        lists: Collection[list[Any]] = content.values()
+        if not set(map(type, lists)) <= {list}:
+            raise ValueRefused("tuples that are no lists")
+        if not _NESTED.isdisjoint(map(type, chain.from_iterable(lists))):
+            lists = [_items(each, depth + 2) for each in lists]
+        return dict(zip(content, map(tuple, lists), strict=True))
     elif type(content) is str:
         if tag in _NAMED and content in _NAMED[tag]:
             return _NAMED[tag][content]
         if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
             return bytes.fromhex(content)
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
-
-
-_NAMES_A_TUPLE: Final = frozenset({("tuple",)})
-
-
-def _plain_tuples(content: dict[str, Any]) -> dict[str, Any] | None:
-    """The values if all are tuples of strings and numbers, as most paths are: decoded in passes over all. Else None."""
-    found = content.values()
-    if not (set(map(type, found)) == {dict} and set(map(tuple, found)) == _NAMES_A_TUPLE):
-        return None
-    tuples = [each["tuple"] for each in found]
-    if set(map(type, tuples)) == {list} and _NESTED.isdisjoint(
-        map(type, chain.from_iterable(tuples))
-    ):
-        return dict(zip(content, map(tuple, tuples), strict=True))
-    return None
 
 
 def _items(found: list[Any], depth: int) -> list[Any]:

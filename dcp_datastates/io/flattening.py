@@ -27,7 +27,7 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
         if any(map(_is_on_meta, values.values())):
             _init_state_dict(state)
             values, paths = flatten(state)
-        if any(isinstance(each, ShardedTensor) for each in values.values()):
+        if any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):
             values, paths = flatten(_flatten_sharded_tensors(state))
         return values, paths
     except ValueError as error:

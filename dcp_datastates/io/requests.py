@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +28,7 @@ _SHORTEST_RUN_BYTES: Final = 4 << 10
 
 _ADDRESS: Final = torch.Tensor.data_ptr
 _IS_DENSE: Final = torch.Tensor.is_contiguous
+_DTYPE, _SHAPE = map(operator.attrgetter, ("dtype", "shape"))
 
 Sizes = tuple[int, ...]
 
@@ -80,16 +82,18 @@ def aim(requests: Sequence[Request], targets: Sequence[torch.Tensor], cast: bool
     Raises :class:`IncompatibleStateError` if one cannot receive what was saved.
     """
     memories = local_tensors(targets)
-    columns = requests, targets, memories, are_unusual(memories), map(_IS_DENSE, memories)
-    for request, target, memory, is_unusual, is_dense in zip(*columns, strict=True):
-        if target.shape != request.lengths:
+    columns = requests, targets, memories, map(_SHAPE, targets), map(_DTYPE, targets)
+    asked = are_unusual(memories), map(_IS_DENSE, memories)
+    rows = zip(*columns, *asked, strict=True)
+    for request, target, memory, shape, dtype, is_unusual, is_dense in rows:
+        if shape != request.lengths:
             raise IncompatibleStateError(
-                f"{request.name!r}: the state has room for {tuple(target.shape)} where {tuple(request.lengths)} was "
+                f"{request.name!r}: the state has room for {tuple(shape)} where {tuple(request.lengths)} was "
                 f"saved"
             )
-        if target.dtype != request.dtype and not cast:
+        if dtype != request.dtype and not cast:
             raise IncompatibleStateError(
-                f"{request.name!r} was saved as {request.dtype} and the state has {target.dtype}; load into a tensor "
+                f"{request.name!r} was saved as {request.dtype} and the state has {dtype}; load into a tensor "
                 f"of the saved dtype, or pass cast=True to convert"
             )
         if is_unusual or not is_dense:
@@ -106,11 +110,12 @@ def choose_devices(requests: list[Request], engine: Engine) -> None:
     direct = [(each, each.memory) for each in requests if each.memory is not None]
     numbers = devices.numbers(engine, [memory for _, memory in direct])
     for (request, memory), device in zip(direct, numbers, strict=True):
-        request.device = device
-        if device == THROUGH_TORCH or not (
-            device == HOST or _has_long_runs(memory, request.chunk_sizes)
-        ):
-            request.memory, request.device = None, HOST
+        if device == HOST:
+            continue
+        if device == THROUGH_TORCH or not _has_long_runs(memory, request.chunk_sizes):
+            request.memory = None
+        else:
+            request.device = device
 
 
 def storage_of(request: Request) -> torch.UntypedStorage | None:

@@ -107,7 +107,7 @@ def restore(
     source: StoredCheckpoint,
     engine: Engine,
     deliver: Callable[[Request], None],
-    release: Callable[[set[torch.UntypedStorage]], None],
+    release: Callable[[Iterable[torch.UntypedStorage]], None],
     count: Callable[[int], None],
 ) -> None:
     """Read all ``requests``, whose tensors have been aimed at their destinations.
@@ -116,7 +116,7 @@ def restore(
         deliver: called with each request that was read: the bytes of an object are in its ``data``, and a tensor has
             its values.
         release: is given the storages of the destinations before the first byte is read, and returns when they may be
-            written to.
+            written to. It looks at them only if something reads memory now.
         count: is told now and then how many bytes more have been read.
 
     Raises :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
@@ -125,7 +125,7 @@ def restore(
     with collection_paused():
         choose_devices(requests, engine)
     _check_files(requests, source)
-    release({s for request in requests if (s := storage_of(request)) is not None})
+    release(s for request in requests if (s := storage_of(request)) is not None)
     sharing = source.sharing
     most_bytes = math.inf
     reading: AbstractContextManager[ReadRange | None] = nullcontext()
@@ -139,9 +139,11 @@ def restore(
             while left:
                 left = _read_nearest(left, source, engine, shared, count)
             for request in batch:
-                _settle(request)
+                if request.memory is not request.target:
+                    _settle(request)
                 deliver(request)
-                request.data = b""  # an object has been unpickled
+                if request.dtype is None:
+                    request.data = b""  # it has been unpickled
 
 
 def _check_files(requests: list[Request], source: StoredCheckpoint) -> None:
@@ -316,23 +318,17 @@ def _say_written(requests: list[Request]) -> None:
 
 
 def _settle(request: Request) -> None:
-    target = request.target
-    if target is None or request.memory is target or request.memory is None:
-        return
-    if request.memory is local_tensor(target):
-        return
-    target.detach().copy_(request.memory)
-    request.memory = None
+    target, memory = request.target, request.memory
+    if target is not None and memory is not None and memory is not local_tensor(target):
+        target.detach().copy_(memory)
+        request.memory = None
 
 
 # ---- what could not be read ----------------------------------------------------------------------
 
 
 def read_error(
-    fault: Fault,
-    asked: Iterable[Request],
-    source: StoredCheckpoint,
-    place: Location,
+    fault: Fault, asked: Iterable[Request], source: StoredCheckpoint, place: Location
 ) -> DataStatesError:
     """The error for ``fault`` in a restore of what was ``asked`` for, from ``place``."""
     if fault.kind == "corrupt":
@@ -347,10 +343,7 @@ def read_error(
 
 
 def _affected(
-    fault: Fault,
-    asked: Iterable[Request],
-    source: StoredCheckpoint,
-    place: Location,
+    fault: Fault, asked: Iterable[Request], source: StoredCheckpoint, place: Location
 ) -> str:
     relative_path = fault.path.removeprefix(f"{place}/")
     record = source.files.get(relative_path)

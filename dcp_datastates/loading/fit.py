@@ -144,12 +144,6 @@ class Fit:
         return names
 
 
-def check_share_reads(share_reads: object) -> None:
-    """Raise :class:`ConfigurationError` unless it is True, False or None."""
-    if share_reads is not None:
-        parse_flag("share_reads", share_reads)
-
-
 # ---- what stays unread ---------------------------------------------------------------------------
 
 
@@ -157,7 +151,7 @@ def unread(stored: Stored, asked: Iterable[str]) -> list[str]:
     """The names of what is stored that are not ``asked`` for, nor are parts of a wrapper that is."""
     asked = frozenset(asked)
     wrapped = asked.intersection(stored.wrappers)
-    rest = [name for name in stored.names_with_data() if name not in asked]
+    rest = [name for name in stored.table.catalog.names_with_data() if name not in asked]
     return [name for name in rest if not is_under(name, wrapped)] if wrapped else rest
 
 

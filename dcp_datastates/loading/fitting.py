@@ -23,8 +23,7 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.regions import is_elsewhere, shards_of
-from dcp_datastates.loading.stored import Stored
+from dcp_datastates.loading.stored import Stored, is_elsewhere, shards_of
 from dcp_datastates.process.garbage import collection_paused
 
 logger = logging.getLogger(__name__)
@@ -99,12 +98,10 @@ class Fitting:
             lay_out(self.fit.names([*stored, *stored.wrappers]), stored)
         self._state = state
         self._values, self._paths = flattened(state)
-        matched = self._matched(self.names)
-        names = [name for name in matched if name in self._names and name not in self._wrapped]
-        olds = [self._names[name] for name in names]
+        names, olds, values = self._matched(self.names)
         are_tensors = stored.are_tensors(olds)
         tensors = [*compress(names, are_tensors)]
-        shards = shards_of(tensors, [matched[name] for name in tensors])
+        shards = shards_of(tensors, compress(values, are_tensors))
         found = stored.into([*compress(olds, are_tensors)], shards, self.fit.cast, tensors)
         objects = [not is_tensor for is_tensor in are_tensors]
         found += map(stored.object, compress(olds, objects), compress(names, objects))
@@ -114,22 +111,26 @@ class Fitting:
             found.sort(key=lambda each: place[each.key])
         return found
 
-    def _matched(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """The values of the state that are to be loaded, by their names. Raises if they cannot be."""
-        empty = frozenset(self.stored.empty)
-        self._empty = {name: self._path(name, old) for name, old in names.items() if old in empty}
-        self._names = {name: old for name, old in names.items() if old not in empty}
-        wrappers = self.stored.wrappers
-        self._wrapped = frozenset(name for name, old in self._names.items() if old in wrappers)
+    def _matched(self, names: dict[str, str]) -> tuple[list[str], list[str], list[Any]]:
+        """The values of the state that are to be read, in columns: their names in the state and in the checkpoint, and
+        themselves. Raises if they cannot be.
+        """
+        self._names = names
+        if empty := frozenset(self.stored.empty):
+            found = [name for name, old in names.items() if old in empty]
+            self._empty = {name: self._path(name, names.pop(name)) for name in found}
+        if wrappers := self.stored.wrappers:
+            self._wrapped = frozenset(name for name, old in names.items() if old in wrappers)
         unfit: dict[str, str] = {}
         if self._filled:
             self._prune()
             unfit = self._grow()
-        wanted = dict(self._values)
+        wanted = self._values
         if not self.fit.takes_all:
             wanted = {name: value for name, value in wanted.items() if self.fit.takes(name)}
-        missing = [name for name in wanted if name not in self._names]
-        unfit |= self._unfit(wanted)
+        olds = list(map(names.get, wanted))
+        missing = [name for name, old in zip(wanted, olds, strict=True) if old is None]
+        unfit |= self._unfit(wanted, olds)
         if unfit or (missing and self.fit.missing == "error"):
             self._refuse(missing if self.fit.missing == "error" else [], unfit)
         if missing and self.fit.missing == "warn":
@@ -139,7 +140,12 @@ class Fitting:
                 len(missing),
                 ", ".join(map(repr, missing)),
             )
-        return wanted
+        are_read = [old is not None and old not in wrappers for old in olds]
+        return (
+            list(compress(wanted, are_read)),
+            [old for old in olds if old is not None and old not in wrappers],
+            list(compress(wanted.values(), are_read)),
+        )
 
     def begin(self) -> None:
         """All ranks' states fit. Put what is empty, which nothing is read for, into the state where it takes all: the
@@ -187,7 +193,8 @@ class Fitting:
     @property
     def held(self) -> list[str]:
         """The stored names of what is in the state."""
-        return [old for name, old in self._names.items() if name in self._values]
+        found = map(self._names.get, self._values)
+        return [old for old in found if old is not None]
 
     def unasked(self, unread: Iterable[str]) -> list[str]:
         """Those of the stored names that no rank reads which are not left out on purpose.
@@ -226,7 +233,7 @@ class Fitting:
     def _grow(self) -> dict[str, str]:
         """Make room for what is stored below names that take all of it. Returns where that cannot be, and why."""
         replaced = {name: self._values[name] for name in self._names if self._may_replace(name)}
-        outgrown = [name for name, _ in self._unfit(replaced)]
+        outgrown = [name for name, _ in self._unfit(replaced, [*map(self._names.get, replaced)])]
         new = [name for name in self._unasked() if is_under(name, self._filled)]
         unfit = self._in_the_way(new)
         for name in [*new, *outgrown]:
@@ -266,14 +273,13 @@ class Fitting:
             if not (name in self._values or name in self._wrapped or is_under(name, opened))
         ]
 
-    def _unfit(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The names of values that cannot receive what is stored under the same name, and why, in words."""
-        olds = [self._names.get(name, name) for name in wanted]
+    def _unfit(self, wanted: Mapping[str, Any], olds: Sequence[Any]) -> Iterator[tuple[str, str]]:
+        """The names of values that cannot receive what is stored as ``olds``, and why, in words. None is not stored."""
         tensors = self.stored.are_tensors(olds)
         if self.stored.has_same([*compress(olds, tensors)], [*compress(wanted.values(), tensors)]):
             return
         for (name, value), old in zip(wanted.items(), olds, strict=True):
-            entry = self.stored.get(old) if name in self._names else None
+            entry = None if old is None else self.stored.get(old)
             if entry is None:
                 continue
             size = getattr(value, "size", None)

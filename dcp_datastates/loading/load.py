@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from dcp_datastates.config import check_options
+from dcp_datastates.config import check_options, parse_flag
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.requests import Request
-from dcp_datastates.loading.fit import Fit, FitOptions, check_share_reads, say_unread, unread
+from dcp_datastates.loading.fit import Fit, FitOptions, say_unread, unread
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
@@ -105,7 +105,8 @@ def load(
         raise ConfigurationError(
             "path=None: load(path, state) needs the checkpoint's directory; latest() returns None if it finds none"
         )
-    check_share_reads(share_reads)
+    if share_reads is not None:
+        parse_flag("share_reads", share_reads)
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
     fit = Fit.of(options, only)
@@ -315,7 +316,7 @@ class _Load:
             return b""
 
         self.joint.take(self._share, self.stored.table)
-        if self.stored.has_objects:
+        if self.stored.table.catalog.object_rows:
             self._session.end(Step.OBJECTS, objects, _no_answers)
         self._session.end(Step.READ, tensors, _no_answers)
 

@@ -1,5 +1,5 @@
-"""What a checkpoint holds, looked up in its columns: a load makes no object for a tensor that it does not ask for. And
-its reads.
+"""What a checkpoint holds, looked up in its columns: a load makes no object for a tensor that it does not ask for. What
+a rank holds of tensors, what it needs of the stored chunks, and its reads.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import Engine
@@ -21,20 +23,25 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     IncompatibleStateError,
 )
-from dcp_datastates.format.key_paths import KeyPath, empties, path_of, with_types
-from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.format.ragged import Ints, positions, starts_of
+from dcp_datastates.format.key_paths import KeyPath, empties, path_of
+from dcp_datastates.format.metadata_table import Catalog, MetadataTable
+from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of, volumes
 from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.flattening import shards_as_dcp_sees_them
 from dcp_datastates.io.requests import Request, aim
 from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES
-from dcp_datastates.loading.regions import Shards, cut, overlaps, rows_of
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
 
 _DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
+
+_MOST_PAIRS: Final = 1 << 18
+"""How many shards are compared with a chunk each in one pass, which bounds its memory: 100 bytes for each dimension."""
+
+Sizes = tuple[int, ...]
 
 
 class Described(NamedTuple):
@@ -75,38 +82,23 @@ class Stored(Mapping[str, Described | None]):
     @functools.cached_property
     def wrappers(self) -> dict[str, dict[str, Box | None]]:
         """See :func:`~dcp_datastates.format.stored_names.wrappers`."""
-        return wrappers(self)
-
-    @functools.cached_property
-    def _paths(self) -> object:
-        return with_types(self._catalog.mappings)
+        return wrappers(self._catalog.names)
 
     @functools.cached_property
     def empty(self) -> list[str]:
         """The names of empty dicts in the saved state, which have no value."""
         paths = self._catalog.mappings
-        if not isinstance(paths, dict):
-            return []
-        beside = {name: path for name, path in paths.items() if name not in self._catalog.number}
-        return list(empties(with_types(beside)))
+        beside = paths.keys() - self._catalog.number.keys() if isinstance(paths, dict) else ()
+        return [name for name in empties(paths) if name in beside] if beside else []
 
     def path_of(self, name: str) -> KeyPath:
         """Where the value called ``name`` was in the saved state."""
-        return path_of(name, self._paths)
+        return path_of(name, self._catalog.mappings)
 
     def new(self, name: str) -> torch.Tensor | None:
         """A new tensor on the host for what is stored under this name; None for an object."""
         entry = self[name]
         return None if entry is None else torch.empty(entry.size, dtype=entry.dtype, device="cpu")
-
-    def names_with_data(self) -> list[str]:
-        """The names of tensors that have elements, and of objects."""
-        return self._catalog.names_with_data()
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether there is any object."""
-        return bool((self._catalog.properties < 0).any())
 
     def check_attempts(self, attempts: Iterable[str]) -> None:
         """Raise :class:`CheckpointReplacedError` if the ranks of a load have opened different ``attempts``."""
@@ -130,19 +122,29 @@ class Stored(Mapping[str, Described | None]):
         if not set(map(type, values)) <= {*PLAIN_TYPES, DTensor}:
             return False
         numbers, catalog = self._numbers(names), self._catalog
-        sizes = list(chain.from_iterable(map(_SHAPE, values)))
         firsts, ndims = starts_of(catalog.ndims)[numbers], catalog.ndims[numbers]
+        here, sizes = shapes_of(values)
         return (
-            list(map(_DTYPE, values)) == [self._dtypes[self._kinds[n]] for n in numbers.tolist()]
-            and list(map(_NDIM, values)) == ndims.tolist()
-            and sizes == catalog.shapes[positions(firsts, ndims)].tolist()
+            list(map(_DTYPE, values)) == self._dtypes_of(numbers)
+            and np.array_equal(here, ndims)
+            and np.array_equal(sizes, catalog.shapes[positions(firsts, ndims)])
         )
+
+    def whole(self, index: MetadataIndex, key: Any = None) -> Request:
+        """What reads a whole chunk, or an object; KeyError if it is not stored."""
+        catalog, row = self._catalog, self._catalog.row(index)
+        (file,), (begin,), (nbytes,) = self._places(slice(row, row + 1))
+        request = Request(index.fqn, file, begin, nbytes, key)
+        if index.offset is not None:
+            number = catalog.number[index.fqn]
+            sizes = catalog.of_chunks(catalog.sizes, number)[row - catalog.first_chunks[number]]
+            request.dtype = self._dtypes[self._kinds[number]]
+            request.chunk_sizes = tuple(sizes.tolist())
+        return request
 
     def object(self, name: str, key: Any = None) -> Request:
         """What reads the object called ``name``."""
-        row = np.array([self._catalog.object_rows[self._catalog.number[name]]])
-        (file,), (begin,), (nbytes,) = self._places(row)
-        return Request(name, file, begin, nbytes, key)
+        return self.whole(MetadataIndex(name), key)
 
     def into(
         self, names: Sequence[str], shards: Shards, cast: bool = False, keys: Sequence[Any] = ()
@@ -152,19 +154,18 @@ class Stored(Mapping[str, Described | None]):
         Raises :class:`IncompatibleStateError` if one cannot receive what is stored, or not all of it is stored.
         """
         numbers = self._numbers(names)[shards.of]
-        dtypes = [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
-        needed = np.array(list(map(math.prod, shards.sizes)), np.int64)
+        of, dtypes = shards.of.tolist(), self._dtypes_of(numbers)
+        needed = volumes(shards.ndims, shards.sizes)
         left = needed.copy()
         requests: list[Request] = []
         targets: list[torch.Tensor] = []
         for found in overlaps(self._catalog, numbers, shards):
             shard = found.shard.tolist()
-            of = [shards.of[each] for each in shard]
             requests += map(
                 Request,
-                [names[each] for each in of],
+                [names[of[each]] for each in shard],
                 *self._places(found.chunk),
-                [keys[each] for each in of] if keys else repeat(None),
+                [keys[of[each]] for each in shard] if keys else repeat(None),
                 [dtypes[each] for each in shard],
                 rows_of(found.chunk_sizes),
                 rows_of(found.in_chunk),
@@ -178,7 +179,7 @@ class Stored(Mapping[str, Described | None]):
             targets += memories
             np.subtract.at(left, found.shard, nelements)
         for at in np.flatnonzero(left)[:1].tolist():
-            name = names[shards.of[at]]
+            name = names[of[at]]
             raise IncompatibleStateError(
                 f"of {name!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank saved its shard "
                 f"alone?); leave it out with exclude={name!r}, or load it into a sharded state"
@@ -211,12 +212,173 @@ class Stored(Mapping[str, Described | None]):
         number = self._catalog.number
         return np.array([number[name] for name in names], np.int64)
 
-    def _places(self, rows: Ints) -> tuple[list[str], list[int], list[int]]:
+    def _dtypes_of(self, numbers: Ints) -> list[torch.dtype]:
+        return [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
+
+    def _places(self, rows: Ints | slice) -> tuple[list[str], list[int], list[int]]:
         """The files of these rows, and where they begin there and their lengths, in bytes."""
         placement = self.table.placement
         files = [placement.paths[file] for file in placement.files[rows].tolist()]
         return files, placement.begins[rows].tolist(), placement.lengths[rows].tolist()
 
 
-def _release(storages: set[torch.UntypedStorage]) -> None:
+def _release(storages: Iterable[torch.UntypedStorage]) -> None:
     release_memory(storages, "a load")
+
+
+# ---- what a rank holds, and what it needs of the stored chunks ------------------------------------
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds of tensors, in columns. Begins and sizes are ragged: a value for each dimension."""
+
+    of: Ints
+    """The tensor, by its place among all."""
+    ndims: Ints
+    begins: Ints
+    """Where each shard begins in its tensor, in elements."""
+    sizes: Ints
+    """In elements."""
+    memories: list[torch.Tensor]
+
+    def places(self, chosen: Ints, ndim: int) -> tuple[Ints, Ints]:
+        """(chosen, dimensions): the begins and the sizes of those, which have ``ndim`` dimensions."""
+        at = starts_of(self.ndims)[chosen, np.newaxis] + np.arange(ndim)
+        return self.begins[at], self.sizes[at]
+
+
+def shapes_of(values: Sequence[torch.Tensor]) -> tuple[Ints, Ints]:
+    """The numbers of dimensions, and ragged: the sizes of tensors."""
+    ndims = np.fromiter(map(_NDIM, values), np.int64, len(values))
+    return ndims, np.fromiter(chain.from_iterable(map(_SHAPE, values)), np.int64, ndims.sum())
+
+
+def shards_of(names: Iterable[str], values: Iterable[Any]) -> Shards:
+    """What this rank holds of tensors of the state, which are called ``names``. Nothing outside a mesh."""
+    values = list(values)
+    if set(map(type, values)) <= PLAIN_TYPES and not any_hold_shards(values):
+        ndims, sizes = shapes_of(values)
+        return Shards(np.arange(len(values)), ndims, np.zeros_like(sizes), sizes, values)
+    found = list(_shards(names, values))
+    of, begins, lengths, memories = zip(*found, strict=True) if found else ((), (), (), ())
+    return Shards(
+        np.array(of, np.int64),
+        np.array(list(map(len, begins)), np.int64),
+        np.array(list(chain.from_iterable(begins)), np.int64),
+        np.array(list(chain.from_iterable(lengths)), np.int64),
+        list(memories),
+    )
+
+
+def _shards(
+    names: Iterable[str], values: Sequence[Any]
+) -> Iterator[tuple[int, Sizes, Sizes, torch.Tensor]]:
+    """For each shard: the place of its tensor among all, where it begins, its sizes, and its memory."""
+    places: dict[Any, tuple[Sizes, Sizes] | None] = {}
+    """Of DTensors that are placed alike: torch reckons it in 20 us. None outside a mesh."""
+    for number, (name, value) in enumerate(zip(names, values, strict=True)):
+        kind = type(value)
+        if kind in PLAIN_TYPES and not holds_shards(value):
+            yield number, (0,) * value.dim(), value.shape, value
+        elif kind is DTensor and type(value._local_tensor) in PLAIN_TYPES:
+            spec, local = value._spec, value._local_tensor
+            if spec not in places:
+                places[spec] = _place(name, value)
+            if (place := places[spec]) is None:
+                continue
+            if local.shape != place[1] and 0 not in place[1]:  # an empty shard may have any shape
+                raise IncompatibleStateError(
+                    f"{name!r} cannot be loaded: its local tensor has the shape {tuple(local.shape)}, and the shard "
+                    f"that it stands for {place[1]}"
+                )
+            yield number, *place, local
+        else:
+            for shard in shards_as_dcp_sees_them(name, value):
+                yield number, *shard
+
+
+def _place(name: str, value: DTensor) -> tuple[Sizes, Sizes] | None:
+    """Where this rank's part of a DTensor begins, and its sizes, in elements; None outside its mesh."""
+    if is_elsewhere(value):
+        return None
+    if any(placement.is_partial() for placement in value.placements):
+        raise IncompatibleStateError(
+            f"{name!r} cannot be loaded: the state has partial sums of it ({value.placements}); redistribute() it"
+        )
+    place = box(value)
+    return tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)
+
+
+class Overlaps(NamedTuple):
+    """What shards have in common with stored chunks, in columns, all of one number of dimensions."""
+
+    shard: Ints
+    """Its place among all shards."""
+    chunk: Ints
+    """Its row in the checkpoint's columns."""
+    chunk_sizes: Ints
+    """(overlaps, dimensions), as are the others."""
+    in_chunk: Ints
+    """Where the overlap begins in the chunk, in elements."""
+    in_shard: Ints
+    lengths: Ints
+
+
+def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overlaps]:
+    """What ``shards`` have in common with the stored chunks of their tensors, which have these ``numbers``."""
+    firsts = starts_of(catalog.counts)
+    values = starts_of(catalog.ndims * catalog.counts)
+    ndims = catalog.ndims[numbers]
+    for ndim in distinct(ndims):
+        alike = np.flatnonzero(ndims == ndim)
+        part = starts_of(catalog.counts[numbers[alike]]) // _MOST_PAIRS
+        for each in distinct(part):
+            chosen = alike[part == each]
+            tensors = numbers[chosen]
+            counts = catalog.counts[tensors]
+            pair = np.repeat(np.arange(len(chosen)), counts)
+            place = positions(np.zeros(len(chosen), np.int64), counts)
+            at = (values[tensors][pair] + place * ndim)[:, None] + np.arange(ndim)
+            offsets, sizes = catalog.offsets[at], catalog.sizes[at]
+            begins, lengths = shards.places(chosen, ndim)
+            low = np.maximum(offsets, begins[pair])
+            high = np.minimum(offsets + sizes, (begins + lengths)[pair])
+            hit = np.flatnonzero((low < high).all(axis=1))
+            pair, low, high = pair[hit], low[hit], high[hit]
+            yield Overlaps(
+                chosen[pair],
+                firsts[tensors][pair] + place[hit],
+                sizes[hit],
+                low - offsets[hit],
+                low - begins[pair],
+                high - low,
+            )
+
+
+def rows_of(column: Ints) -> list[Sizes]:
+    """(N, dimensions): the rows as tuples."""
+    return list(zip(*column.T.tolist(), strict=True)) if column.shape[1] else [()] * len(column)
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether it is a DTensor of whose mesh this rank is no part: it holds nothing of it."""
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
+
+
+def overlap(one: Box, other: Box) -> Box:
+    """What two boxes have in common; dimensions may end before they begin."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def volume(place: Box) -> int:
+    """The number of elements."""
+    return math.prod(end - begin for begin, end in place)
+
+
+def cut(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """The part of a tensor that begins there, in elements, and has these ``lengths``."""
+    for dimension, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        if length != tensor.size(dimension):
+            tensor = tensor.narrow(dimension, begin, length)
+    return tensor

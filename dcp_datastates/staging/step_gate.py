@@ -83,8 +83,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def release_memory(storages: Iterable[torch.UntypedStorage], what: str) -> None:
     """Return when no save reads the memory of ``storages`` any more. ``what`` needs them, for the log."""
-    for reads in _gated.copy():
-        reads.release_memory(storages, what)
+    if gated := _gated.copy():
+        storages = list(storages)
+        for reads in gated:
+            reads.release_memory(storages, what)
 
 
 def _gate_moves(name: str) -> None:
@@ -93,9 +95,8 @@ def _gate_moves(name: str) -> None:
 
     @functools.wraps(move)
     def gated(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        if _gated:
-            storages = [each for each in (self, *args) if isinstance(each, torch.UntypedStorage)]
-            release_memory(storages, "a storage whose memory moves (a resize, share_memory_())")
+        storages = (each for each in (self, *args) if isinstance(each, torch.UntypedStorage))
+        release_memory(storages, "a storage whose memory moves (a resize, share_memory_())")
         return move(self, *args, **kwargs)
 
     setattr(torch.UntypedStorage, name, gated)
@@ -146,8 +147,7 @@ def _on_gradient(_: torch.Tensor) -> None:
         return
     global _gradients
     _gradients += 1
-    if _gated:
-        open_windows()
+    open_windows()
 
 
 def arm_backward() -> bool:

@@ -21,7 +21,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     UnsafeObjectError,
 )
-from dcp_datastates.loading import regions
+from dcp_datastates.loading import stored
 
 
 def _state():
@@ -123,7 +123,7 @@ def test_keys_that_are_no_names_are_refused(keys, path):
 
 @pytest.mark.parametrize("pairs", [1, 1 << 18])
 def test_shards_of_many_ranks_are_put_together(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(regions, "_MOST_PAIRS", pairs)  # compared in one pass
+    monkeypatch.setattr(stored, "_MOST_PAIRS", pairs)  # compared in one pass
     state = {"w": filled((30, 41), torch.float32), "v": filled((64,), torch.int64, 1)}
     state["u"] = filled((30, 41), torch.float32, 2)
     w, v = boxes((30, 41), ([7, 20], [11])), boxes((64,), ([1, 63],))

@@ -37,7 +37,7 @@ def test_a_file_is_what_the_layout_says(checkpoint, state):
         *("planner_data", "storage_meta", "metrics", "published_at", "trace"),
     }
     assert sorted(parts.document["names"]) == ["list.0", "list.1.deep", "object.text", "w"]
-    assert parts.document["planner_data"]["dict"]["list.1.deep"] == {"tuple": ["list", 1, "deep"]}
+    assert parts.document["planner_data"]["tuples"]["list.1.deep"] == ["list", 1, "deep"]
     place = parts.place("w")
     assert parts.columns["lengths"][place] == 300 * 20 * 4
     assert file_of(parts)[: len(parts.pickled)] == data[: len(parts.pickled)]

@@ -187,22 +187,20 @@ WRONG = {
     "planner data of a size": _put("planner_data", {"Size": [1 << 70]}),
     "planner data of bytes": _put("planner_data", {"bytes": "6x"}),
     "planner data of an enum": _put("planner_data", {"enum": ["Metadata", "__init__"]}),
-    "list of a billion": _put("planner_data", "dict", "w", {"tuple": ["w", 1 << 40]}),
-    "list of a billion, past a flag": _put(
-        "planner_data", "dict", "w", {"tuple": ["w", True, 1 << 40]}
-    ),
-    "list of a billion, past nothing": _put(
-        "planner_data", "dict", "w", {"tuple": ["w", 1 << 40, None]}
-    ),
-    "list of a billion, as a list": _put("planner_data", "dict", "w", ["w", 1 << 40]),
-    "list from behind": _put("planner_data", "dict", "w", {"tuple": ["w", -1]}),
-    "a key that is a list": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [[1]]}]}),
-    "a key of three parts": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [1, "1", 1]}]}),
-    "a key whose text is none": _put("planner_data", "dict", "w", {"tuple": [{"tuple": [1, 1]}]}),
-    "an empty dict on the way": _put("planner_data", "dict", "w", {"tuple": [{"tuple": []}, "w"]}),
+    "list of a billion": _put("planner_data", "tuples", "w", ["w", 1 << 40]),
+    "list of a billion, past a flag": _put("planner_data", "tuples", "w", ["w", True, 1 << 40]),
+    "list of a billion, past nothing": _put("planner_data", "tuples", "w", ["w", 1 << 40, None]),
+    "list of a billion, as a list": _put("planner_data", {"dict": {"w": ["w", 1 << 40]}}),
+    "list from behind": _put("planner_data", "tuples", "w", ["w", -1]),
+    "a key that is a list": _put("planner_data", "tuples", "w", [{"tuple": [[1]]}]),
+    "a key of three parts": _put("planner_data", "tuples", "w", [{"tuple": [1, "1", 1]}]),
+    "a key whose text is none": _put("planner_data", "tuples", "w", [{"tuple": [1, 1]}]),
+    "an empty dict on the way": _put("planner_data", "tuples", "w", [{"tuple": []}, "w"]),
     "an empty dict far down a list": _put(
-        "planner_data", "dict", "none", {"tuple": ["none", 1 << 40, {"tuple": []}]}
+        "planner_data", "tuples", "none", ["none", 1 << 40, {"tuple": []}]
     ),
+    "planner data of tuples that are text": _put("planner_data", {"tuples": {"w": "w"}}),
+    "planner data of tuples without keys": _put("planner_data", {"tuples": [["w"]]}),
     # --- columns, which have as many values as the names, tensors and chunks say
     **{f"{name} longer": _longer(name) for name in COLUMNS},
     **{f"{name} shorter": _shorter(name) for name in COLUMNS},

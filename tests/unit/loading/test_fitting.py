@@ -61,9 +61,9 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
     metadata = DataStatesReader(tmp_path / "c").read_metadata()
     stock = DefaultLoadPlanner()
     stock.set_up_planner(dict(state), metadata, True)
-    expected = [request_of(item, metadata) for item in stock.create_local_plan().items]
-    fitting = Fitting(Fit.of({}), Stored(opened_from(metadata), [tmp_path / "c"]))
-    assert sorted(map(_read, fitting.requests(dict(state)))) == sorted(map(_read, expected))
+    stored = Stored(opened_from(metadata), [tmp_path / "c"])
+    expected = sorted(_read(request_of(item, stored)) for item in stock.create_local_plan().items)
+    assert sorted(map(_read, Fitting(Fit.of({}), stored).requests(dict(state)))) == expected
 
 
 def _read(request):
