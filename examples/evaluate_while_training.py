@@ -1,4 +1,6 @@
-"""Evaluate each new checkpoint of a run that goes on, in a process of its own: no process group, no part of the job.
+"""Evaluate the newest checkpoint of a running job, again and again, in a process that is no part of the job.
+
+A checkpoint that comes and goes during an evaluation is left out.
 
 python evaluate_while_training.py ckpt 3    # evaluates three checkpoints, then ends
 """
@@ -23,9 +25,10 @@ while count:
     try:
         ds.pin(path, "evaluation")  # the run's retention does not delete it now
         ds.load(path, {"model": model}, only="model")  # the model alone: the optimizer is not read
-        with torch.no_grad():
-            print(f"{path.name}: mean output {model(batch).mean().item():.6f}", flush=True)
-        ds.unpin(path, "evaluation")
     except ds.errors.CheckpointNotFoundError:
         continue  # the run has deleted it in between
+    finally:
+        ds.unpin(path, "evaluation")
+    with torch.no_grad():
+        print(f"{path.name}: mean output {model(batch).mean().item():.6f}", flush=True)
     seen, count = path, count - 1

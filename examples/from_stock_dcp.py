@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from dcp_datastates import DataStatesReader, DataStatesWriter, track
 
 old, new = sys.argv[1:]
-model = torch.nn.Linear(64, 64)
+model = torch.nn.Linear(512, 512)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 track(optimizer)  # its tensors are read later, during the next backward pass
 
@@ -35,7 +35,7 @@ for _ in range(3):
     # Before: storage_writer=dcp.FileSystemWriter(path)
     writer = DataStatesWriter(new)
     dcp.async_save(state(), storage_writer=writer)
-    model(torch.randn(8, 64)).square().mean().backward()
+    model(torch.randn(8, 512)).square().mean().backward()
     optimizer.step()  # waits only if a tensor has not been read yet
     optimizer.zero_grad()
     writer.committed.result()

@@ -9,7 +9,7 @@ import torch
 
 import dcp_datastates as ds
 
-model = torch.nn.Linear(64, 64)
+model = torch.nn.Linear(512, 512)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 state = {"model": model, "optimizer": optimizer}
 
@@ -21,7 +21,7 @@ with ds.CheckpointManager("ckpt", every=10, keep=3) as manager:
         optimizer.load_state_dict(old["optimizer"])
         done = old["step"]
     for step in range(done + 1, int(sys.argv[2])):
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, 512)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         # Before: torch.save({"model": model.state_dict(), "optimizer": ..., "step": step}, path)

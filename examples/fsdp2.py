@@ -1,8 +1,6 @@
 """FSDP2 with a scheduler, averaged weights, a validation, a position in the data, and the best checkpoint kept.
 
-Start it again at any time, on any number of ranks: it resumes from the newest checkpoint.
-
-    torchrun --nproc-per-node 2 fsdp2.py 100
+torchrun --nproc-per-node 2 fsdp2.py 100    # start it again at any time, on any number of ranks
 """
 
 import signal
@@ -23,9 +21,9 @@ class Batches:
 
     def next(self):
         generator = torch.Generator().manual_seed(self.taken)
-        samples = torch.randn(self.batch_size, 64, generator=generator)
+        samples = torch.randn(self.batch_size, 256, generator=generator)
         self.taken += self.batch_size
-        return samples[dist.get_rank() :: dist.get_world_size()]
+        return samples[dist.get_rank() :: dist.get_world_size()].to(device)
 
     def state_dict(self):
         return {"taken": self.taken}
@@ -35,7 +33,8 @@ class Batches:
 
 
 def sharded_model():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    layers = torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
+    model = torch.nn.Sequential(*layers)
     for layer in (*model, model):
         fully_shard(layer)
     return model
@@ -46,12 +45,13 @@ def loss_of(model, batch):
 
 
 def validate(model):
-    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(2**40))  # on all ranks
+    batch = torch.randn(64, 256, generator=torch.Generator().manual_seed(2**40))  # on all ranks
     with torch.no_grad():
-        return loss_of(model, batch).item()
+        return loss_of(model, batch.to(device)).item()
 
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
 torch.manual_seed(0)
 model, average = sharded_model(), sharded_model()
 average.requires_grad_(False).load_state_dict(model.state_dict())

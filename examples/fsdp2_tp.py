@@ -24,7 +24,7 @@ mesh = init_device_mesh(
 )
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 fully_shard(model, mesh=mesh["shards"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -33,7 +33,7 @@ state = {"model": model, "optimizer": optimizer}
 with ds.CheckpointManager("ckpt", every=5, keep=2) as manager:
     done = manager.restore_latest(state)
     for step in range(0 if done is None else done + 1, steps):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to(device)
         loss = (model(batch) - batch).square().mean()
         loss.backward()
         optimizer.step()

@@ -20,7 +20,7 @@ class Module(pl.LightningModule):
     def configure_model(self):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
-            torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+            torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
         )
         assert self.device_mesh is not None  # made by the strategy
         for layer in self.model:
@@ -47,7 +47,7 @@ class Batches:
 
     def __iter__(self):
         while self.taken < len(self):
-            batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(self.taken))
+            batch = torch.randn(24, 256, generator=torch.Generator().manual_seed(self.taken))
             self.taken += 1
             yield batch[rank::world]
 

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import fully_shard
 import dcp_datastates as ds
 
 disk, shared, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
 ds.configure_nodes(directory=disk, node=os.environ.get("NODE_NAME"))  # None: the host's name
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 state = {"model": model, "optimizer": optimizer}
@@ -34,8 +35,8 @@ with ds.CheckpointManager(
     done = manager.restore_latest(state)  # the newest of both
     step = before = -1 if done is None else done
     for step in range(before + 1, steps):
-        batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
-        mine = batch[dist.get_rank() :: dist.get_world_size()]
+        batch = torch.randn(24, 256, generator=torch.Generator().manual_seed(step))
+        mine = batch[dist.get_rank() :: dist.get_world_size()].to(device)
         loss = (model(mine) - mine.flip(1)).square().mean()
         loss.backward()
         optimizer.step()

@@ -210,9 +210,9 @@ def test_fsdp2_with_tensor_parallelism_goes_on_on_another_mesh(tmp_path):
 
 
 def test_a_program_that_used_torch_save_goes_on_from_its_last_file(tmp_path):
-    model = torch.nn.Linear(64, 64)
+    model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.ones(64)).sum().backward()
+    model(torch.ones(512)).sum().backward()
     optimizer.step()
     old = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
     directory = write(tmp_path / "job", example("from_torch_save"))
@@ -224,7 +224,7 @@ def test_a_program_that_used_torch_save_goes_on_from_its_last_file(tmp_path):
 
 
 def test_a_program_that_used_dcp_loads_its_old_checkpoint(tmp_path):
-    model = torch.nn.Linear(64, 64)
+    model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     directory = write(tmp_path / "job", example("from_stock_dcp"))

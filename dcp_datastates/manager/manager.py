@@ -62,14 +62,14 @@ class CheckpointManager:
         root: The directory of the checkpoints, or its URL.
         every: When to save: at steps that are a multiple of this number; after a time, such as ``"10min"``; or
             ``"auto"``, which is :class:`AutoInterval` with its defaults.
-        keep: The checkpoints to keep: a number of the newest, or a :class:`Keep`; None: all. After each commit, a
-            thread of the first rank deletes the others.
+        keep: The checkpoints to keep: a number of the newest, or a :class:`Keep`. After each commit, a thread of the
+            first rank deletes the others. None: all, which storage must hold; nothing is deleted unasked.
         on_signal: Signals that announce the end of the job. If one comes to any rank, all ranks save at the next step,
             and :attr:`stopping` is true from then on.
         deadline: How long after the signal the job may go on, such as ``"25s"``: a save that is not committed by then
             fails by name, and :meth:`close` returns. None: it waits for the outcome.
         save_last: Whether :meth:`close` saves the step of the last call of :meth:`save`, with the state as it is then,
-            if that call did not save. An error in the ``with`` block prevents this.
+            if that call did not save. An error in the ``with`` block prevents this. False if ``every`` is enough.
         max_failures: This many failed saves in a row end the loop: the next save that is due, or the end of the
             ``with`` block, raises the last error, on all ranks. Others are logged and counted (:attr:`failures`).
             ``"auto"``: 5, or one more than ``max_in_flight``. 1 if no step may go on without its checkpoint: then each
@@ -78,18 +78,18 @@ class CheckpointManager:
         on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
             rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
             for one.
-        verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
+        verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`:
+            ``"full"``, which reads every byte, where storage is not to be trusted.
         fresh: What to do if the loop saves at a step that is not above those in the root, without a restore:
             ``"refuse"``; or ``"replace"``: move them to ``root/set-aside-TIME`` (a store copies each byte for that).
         rename: With ``missing`` and ``exclude``: the :class:`LoadOptions` of each restore. Those of a call go before.
-        missing: See ``rename``.
-        exclude: See ``rename``.
+        missing, exclude: See ``rename``.
         process_group: The ranks that save; None: all.
         archive: A slower tier, a directory or URL, or a list of some, the nearest first. Checkpoints are copied there
             in the background, before they may be deleted from ``root``. :meth:`restore_latest` takes the newest of all.
-        archive_every: Archive every n-th checkpoint that is saved, the first among them.
+        archive_every: Archive every n-th checkpoint that is saved, the first among them: more than 1 if it lags.
         archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
-        archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
+        archive_rate: How fast each rank may copy, such as ``"500MB/s"``, if others need the network; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
