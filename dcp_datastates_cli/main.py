@@ -70,7 +70,7 @@ _COMMANDS: Final = {
     ),
     "inspect": _Command(
         "describe.run_inspect",
-        "Say what is in a checkpoint, or how a directory of checkpoints stands. Of a directory: the newest, what is in "
+        "Describe a checkpoint, or the state of a directory of checkpoints. Of a directory: the newest, what is in "
         "flight, what failed last, what is deleted next, and the free space. Only the metadata are read, and the sizes "
         "of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another "
         "size, 2 no checkpoint or it cannot be read.",
@@ -145,7 +145,7 @@ _COMMANDS: Final = {
     ),
     "diff": _Command(
         "convert.run_diff",
-        "Say what two checkpoints differ in. They may have any format that convert reads; names, shapes, dtypes, bytes "
+        "Compare two checkpoints. They may have any format that convert reads; names, shapes, dtypes, bytes "
         "and objects are compared. How tensors are sharded does not matter. The worst difference comes first. "
         "Exit status: 0 the same, 1 different, 2 wrong usage, or one of them is damaged or cannot be read.",
         [
@@ -160,7 +160,7 @@ _COMMANDS: Final = {
     ),
     "copy": _Command(
         "convert.run_copy",
-        "Copy a checkpoint between directories and object stores. It is copied byte for byte (s3://bucket/run/step-1). "
+        "Copy a checkpoint between directories and object stores. Both may be URLs (s3://bucket/run/step-1). "
         "Every byte is compared with its checksum; the copy appears when it is whole. The same command goes on after "
         "an interrupt. Exit status: 0 copied, 1 the checkpoint is damaged, 2 no checkpoint or the system refused.",
         [

@@ -255,6 +255,13 @@ SAVERS = (
     Saver(OURS, _ours(), own=True, warm_ups=3, loads_as="ours"),
     Saver("ours, the step directly after the call", _ours(), own=True, warm_ups=3, pauses=False),
     Saver("ours, host cache of 64 MiB", _ours(host_cache_size="64MiB"), own=True, warm_ups=3),
+    Saver(
+        "ours, host cache of 64 MiB, the step directly after the call",
+        _ours(host_cache_size="64MiB"),
+        own=True,
+        warm_ups=3,
+        pauses=False,
+    ),
     Saver("ours by `dcp.async_save`", _ours_by_dcp(ds.DataStatesSavePlanner), own=True, warm_ups=3),
     Saver("the same, DCP's planner", _ours_by_dcp(dcp.DefaultSavePlanner), own=True),
     Saver("`FileSystemWriter`, 1 thread", _stock(1), loads_as="`FileSystemReader`"),

@@ -112,7 +112,7 @@ def unjudged(error: OSError, path: str | os.PathLike[str]) -> StorageError:
     """The error for a place at which ``error`` hides what is there."""
     way_out = _WAYS_OUT.get(error.errno or 0, _WAIT)
     cause = os.strerror(error.errno or 0)
-    return StorageError(error.errno, f"what is there cannot be told: {cause}; {way_out}", str(path))
+    return StorageError(error.errno, f"what is there is unknown: {cause}; {way_out}", str(path))
 
 
 def _judged(operation: Callable[[], T], path: str | os.PathLike[str]) -> T | None:
@@ -183,7 +183,7 @@ def web_page(path: object) -> StorageError:
     """The error for a web page in place of what is at ``path``."""
     return StorageError(
         errno.EPROTO,
-        "what is there cannot be told: a web page came in place of it, from a proxy or a server that is down; check "
+        "what is there is unknown: a web page came in place of it, from a proxy or a server that is down; check "
         "what stands between this machine and storage (http_proxy, the endpoint)",
         str(path),
     )
