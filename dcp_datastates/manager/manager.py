@@ -78,12 +78,12 @@ class CheckpointManager:
         on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
             rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
             for one.
-        verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`:
-            ``"full"``, which reads every byte, where storage is not to be trusted.
+        verify: The check that a checkpoint must pass to be restored, and to count for ``keep``: see :func:`latest`.
         fresh: What to do if the loop saves at a step that is not above those in the root, without a restore:
             ``"refuse"``; or ``"replace"``: move them to ``root/set-aside-TIME`` (a store copies each byte for that).
         rename: With ``missing`` and ``exclude``: the :class:`LoadOptions` of each restore. Those of a call go before.
-        missing, exclude: See ``rename``.
+        missing: See ``rename``.
+        exclude: See ``rename``.
         process_group: The ranks that save; None: all.
         archive: A slower tier, a directory or URL, or a list of some, the nearest first. Checkpoints are copied there
             in the background, before they may be deleted from ``root``. :meth:`restore_latest` takes the newest of all.
