@@ -171,7 +171,7 @@ def test_the_shortest_iteration_is_found_by_halving() -> None:
 
 def test_a_part_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(runner.MOST_SECONDS, "tiny", 0.1)
-    (table,) = runner.run("saves", "tiny", tmp_path)
+    (table,) = runner.run("saves", "tiny", tmp_path, str(tmp_path))
     assert table["rows"][0]["error"] == "not done after 0.1 s"
     assert "not done after 0.1 s" in "\n".join(markdown(document_of(table)).splitlines())
 
