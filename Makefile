@@ -259,7 +259,7 @@ lint: $(VENV)/installed
 	mypy
 	mypy $(FOR_EXAMPLES) examples
 	basedpyright
-	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_presence_calls.py
+	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_presence_calls.py tests/test_words.py
 	clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(MAKE) tidy TIDY="$$($(BIN)/python native/changed_sources.py)"
 
