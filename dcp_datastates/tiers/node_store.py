@@ -80,8 +80,7 @@ class NodeStore:
         self._found: dict[str, Node] = {}
         self._damaged: dict[tuple[str, str], int] = {}
         """By the names of the object and of the node: when the copy there was stored, which is damaged."""
-        self._failing: dict[str, float] = {}
-        """By node: until when no save sends it data files. It must also have answered since (:meth:`copies_of`)."""
+        self._failing: dict[str, float] = {}  # by node: until then, saves send it no data files
         self.on_loss: Callable[[str], object] = id
         self.saves: set[str] = set()
 
@@ -200,8 +199,9 @@ class NodeStore:
         homes = nodes.homes(key)
         with self._explained("looking at", key):
             found = dict(zip(homes, _all(homes, lambda node: node.find(name)), strict=True))
-        now = time.monotonic()  # all nodes answer
-        self._failing = {node: until for node, until in self._failing.items() if until > now}
+        for node in homes:  # each has answered
+            if self._failing.get(node.name, math.inf) <= time.monotonic():
+                self._failing.pop(node.name, None)
         whole, damaged, without = [], [], []
         for node, entry in found.items():
             if entry is None:
