@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.crashes.residue import Residue
 from support.jobs.ranks import RankFailure, ranks, run_on_ranks
+from support.waiting import await_that
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -98,3 +101,27 @@ def test_a_hang_ends_with_the_stacks_of_who_hangs():
 
 def _nothing():
     pass
+
+
+def test_a_thread_that_starts_while_threads_are_counted_is_not_left_over(monkeypatch):
+    name = next(
+        each for each in ("_start_joinable_thread", "_start_new_thread") if hasattr(threading, each)
+    )
+    end, real = threading.Event(), getattr(threading, name)
+    new = threading.Thread(target=end.wait)
+    starter = threading.Thread(target=lambda: (new.start(), end.wait()))
+
+    def start(*args, **kwargs):
+        if threading.current_thread() is starter:
+            time.sleep(0.3)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(threading, name, start)
+    starter.start()
+    await_that(lambda: new in threading.enumerate(), 10)
+    try:
+        before = Residue.now()
+        await_that(new.is_alive, 10)
+        assert Residue.now().beyond(before) == {}
+    finally:
+        end.set()

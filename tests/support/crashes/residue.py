@@ -42,6 +42,7 @@ class Residue:
         finish_callbacks(_SECONDS)  # their thread starts with the first failure, which it notes
         gc.collect()
         _await_beats()
+        _await_starts()
         stats = engine.stats()
         return Residue(
             # A thread that logs while it ends leaves a dummy until its number is used again; its task is gone.
@@ -81,6 +82,19 @@ def _await_beats() -> None:
     for detector in [group.detector for group in list(groups._groups.values())]:
         while not _hears_all(detector) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def _await_starts() -> None:
+    """Python lists a thread before the system has it, and for a moment after: both counts are to be of the same."""
+    deadline = time.monotonic() + _BEATS_SECONDS
+    while time.monotonic() < deadline:
+        tasks = {int(number) for number in os.listdir("/proc/self/task")}
+        known = [
+            each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
+        ]
+        if all(each.native_id in tasks for each in known):
+            return
+        time.sleep(0.001)
 
 
 def _hears_all(detector: FailureDetector | None) -> bool:
