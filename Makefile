@@ -287,7 +287,7 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 # The pages, and the files that they link to. They are copied in the repository's own tree, so that a link works on the
 # site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
 DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md benchmarks/README.md \
-    $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/bench-* benchmarks/results/gpu-first-*.txt benchmarks/results/memory-* docs/grafana/*) \
+    $(wildcard docs/*.md docs/*/*.md integration/*/README.md benchmarks/results/* docs/grafana/*) \
     $(wildcard docs/*.css docs/*.svg docs/design/*.svg examples/*) dcp_datastates/deepspeed/hooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1
