@@ -24,7 +24,7 @@ from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work

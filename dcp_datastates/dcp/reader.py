@@ -28,7 +28,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_objects import metadata_of, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.requests import Request, aim
+from dcp_datastates.io.reads import Request, aim
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Answer, Fit, say_unread, unread
 from dcp_datastates.loading.stored import Stored

@@ -25,7 +25,7 @@ from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
-from dcp_datastates.io.requests import Request, choose_devices, contents, storage_of
+from dcp_datastates.io.reads import Request, choose_devices, contents, storage_of
 from dcp_datastates.io.streams import ReadRange, fetch
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over

@@ -19,7 +19,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.flattening import flattened
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit

@@ -19,7 +19,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.loading.fit import Fit, FitOptions, say_unread, unread
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session

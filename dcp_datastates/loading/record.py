@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar

@@ -30,7 +30,7 @@ from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
-from dcp_datastates.io.requests import Request, aim
+from dcp_datastates.io.reads import Request, aim
 from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
 from dcp_datastates.staging.step_gate import release_memory

@@ -14,7 +14,7 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
 from dcp_datastates.loading.stored import Stored, cut, overlap, shards_of, volume
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.io.tensor_memory import dense_strides
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.wire.secret import Address

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import Blocks, Offer, Share, assign, needed_blocks

@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata_table import Note
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.waiting import little_work
 
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.sharing import assignment
 from dcp_datastates.sharing.assignment import (
     MOST_READERS,

@@ -13,7 +13,7 @@ from support.waiting import await_that
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.requests import Request
+from dcp_datastates.io.reads import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks

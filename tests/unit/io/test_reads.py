@@ -7,7 +7,7 @@ import torch
 from support.state.checkpoints import raises
 
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.io.requests import Request, aim, contents
+from dcp_datastates.io.reads import Request, aim, contents
 
 
 @pytest.mark.parametrize(
