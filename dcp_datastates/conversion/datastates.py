@@ -24,7 +24,7 @@ from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import FileRecord, Note
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work
@@ -56,12 +56,12 @@ class DataStatesSource(Source):
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
-        return self._restore([self._stored.object(name)])
+        return self._restore(self._stored.objects([name], [name]))
 
-    def _restore(self, requests: list[Request]) -> bytes:
-        data = bytearray()
-        self._stored.read(requests, lambda each: data.extend(each.data))
-        return bytes(data)
+    def _restore(self, reads: Reads) -> bytes:
+        objects: list[bytes] = []
+        self._stored.read(reads, lambda part: objects.extend(map(part.data, part.objects)))
+        return b"".join(objects)
 
 
 def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:

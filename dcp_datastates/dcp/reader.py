@@ -11,8 +11,11 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -28,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_objects import metadata_of, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.reads import Request, aim
+from dcp_datastates.io.reads import Reads, Sizes
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Answer, Fit, say_unread, unread
 from dcp_datastates.loading.stored import Stored
@@ -175,7 +178,7 @@ class DataStatesReader(StorageReader):
         load = self._opened()
         table = load.stored.table
         _, items = load.of(plan)
-        offered = load.joint.offer((request_of(item, load.stored) for item in items), table)
+        offered = load.joint.offer(reads_of(items, load.stored), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
@@ -221,20 +224,23 @@ class DataStatesReader(StorageReader):
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
+        objects: list[tuple[ReadItem, bytes]] = []
         safe: set[bytes] = set()  # equal bytes are checked once
 
-        def take(request: Request) -> None:
-            if request.target is not None:
-                planner.commit_tensor(request.key, request.target)
-                return
-            request.value = data = bytes(request.data)
-            if not self._allow_objects and data not in safe:
-                said = f"{stored.places[0]}: object {request.name!r}"
-                unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
-                safe.add(data)
+        def take(part: Reads) -> None:
+            for row, (item, target) in enumerate(zip(part.keys, part.targets, strict=True)):
+                if target is not None:
+                    planner.commit_tensor(item, target)
+                    continue
+                data = part.data(row)
+                if not self._allow_objects and data not in safe:
+                    said = f"{stored.places[0]}: object {part.names[row]!r}"
+                    unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
+                    safe.add(data)
+                objects.append((item, data))
 
-        def read(requests: list[Request]) -> None:
-            stored.read(requests, take, sharing=load.joint.sharing, native=native)
+        def read(reads: Reads) -> None:
+            stored.read(reads, take, sharing=load.joint.sharing, native=native)
 
         wrapped, items = load.of(plan)
         wrappers = None
@@ -245,15 +251,15 @@ class DataStatesReader(StorageReader):
             wrappers = Wrappers(wanted, stored, read)
             self._say_unread(load, wrappers.unread)
         with collection_paused():
-            requests = [request_of(item, stored) for item in items]
-            tensors = [each for each in requests if each.dtype is not None]
-            targets = [planner.resolve_tensor(each.key).detach() for each in tensors]
-            aim(tensors, targets, self._fit.cast)
+            are_objects = [item.type == LoadItemType.BYTE_IO for item in items]
+            reads = reads_of(items, stored)
+            tensors = reads.take(np.flatnonzero(np.logical_not(are_objects)))
+            targets = [planner.resolve_tensor(item).detach() for item in tensors.keys]
+            tensors.aim(targets, self._fit.cast)
         # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
-        objects = [each for each in requests if each.dtype is None]
-        read(objects)
-        for request in objects:
-            planner.load_bytes(request.key, io.BytesIO(request.value))
+        read(reads.take(np.flatnonzero(are_objects)))
+        for item, data in objects:
+            planner.load_bytes(item, io.BytesIO(data))
         if wrappers is not None:
             wrappers.load()
         read(tensors)
@@ -308,24 +314,35 @@ class _Load:
         return wrapped, others
 
 
-def request_of(item: ReadItem, stored: Stored) -> Request:
-    """What the item reads.
+def reads_of(items: Sequence[ReadItem], stored: Stored) -> Reads:
+    """What ``items`` read; each is the key of its row.
 
     Raises :class:`IncompatibleStateError` for an object that is to be loaded as a tensor,
-    :class:`CheckpointCorruptError` if the item is of no chunk that is stored.
+    :class:`CheckpointCorruptError` if an item is of no chunk that is stored.
     """
-    index = item.storage_index
-    try:
-        request = stored.whole(index, item)
-    except KeyError:
-        raise CheckpointCorruptError(
-            f"{stored.places[0]}: the metadata do not say where {index} is stored"
-        ) from None
-    if item.type == LoadItemType.BYTE_IO:
-        return request
-    if request.dtype is None:
-        raise IncompatibleStateError(
-            f"{request.name!r} was saved as a Python object, not as a tensor"
-        )
-    request.offsets, request.lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    return request
+    names = [item.storage_index.fqn for item in items]
+    rows: list[int] = []
+    dtypes: list[torch.dtype | None] = []
+    regions: list[tuple[Sizes, Sizes, Sizes]] = []
+    for item in items:
+        try:
+            row, dtype, sizes = stored.chunk(item.storage_index)
+        except KeyError:
+            raise CheckpointCorruptError(
+                f"{stored.places[0]}: the metadata do not say where {item.storage_index} is stored"
+            ) from None
+        if dtype is None and item.type != LoadItemType.BYTE_IO:
+            raise IncompatibleStateError(
+                f"{item.storage_index.fqn!r} was saved as a Python object, not as a tensor"
+            )
+        rows.append(row)
+        dtypes.append(dtype)
+        region = ((0,), sizes) if dtype is None else (item.storage_offsets, item.lengths)
+        regions.append((sizes, *region))
+    ndims = np.array([len(sizes) for sizes, *_ in regions], np.int64)
+    columns = zip(*regions, strict=True) if regions else [()] * 3
+    chunk_sizes, offsets, lengths = (
+        np.array([*chain.from_iterable(column)], np.int64) for column in columns
+    )
+    ragged = chunk_sizes, offsets, lengths
+    return stored.regions(names, [*items], np.array(rows, np.int64), dtypes, ndims, ragged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,13 @@ def distinct(numbers: Ints) -> list[int]:
     """The different ones of small ``numbers``, ascending. (For that, ``np.unique`` imports ``numpy.ma``: 13 ms.)"""
     found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
     return found
+
+
+def groups(numbers: npt.NDArray[Any]) -> list[Ints]:
+    """The positions of each value in ``numbers``, by ascending values."""
+    order = np.argsort(numbers, kind="stable")
+    cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+    return [each for each in np.split(order, cuts) if len(each)]
 
 
 def positions(starts: Ints, lengths: Ints) -> Ints:

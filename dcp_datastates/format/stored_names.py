@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
@@ -37,7 +38,7 @@ def wrappers(names: Iterable[str]) -> dict[str, dict[str, Box | None]]:
     """
     found: dict[str, dict[str, Box | None]] = {}
     ending = f".{WRAPPER}"
-    for name in [each for each in names if each.endswith(ending)]:
+    for name in filter(operator.methodcaller("endswith", ending), names):
         prefix = name.removesuffix(ending)
         shard = _SHARD.search(prefix)
         if shard is None:

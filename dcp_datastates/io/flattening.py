@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.key_paths import KeyPath, flatten
 
+_DEVICE: Final = operator.attrgetter("device")
+
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """The values in ``state`` by their names, and where they are.
@@ -24,7 +27,8 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
     """
     try:
         values, paths = flatten(state)
-        if any(map(_is_on_meta, values.values())):
+        tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
+        if any(device.type == "meta" for device in set(map(_DEVICE, tensors))):
             _init_state_dict(state)
             values, paths = flatten(state)
         if any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):
@@ -36,10 +40,6 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
         raise IncompatibleStateError(
             "the state cannot be loaded into: a dict or list in it contains itself"
         ) from error
-
-
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def shards_as_dcp_sees_them(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestoreJob, RestorePlan
@@ -25,11 +25,9 @@ from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import fences
-from dcp_datastates.io.reads import Request, choose_devices, contents, storage_of
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.streams import ReadRange, fetch
-from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.ending import Phase, patience_is_over
-from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath, leave_copy
 
 logger = logging.getLogger(__name__)
@@ -41,8 +39,6 @@ _DETOUR_BYTES: Final = 256 << 20
 
 _SHARED_BYTES: Final = 512 << 20
 """What is read at once of files that ranks share: two of them keep half of it each (``sharing/shared_reads.py``)."""
-
-_file_of: Final = operator.attrgetter("file")
 
 
 class StoredCheckpoint:
@@ -68,13 +64,11 @@ class StoredCheckpoint:
         """What reads the files in ``place``, if ranks share their reads there."""
         return self.sharing if place is self._places[0] else None
 
-    def by_place(self, requests: list[Request]) -> list[tuple[Location, list[Request]]]:
-        """``requests`` by the place that their files are read from."""
-        if not self._used:
-            return [(self._places[0], requests)]
-        found: dict[int, list[Request]] = {}
-        for request in requests:
-            found.setdefault(self._used.get(request.file, 0), []).append(request)
+    def by_place(self, files: Iterable[str]) -> list[tuple[Location, set[str]]]:
+        """``files`` by the place that they are read from."""
+        found: dict[int, set[str]] = {}
+        for file in files:
+            found.setdefault(self._used.get(file, 0), set()).add(file)
         return [(self._places[index], group) for index, group in sorted(found.items())]
 
     def leave(self, files: Iterable[str], error: DataStatesError) -> None:
@@ -95,26 +89,26 @@ class StoredCheckpoint:
 class Sharing(Protocol):
     """Reads files together with other ranks (:class:`dcp_datastates.sharing.shared_reads.SharedReads`)."""
 
-    def reading(self, requests: Iterable[Request]) -> AbstractContextManager[ReadRange]:
-        """What reads ranges of files, for a restore of ``requests``."""
+    def reading(self, reads: Reads) -> AbstractContextManager[ReadRange]:
+        """What reads ranges of files, for a restore of ``reads``."""
 
     def leave(self, files: Collection[str]) -> bool:
         """Share the reads of ``files`` no more; returns whether that is new."""
 
 
 def restore(
-    requests: list[Request],
+    reads: Reads,
     source: StoredCheckpoint,
     engine: Engine,
-    deliver: Callable[[Request], None],
+    deliver: Callable[[Reads], None],
     release: Callable[[Iterable[torch.UntypedStorage]], None],
     count: Callable[[int], None],
 ) -> None:
-    """Read all ``requests``, whose tensors have been aimed at their destinations.
+    """Read all ``reads``, whose tensors have been aimed at their destinations.
 
     Args:
-        deliver: called with each request that was read: the bytes of an object are in its ``data``, and a tensor has
-            its values.
+        deliver: called with each part that was read: it has the bytes of its objects, and its tensors have their
+            values.
         release: is given the storages of the destinations before the first byte is read, and returns when they may be
             written to. It looks at them only if something reads memory now.
         count: is told now and then how many bytes more have been read.
@@ -122,59 +116,57 @@ def restore(
     Raises :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
-    with collection_paused():
-        choose_devices(requests, engine)
-    _check_files(requests, source)
-    release(s for request in requests if (s := storage_of(request)) is not None)
+    reads.choose_devices(engine)
+    _check_files(reads, source)
+    release(reads.storages())
     sharing = source.sharing
     most_bytes = math.inf
     reading: AbstractContextManager[ReadRange | None] = nullcontext()
     if sharing is not None:
         # All ranks want the bytes of a file at about the same time: within a job, its table comes in this order.
-        requests = sorted(requests, key=lambda each: (each.file, each.begin))
-        most_bytes, reading = _SHARED_BYTES, sharing.reading(requests)
+        by_name = np.argsort(np.argsort(np.array(reads.paths)))[reads.files]
+        reads = reads.take(np.lexsort((reads.begins, by_name)))
+        most_bytes, reading = _SHARED_BYTES, sharing.reading(reads)
     with reading as shared:
-        for batch in _batches(requests, most_bytes):
+        for batch in _batches(reads, most_bytes):
+            batch.make_detours()
             left = batch
-            while left:
+            while len(left):
                 left = _read_nearest(left, source, engine, shared, count)
-            for request in batch:
-                if request.memory is not request.target:
-                    _settle(request)
-                deliver(request)
-                if request.dtype is None:
-                    request.data = b""  # it has been unpickled
+            batch.settle()
+            deliver(batch)
 
 
-def _check_files(requests: list[Request], source: StoredCheckpoint) -> None:
+def _check_files(reads: Reads, source: StoredCheckpoint) -> None:
     """Check the sizes of files with objects: the metadata determine how much memory an object gets. If the engine does
     not open the files, because they lie in a store or are shared, check the sizes of all: it cannot.
     """
-    left = requests
+    files = {*reads.used_paths}
+    with_objects = {reads.paths[file] for file in reads.files[reads.objects].tolist()}
+    left = files & source.files.keys()
     while left:
-        again: list[Request] = []
+        again: set[str] = set()
         for place, group in source.by_place(left):
+            if source.sharing_at(place) is None and not isinstance(place, ObjectPath):
+                group &= with_objects
             try:
-                found = _sizes(place, group, source)
+                found = _sizes(place, group)
             except (StorageError, CheckpointNotFoundError) as error:
-                source.leave({*map(_file_of, group)}, error)
-                again += group
+                source.leave(group, error)
+                again |= group
                 continue
             for file, nbytes in found.items():
                 if nbytes != (said := source.files[file].nbytes):
-                    needed = tuple(dict.fromkeys(e.name for e in requests if e.file == file))
+                    needed = tuple(dict.fromkeys(reads.of_files([file]).names))
                     wrong = CheckpointCorruptError(
                         f"{place / file} has {nbytes} bytes and the metadata say {said} (needed for {some_of(needed)})"
                     )
                     source.leave([file], wrong)
-                    again += [request for request in group if request.file == file]
+                    again.add(file)
         left = again
 
 
-def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -> dict[str, int]:
-    if source.sharing_at(place) is None and not isinstance(place, ObjectPath):
-        requests = [each for each in requests if each.dtype is None]
-    files = {*map(_file_of, requests)} & source.files.keys()
+def _sizes(place: Location, files: Collection[str]) -> dict[str, int]:
     found = {}
     for file, nbytes in stored_files.sizes(place, files).items():
         if isinstance(nbytes, int):
@@ -186,48 +178,50 @@ def _sizes(place: Location, requests: list[Request], source: StoredCheckpoint) -
     return found
 
 
-def _batches(requests: list[Request], most_bytes: float) -> Iterator[list[Request]]:
+def _batches(reads: Reads, most_bytes: float) -> Iterator[Reads]:
     """Batches of at most about ``most_bytes``, whose detours have bounded memory. At least a file each, if its detours
     have room.
     """
-    if math.isinf(most_bytes) and not any(request.detour for request in requests):
-        yield requests
+    detours = [memory is None for memory in reads.memories]
+    if math.isinf(most_bytes) and not any(detours):
+        yield reads
         return
-    batch: list[Request] = []
+    begin, last = 0, None
     room, left = _DETOUR_BYTES, most_bytes
-    for request in requests:
-        detour = request.nbytes if request.detour else 0
-        if batch and (detour > room or (left <= 0 and _file_of(batch[-1]) != _file_of(request))):
-            yield batch
-            batch, room, left = [], _DETOUR_BYTES, most_bytes
-        batch.append(request)
+    rows = zip(reads.nbytes.tolist(), detours, reads.files.tolist(), strict=True)
+    for row, (nbytes, is_detour, file) in enumerate(rows):
+        detour = nbytes if is_detour else 0
+        if row > begin and (detour > room or (left <= 0 and last != file)):
+            yield reads.take(np.arange(begin, row))
+            begin, room, left = row, _DETOUR_BYTES, most_bytes
         room -= detour
-        left -= request.nbytes
-    if batch:
-        yield batch
+        left -= nbytes
+        last = file
+    if begin < len(reads):
+        yield reads.take(np.arange(begin, len(reads)))
 
 
 def _read_nearest(
-    requests: list[Request],
+    reads: Reads,
     source: StoredCheckpoint,
     engine: Engine,
     shared: ReadRange | None,
     count: Callable[[int], None],
-) -> list[Request]:
-    """Read each file from its nearest place; returns the requests that are to be read again, from another one.
+) -> Reads:
+    """Read each file from its nearest place; returns what is to be read again, from another one.
 
     ``shared`` reads those in the nearest place of all.
     """
-    again: list[Request] = []
-    for place, group in source.by_place(requests):
-        files = {*map(_file_of, group)}
+    again: set[str] = set()
+    for place, files in source.by_place(reads.used_paths):
         sharing = source.sharing_at(place)
         read_range = None if sharing is None else shared
+        group = reads.of_files(files)
         try:
             fault = _read(group, source, place, engine, read_range, count)
         except (StorageError, CheckpointNotFoundError) as error:
             source.leave(files, error)
-            again += group
+            again |= files
             continue
         if fault is not None:
             failure = read_error(fault, group, source, place)
@@ -237,26 +231,27 @@ def _read_nearest(
             # Bytes from another rank may have been damaged on the way, or in its memory.
             if sharing is None or fault.kind != "corrupt" or not sharing.leave(failed):
                 source.leave(failed, failure)
-            again += group
-    return again
+            again |= files
+    return reads.of_files(again)
 
 
 def _read(
-    requests: list[Request],
+    reads: Reads,
     source: StoredCheckpoint,
     place: Location,
     engine: Engine,
     read_range: ReadRange | None,
     count: Callable[[int], None],
 ) -> Fault | None:
-    plan = _native_plan(requests, source, place)
-    _say_written(requests)  # before and after: a save may begin, or look, at any moment
+    plan = _native_plan(reads, source, place)
+    # Before and after: a save may begin, or look, at any moment, and the engine's writes bypass torch.
+    torch.autograd.graph.increment_version(reads.made)
     # Kernels that write to the target tensors may still be running.
-    after = fences(engine, {each.device for each in requests})
+    after = fences(engine, set(reads.devices))
     if read_range is None and isinstance(place, ObjectPath):
-        read_range = stored_files.range_reader({place / _file_of(each) for each in requests})
+        read_range = stored_files.range_reader(place / path for path in reads.used_paths)
     begin = engine.restore if read_range is None else engine.restore_streamed
-    job = begin(plan, requests, after)
+    job = begin(plan, reads.made, after)
     try:
         if read_range is not None:
             fetch(job, read_range)
@@ -266,7 +261,7 @@ def _read(
         while not job.wait(_POLL_SECONDS):  # until it writes to no memory any more
             pass
         raise
-    _say_written(requests)
+    torch.autograd.graph.increment_version(reads.made)
     return job.fault
 
 
@@ -286,14 +281,10 @@ def _await(job: RestoreJob, place: Location, count: Callable[[int], None]) -> No
             )
 
 
-@collection_paused()
-def _native_plan(requests: list[Request], source: StoredCheckpoint, place: Location) -> RestorePlan:
-    """What the engine is to read, and where to; makes the memory of detours."""
-    for request in requests:
-        if request.detour:
-            request.memory = torch.empty(request.lengths, dtype=request.dtype, device="cpu")
+def _native_plan(reads: Reads, source: StoredCheckpoint, place: Location) -> RestorePlan:
+    """What the engine is to read, and where to."""
     plan = RestorePlan()
-    for relative_path, content in contents(requests).items():
+    for relative_path, content in reads.contents().items():
         record = source.files.get(relative_path)
         if record is None:
             raise CheckpointCorruptError(
@@ -311,24 +302,11 @@ def _native_plan(requests: list[Request], source: StoredCheckpoint, place: Locat
     return plan
 
 
-def _say_written(requests: list[Request]) -> None:
-    """Move the version counters: the engine's writes bypass torch."""
-    written = [request.memory for request in requests if request.memory is not None]
-    torch.autograd.graph.increment_version(written)
-
-
-def _settle(request: Request) -> None:
-    target, memory = request.target, request.memory
-    if target is not None and memory is not None and memory is not local_tensor(target):
-        target.detach().copy_(memory)
-        request.memory = None
-
-
 # ---- what could not be read ----------------------------------------------------------------------
 
 
 def read_error(
-    fault: Fault, asked: Iterable[Request], source: StoredCheckpoint, place: Location
+    fault: Fault, asked: Reads, source: StoredCheckpoint, place: Location
 ) -> DataStatesError:
     """The error for ``fault`` in a restore of what was ``asked`` for, from ``place``."""
     if fault.kind == "corrupt":
@@ -342,18 +320,18 @@ def read_error(
     return DataStatesError(fault.message)
 
 
-def _affected(
-    fault: Fault, asked: Iterable[Request], source: StoredCheckpoint, place: Location
-) -> str:
+def _affected(fault: Fault, asked: Reads, source: StoredCheckpoint, place: Location) -> str:
     relative_path = fault.path.removeprefix(f"{place}/")
     record = source.files.get(relative_path)
     begin, end = fault.offset, fault.offset + BLOCK_BYTES
     # A wrong size, or damage in the checksums, is that of the whole file.
     is_whole = fault.operation == "fstat" or (record is not None and begin >= record.table_offset)
-    hit = [each for each in asked if each.file == relative_path and each.stored]
+    hit = asked.of_files([relative_path])
+    ends = hit.begins + hit.stored
+    rows = hit.stored > 0
     if not is_whole:
-        hit = [each for each in hit if each.begin < end and each.begin + each.stored > begin]
-    names = [each.name for each in sorted(hit, key=lambda each: each.begin)]
+        rows &= (hit.begins < end) & (ends > begin)
+    names = [hit.names[row] for row in np.argsort(hit.begins, kind="stable") if rows[row]]
     if is_whole:
         needed = some_of(tuple(dict.fromkeys(names)))
         return f"(the file's checksums or size; {needed} cannot be verified)"

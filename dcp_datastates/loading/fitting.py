@@ -19,7 +19,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.flattening import flattened
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
@@ -72,6 +72,10 @@ class Fitting:
         """Where the values of the state are."""
         self._names: dict[str, str] = {}
         """The stored names to load, by the program's."""
+        self._asked: Sequence[str] = ()
+        """The program's names of what is read."""
+        self._objects: dict[str, Any] = {}
+        """The values of objects that were read, by the program's names."""
         self._wrapped: frozenset[str] = frozenset()
         """The program's names of wrapper subclasses, of which the checkpoint has the parts."""
         self._grown: dict[str, KeyPath] = {}
@@ -86,9 +90,9 @@ class Fitting:
         return self.fit.names([*stored, *stored.wrappers, *stored.empty])
 
     @collection_paused()
-    def requests(self, state: dict[str, Any]) -> list[Request]:
-        """What this rank reads, to load into ``state``: nested dicts and lists, with tensors and values. What is to be
-        read into :attr:`wrapped` is not among it.
+    def reads(self, state: dict[str, Any]) -> tuple[Reads, Reads]:
+        """What this rank reads, to load into ``state``: nested dicts and lists, with tensors and values. The objects,
+        and the tensors; what is to be read into :attr:`wrapped` is not among them.
 
         Raises :class:`IncompatibleStateError` for all that does not fit, or if two values have one name, or a container
         contains itself.
@@ -99,17 +103,14 @@ class Fitting:
         self._state = state
         self._values, self._paths = flattened(state)
         names, olds, values = self._matched(self.names)
+        self._asked = names
         are_tensors = stored.are_tensors(olds)
         tensors = [*compress(names, are_tensors)]
         shards = shards_of(tensors, compress(values, are_tensors))
-        found = stored.into([*compress(olds, are_tensors)], shards, self.fit.cast, tensors)
-        objects = [not is_tensor for is_tensor in are_tensors]
-        found += map(stored.object, compress(olds, objects), compress(names, objects))
-        if self._grown:
-            # Dicts that the program did not have get their values in the order in which they are read.
-            place = {name: number for number, name in enumerate(names)}
-            found.sort(key=lambda each: place[each.key])
-        return found
+        into = stored.into([*compress(olds, are_tensors)], shards, self.fit.cast, tensors)
+        are_objects = [not is_tensor for is_tensor in are_tensors]
+        objects = [*compress(olds, are_objects)], [*compress(names, are_objects)]
+        return stored.objects(*objects), into
 
     def _matched(self, names: dict[str, str]) -> tuple[list[str], list[str], list[Any]]:
         """The values of the state that are to be read, in columns: their names in the state and in the checkpoint, and
@@ -159,27 +160,26 @@ class Fitting:
             if isinstance(value, torch.Tensor) and not value.numel():
                 put(self._state, path, value)
 
-    def unpickle(self, request: Request) -> None:
-        """Make the value of what was read, if it is an object. The state has it with :meth:`deliver`.
+    def unpickle(self, reads: Reads) -> None:
+        """Make the values of the objects that were read. The state has them with :meth:`deliver`.
 
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
-        if request.dtype is None:
-            said, allowed = f"{self._source}: object {request.name!r}", self.fit.allow_objects
-            value = unpickled(io.BytesIO(request.data), said, allowed)
-            if request.key in self.packed:
+        for row in reads.objects:
+            said, allowed = f"{self._source}: object {reads.names[row]!r}", self.fit.allow_objects
+            value = unpickled(io.BytesIO(reads.data(row)), said, allowed)
+            if reads.keys[row] in self.packed:
                 value = unpickled(io.BytesIO(value), said, allowed, device="cpu")
-            request.value = value
+            self._objects[reads.keys[row]] = value
 
-    def deliver(self, requests: Iterable[Request]) -> None:
-        """All was read: put objects, and tensors that the state did not have, into it, in the order of ``requests``."""
-        for request in requests:
-            path = self._grown.get(request.key)
-            if request.dtype is None:
-                path = path or self._paths.get(request.key, (request.key,))
-                put(self._state, path, request.value)
+    def deliver(self) -> None:
+        """All was read: put objects, and tensors that the state did not have, into it, in the order of the names."""
+        for name in self._asked if self._grown else self._objects:
+            path = self._grown.get(name)
+            if name in self._objects:
+                put(self._state, path or self._paths.get(name, (name,)), self._objects[name])
             elif path is not None:
-                put(self._state, path, self._values[request.key])
+                put(self._state, path, self._values[name])
 
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:

@@ -19,7 +19,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions, say_unread, unread
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
@@ -168,9 +168,8 @@ def load_values(
     fit = Fit.of({"unexpected": "ignore", "allow_objects": allow_objects}, wanted)
     fitting = Fitting(fit, stored)
     values = _places_for(fitting)
-    requests = fitting.requests(values)
-    stored.read(requests, fitting.unpickle)
-    fitting.deliver(requests)
+    stored.read(Reads.joined(fitting.reads(values)), fitting.unpickle)
+    fitting.deliver()
     return values
 
 
@@ -235,7 +234,6 @@ class _Load:
         self._session = session
         self._places = session.places
         self.joint = JointReads(share_reads, session.rank_set, self._places[0])
-        self._requests: list[Request] = []
         self._wrappers: Wrappers | None = None
         self._share = b""
 
@@ -264,14 +262,15 @@ class _Load:
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
-            self._requests = fitting.requests(self.loaded)
-            self._session.account.requests = self._requests
+            self._objects, self._tensors = fitting.reads(self.loaded)
+            both = Reads.joined([self._objects, self._tensors])
+            self._session.account.asked_bytes = int(both.nbytes.sum())
             if wrapped := fitting.wrapped:
                 self._wrappers = Wrappers(wrapped, self.stored, self._read)
                 self._say_unread(self._wrappers.unread)
             asked.extend(sorted(fitting.held))
             digest = blake2b("\0".join(asked).encode(), digest_size=16).digest()
-            return _Fitted(digest, self.joint.offer(self._requests, self.stored.table)).encode()
+            return _Fitted(digest, self.joint.offer(both, self.stored.table)).encode()
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             fitted = list(map(_Fitted.decode, messages))
@@ -304,15 +303,15 @@ class _Load:
         """
 
         def objects() -> bytes:
-            self._read([each for each in self._requests if each.dtype is None])
+            self._read(self._objects)
             return b""
 
         def tensors() -> bytes:
             self._fitting.begin()
             if self._wrappers is not None:
                 self._wrappers.load()
-            self._read([each for each in self._requests if each.dtype is not None])
-            self._fitting.deliver(self._requests)
+            self._read(self._tensors)
+            self._fitting.deliver()
             return b""
 
         self.joint.take(self._share, self.stored.table)
@@ -320,9 +319,9 @@ class _Load:
             self._session.end(Step.OBJECTS, objects, _no_answers)
         self._session.end(Step.READ, tensors, _no_answers)
 
-    def _read(self, requests: list[Request]) -> None:
+    def _read(self, reads: Reads) -> None:
         sharing, count = self.joint.sharing, self._session.count
-        self.stored.read(requests, self._fitting.unpickle, sharing=sharing, count=count)
+        self.stored.read(reads, self._fitting.unpickle, sharing=sharing, count=count)
 
     def _check_unread(self, asked: Collection[str]) -> None:
         self._say_unread(unread(self.stored, asked))

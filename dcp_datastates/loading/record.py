@@ -6,10 +6,9 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from dcp_datastates.io.reads import Request
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar
@@ -43,7 +42,7 @@ class Account:
     def __init__(self, path: Location, verb: str, rank_set: RankSet) -> None:
         self.timeline: Final = Timeline(phases=LOAD_PHASES)
         self.attempt: str | None = None
-        self.requests: Sequence[Request] = ()
+        self.asked_bytes = 0
         """What is to be read, once that is known."""
         self._path, self._verb, self._rank_set = path, verb, rank_set
         self._read_bytes = 0
@@ -53,7 +52,7 @@ class Account:
         """So many bytes more have been read."""
         self._read_bytes += nbytes
         if self.timeline.seconds >= _BAR_SECONDS and self._bar is not None:
-            self._bar(self._read_bytes, self._asked_bytes)
+            self._bar(self._read_bytes, self.asked_bytes)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -74,10 +73,6 @@ class Account:
     def _bar(self) -> Callable[[int, int], None] | None:
         quiet = self._rank_set.rank != 0 or bool(os.environ.get(_NO_BAR))
         return self._shown.enter_context(progress_bar("loading", self._path.name, quiet))
-
-    @functools.cached_property
-    def _asked_bytes(self) -> int:
-        return sum(each.stored if each.dtype is None else each.nbytes for each in self.requests)
 
     def _conclude(self, error: BaseException | None) -> None:
         path, timeline = str(self._path), self.timeline

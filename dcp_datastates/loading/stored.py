@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,18 +30,16 @@ from dcp_datastates.format.stored_names import Box, wrappers
 from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
-from dcp_datastates.io.reads import Request, aim
+from dcp_datastates.io.reads import Reads, Sizes, shapes_of
 from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
 
-_DTYPE, _NDIM, _SHAPE = map(operator.attrgetter, ("dtype", "ndim", "shape"))
+_DTYPE: Final = operator.attrgetter("dtype")
 
 _MOST_PAIRS: Final = 1 << 18
 """How many shards are compared with a chunk each in one pass, which bounds its memory: 100 bytes for each dimension."""
-
-Sizes = tuple[int, ...]
 
 
 class Described(NamedTuple):
@@ -130,25 +128,44 @@ class Stored(Mapping[str, Described | None]):
             and np.array_equal(sizes, catalog.shapes[positions(firsts, ndims)])
         )
 
-    def whole(self, index: MetadataIndex, key: Any = None) -> Request:
-        """What reads a whole chunk, or an object; KeyError if it is not stored."""
+    def chunk(self, index: MetadataIndex) -> tuple[int, torch.dtype | None, Sizes]:
+        """The row of a chunk, or an object, in the checkpoint's columns; its dtype and its sizes, in elements: for an
+        object, None and its bytes. KeyError if it is not stored.
+        """
         catalog, row = self._catalog, self._catalog.row(index)
-        (file,), (begin,), (nbytes,) = self._places(slice(row, row + 1))
-        request = Request(index.fqn, file, begin, nbytes, key)
-        if index.offset is not None:
-            number = catalog.number[index.fqn]
-            sizes = catalog.of_chunks(catalog.sizes, number)[row - catalog.first_chunks[number]]
-            request.dtype = self._dtypes[self._kinds[number]]
-            request.chunk_sizes = tuple(sizes.tolist())
-        return request
+        if index.offset is None:
+            return row, None, (self.table.placement.lengths.item(row),)
+        number = catalog.number[index.fqn]
+        sizes = catalog.of_chunks(catalog.sizes, number)[row - catalog.first_chunks[number]]
+        return row, self._dtypes[self._kinds[number]], tuple(sizes.tolist())
 
-    def object(self, name: str, key: Any = None) -> Request:
-        """What reads the object called ``name``."""
-        return self.whole(MetadataIndex(name), key)
+    def regions(
+        self,
+        names: list[str],
+        keys: list[Any],
+        rows: Ints,
+        dtypes: list[torch.dtype | None],
+        ndims: Ints,
+        ragged: tuple[Ints, Ints, Ints],
+    ) -> Reads:
+        """What reads regions of the chunks, or objects, in these ``rows`` of the checkpoint's columns. ``ragged``: the
+        sizes of the chunks; where the regions begin in them; the sizes of the regions.
+        """
+        of = self.table.placement
+        places = of.files[rows], of.begins[rows], of.lengths[rows]
+        return Reads(of.paths, names, keys, dtypes, *places, ndims, *ragged)
+
+    def objects(self, names: Sequence[str], keys: Sequence[Any]) -> Reads:
+        """What reads the objects called ``names``."""
+        numbers = self._numbers(names).tolist()
+        rows = np.array([self._catalog.object_rows[number] for number in numbers], np.int64)
+        sizes = self.table.placement.lengths[rows]
+        ragged = sizes, np.zeros_like(sizes), sizes
+        return self.regions([*names], [*keys], rows, [None] * len(rows), np.ones_like(rows), ragged)
 
     def into(
         self, names: Sequence[str], shards: Shards, cast: bool = False, keys: Sequence[Any] = ()
-    ) -> list[Request]:
+    ) -> Reads:
         """What reads ``shards``, of the tensors called ``names``; each with the key of its tensor.
 
         Raises :class:`IncompatibleStateError` if one cannot receive what is stored, or not all of it is stored.
@@ -157,25 +174,26 @@ class Stored(Mapping[str, Described | None]):
         of, dtypes = shards.of.tolist(), self._dtypes_of(numbers)
         needed = volumes(shards.ndims, shards.sizes)
         left = needed.copy()
-        requests: list[Request] = []
+        parts = [self.objects([], [])]
         targets: list[torch.Tensor] = []
         for found in overlaps(self._catalog, numbers, shards):
             shard = found.shard.tolist()
-            requests += map(
-                Request,
-                [names[of[each]] for each in shard],
-                *self._places(found.chunk),
-                [keys[of[each]] for each in shard] if keys else repeat(None),
+            count, ndim = found.lengths.shape
+            read_names = [names[of[each]] for each in shard]
+            part = self.regions(
+                read_names,
+                [keys[of[each]] for each in shard] if keys else read_names,
+                found.chunk,
                 [dtypes[each] for each in shard],
-                rows_of(found.chunk_sizes),
-                rows_of(found.in_chunk),
-                rows_of(found.lengths),
+                np.full(count, ndim),
+                (found.chunk_sizes.ravel(), found.in_chunk.ravel(), found.lengths.ravel()),
             )
+            parts.append(part)
             memories = [shards.memories[each] for each in shard]
             nelements = found.lengths.prod(axis=1)
             for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
-                part = found.in_shard[at].tolist(), found.lengths[at].tolist()
-                memories[at] = cut(memories[at], *part)
+                region = found.in_shard[at].tolist(), found.lengths[at].tolist()
+                memories[at] = cut(memories[at], *region)
             targets += memories
             np.subtract.at(left, found.shard, nelements)
         for at in np.flatnonzero(left)[:1].tolist():
@@ -184,13 +202,14 @@ class Stored(Mapping[str, Described | None]):
                 f"of {name!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank saved its shard "
                 f"alone?); leave it out with exclude={name!r}, or load it into a sharded state"
             )
-        aim(requests, targets, cast)
-        return requests
+        reads = Reads.joined(parts)
+        reads.aim(targets, cast)
+        return reads
 
     def read(
         self,
-        requests: list[Request],
-        deliver: Callable[[Request], None],
+        reads: Reads,
+        deliver: Callable[[Reads], None],
         *,
         sharing: Sharing | None = None,
         count: Callable[[int], None] = lambda nbytes: None,
@@ -204,7 +223,7 @@ class Stored(Mapping[str, Described | None]):
         source = StoredCheckpoint(self.table, self.places, sharing)
         native = native or engine(DEFAULT_HOST_CACHE_BYTES)
         try:
-            restore(requests, source, native, deliver, _release, count)
+            restore(reads, source, native, deliver, _release, count)
         except CheckpointNotFoundError as error:
             raise explain_missing(self.places[0], self.table.note, error) from error
 
@@ -212,14 +231,8 @@ class Stored(Mapping[str, Described | None]):
         number = self._catalog.number
         return np.array([number[name] for name in names], np.int64)
 
-    def _dtypes_of(self, numbers: Ints) -> list[torch.dtype]:
+    def _dtypes_of(self, numbers: Ints) -> list[torch.dtype | None]:
         return [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
-
-    def _places(self, rows: Ints | slice) -> tuple[list[str], list[int], list[int]]:
-        """The files of these rows, and where they begin there and their lengths, in bytes."""
-        placement = self.table.placement
-        files = [placement.paths[file] for file in placement.files[rows].tolist()]
-        return files, placement.begins[rows].tolist(), placement.lengths[rows].tolist()
 
 
 def _release(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -246,12 +259,6 @@ class Shards:
         """(chosen, dimensions): the begins and the sizes of those, which have ``ndim`` dimensions."""
         at = starts_of(self.ndims)[chosen, np.newaxis] + np.arange(ndim)
         return self.begins[at], self.sizes[at]
-
-
-def shapes_of(values: Sequence[torch.Tensor]) -> tuple[Ints, Ints]:
-    """The numbers of dimensions, and ragged: the sizes of tensors."""
-    ndims = np.fromiter(map(_NDIM, values), np.int64, len(values))
-    return ndims, np.fromiter(chain.from_iterable(map(_SHAPE, values)), np.int64, ndims.sum())
 
 
 def shards_of(names: Iterable[str], values: Iterable[Any]) -> Shards:
@@ -354,11 +361,6 @@ def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overla
                 low - begins[pair],
                 high - low,
             )
-
-
-def rows_of(column: Ints) -> list[Sizes]:
-    """(N, dimensions): the rows as tuples."""
-    return list(zip(*column.T.tolist(), strict=True)) if column.shape[1] else [()] * len(column)
 
 
 def is_elsewhere(value: Any) -> bool:

@@ -14,11 +14,11 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
 from dcp_datastates.loading.stored import Stored, cut, overlap, shards_of, volume
 
-Read = Callable[[list[Request]], None]
+Read = Callable[[Reads], None]
 
 Shards = Mapping[str, Box | None]
 """The stored shards of a wrapper: where each is, by the prefix of its parts' names; None if it is the whole."""

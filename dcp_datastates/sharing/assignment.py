@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.format.ragged import Ints
-from dcp_datastates.io.reads import Request
+from dcp_datastates.format.ragged import Ints, groups
+from dcp_datastates.io.reads import Reads, Sizes
 from dcp_datastates.io.tensor_memory import dense_strides
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.wire.secret import Address
@@ -65,15 +65,15 @@ class Blocks:
         return self._in_order[bisect_right(self._firsts, block) - 1]
 
 
-def needed_blocks(requests: Iterable[Request], blocks: Blocks) -> Ints:
-    """(n, 2): the runs of blocks with bytes of ``requests``, the first block and the last plus 1; in order, and not
+def needed_blocks(reads: Reads, blocks: Blocks) -> Ints:
+    """(n, 2): the runs of blocks with bytes of ``reads``, the first block and the last plus 1; in order, and not
     adjacent. A file that the metadata do not describe has none: :mod:`restore` raises the error.
     """
     found = [np.empty((0, 2), np.int64)]
-    for request in requests:
-        file = blocks.files.get(request.file)
-        if file is not None and (ranges := _ranges(request)) is not None:
-            begin, end = (np.clip(each, 0, file.nbytes) for each in ranges)
+    for rows in groups(reads.files):
+        file = blocks.files.get(reads.paths[reads.files[rows[0]]])
+        if file is not None:
+            begin, end = (np.clip(each, 0, file.nbytes) for each in _ranges(reads.take(rows)))
             found.append(
                 file.first + np.stack([begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)], axis=1)
             )
@@ -86,25 +86,35 @@ def needed_blocks(requests: Iterable[Request], blocks: Blocks) -> Ints:
     return np.stack([runs[starts, 0], reach[stops]], axis=1)
 
 
-def _ranges(request: Request) -> tuple[Ints, Ints] | None:
-    """The begins and ends of the request's bytes in its file, with gaps of less than a block included; None if it has
-    no bytes.
+def _ranges(reads: Reads) -> tuple[Ints, Ints]:
+    """The begins and ends of the bytes in the file of all ``reads``, with gaps of less than a block included."""
+    has_bytes, are_whole = reads.nbytes > 0, reads.are_whole
+    whole = has_bytes & are_whole
+    begins, ends = [reads.begins[whole]], [(reads.begins + reads.stored)[whole]]
+    part = reads.take(np.flatnonzero(has_bytes & ~are_whole))
+    columns = part.begins.tolist(), part.itemsizes.tolist()
+    ragged = map(part.sizes, (part.chunk_sizes, part.offsets, part.lengths))
+    for row in zip(*columns, *ragged, strict=True):
+        first, length = _ranges_of_part(*row)
+        begins.append(first)
+        ends.append(first + length)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def _ranges_of_part(
+    begin: int, length: int, chunk_sizes: Sizes, offsets: Sizes, lengths: Sizes
+) -> tuple[Ints, int]:
+    """The begins of the ranges of a part of a chunk that begins there, and the length of each; ``length``: that of an
+    element.
     """
-    if request.dtype is None:
-        begin = np.array([request.begin], np.int64)
-        return (begin, begin + request.stored) if request.stored else None
-    if 0 in request.lengths:
-        return None
-    length = request.dtype.itemsize
-    strides = dense_strides(request.chunk_sizes, length)
-    first = request.begin + sum(o * s for o, s in zip(request.offsets, strides, strict=True))
-    begins = np.array([first], np.int64)
-    for size, stride in zip(reversed(request.lengths), reversed(strides), strict=True):
+    strides = dense_strides(chunk_sizes, length)
+    begins = np.array([begin + sum(o * s for o, s in zip(offsets, strides, strict=True))], np.int64)
+    for size, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if len(begins) == 1 and stride - length < BLOCK_BYTES:
             length += (size - 1) * stride
         else:
             begins = (np.arange(size, dtype=np.int64)[:, None] * stride + begins).ravel()
-    return begins, begins + length
+    return begins, length
 
 
 # ---- who reads which -------------------------------------------------------------------------------
@@ -212,7 +222,7 @@ def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
     if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
         return {}
     parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
-    by_set = _by_set(sets)
+    by_set = groups(sets)
     needed = _needing(begins[[chosen[0] for chosen in by_set]], [offers[r].runs for r in ranks])
     for number, chosen in enumerate(by_set):
         needing = ranks[needed[:, number]]
@@ -254,13 +264,6 @@ def _needing(blocks: Ints, runs_of: Sequence[Ints]) -> npt.NDArray[np.bool_]:
             at = np.searchsorted(runs[:, 0], blocks, "right") - 1
             row[:] = (at >= 0) & (blocks < runs[at, 1])
     return needed
-
-
-def _by_set(sets: npt.NDArray[np.uint64]) -> list[Ints]:
-    """The positions of each value in ``sets``, in order."""
-    order = np.argsort(sets, kind="stable")
-    cuts = np.flatnonzero(np.diff(sets[order])) + 1
-    return [each for each in np.split(order, cuts) if len(each)]
 
 
 def _share(

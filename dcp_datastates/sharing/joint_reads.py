@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import Blocks, Offer, Share, assign, needed_blocks
@@ -52,12 +52,12 @@ class JointReads:
         self.sharing: SharedReads | None = None
         """This rank's shared reads, once it has the first rank's answer; None if it shares nothing."""
 
-    def offer(self, requests: Iterable[Request], table: MetadataTable) -> bytes:
+    def offer(self, reads: Reads, table: MetadataTable) -> bytes:
         """What this rank tells the first one, before it reads; empty if it shares nothing."""
         self.close()
         if not self._wanted:
             return b""
-        runs = needed_blocks(requests, Blocks(table.note.files))
+        runs = needed_blocks(reads, Blocks(table.note.files))
         try:
             self._own = _, address = listen(own_address(self._rank_set.host))
         except OSError as error:

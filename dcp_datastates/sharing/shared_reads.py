@@ -18,7 +18,7 @@ import logging
 import math
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata_table import Note
-from dcp_datastates.io.reads import Request
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
@@ -216,11 +216,11 @@ class SharedReads:
         self._server: Final = Server(listening, address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
-    def reading(self, requests: Iterable[Request]) -> Iterator[ReadRange]:
-        """A function that returns ranges of data files, for a restore of ``requests``; until the end of the block, this
+    def reading(self, reads: Reads) -> Iterator[ReadRange]:
+        """A function that returns ranges of data files, for a restore of ``reads``; until the end of the block, this
         rank's units are read ahead, in the order in which the engine asks for them.
         """
-        runs = needed_blocks(requests, self._blocks)
+        runs = needed_blocks(reads, self._blocks)
         units, lock = self._share.own_units(runs), threading.Lock()  # guards units
         stop = threading.Event()
 

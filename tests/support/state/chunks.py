@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +31,7 @@ from dcp_datastates.commit.group import CommitGroup, Progress, commit_group
 from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
@@ -191,3 +193,17 @@ def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
     for reader, planner, plan in zip(readers, planners, plans, strict=True):
         reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def reads_of_rows(*rows: tuple[Any, ...]) -> Reads:
+    """What reads these ``rows``: name, file, begin, bytes in the file; of a tensor also its dtype, the sizes of the
+    chunk, and the offsets and lengths of the region.
+    """
+    full = [row if len(row) > 4 else (*row, None, row[3:], (0,), row[3:]) for row in rows]
+    names, files, *columns = zip(*full, strict=True) if full else [()] * 8
+    begins, stored, dtypes, *ragged = columns
+    paths = sorted(set(files))
+    numbers = [*map(paths.index, files)], begins, stored, [*map(len, ragged[0])]
+    flat = ([*itertools.chain.from_iterable(each)] for each in ragged)
+    arrays = (np.array(each, np.int64) for each in (*numbers, *flat))
+    return Reads(paths, [*names], [*names], [*dtypes], *arrays)

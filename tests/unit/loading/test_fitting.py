@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, load
-from dcp_datastates.dcp.reader import request_of
+from dcp_datastates.dcp.reader import reads_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
 from dcp_datastates.format.metadata_objects import opened_from
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_with
@@ -62,14 +63,16 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
     stock = DefaultLoadPlanner()
     stock.set_up_planner(dict(state), metadata, True)
     stored = Stored(opened_from(metadata), [tmp_path / "c"])
-    expected = sorted(_read(request_of(item, stored)) for item in stock.create_local_plan().items)
-    assert sorted(map(_read, Fitting(Fit.of({}), stored).requests(dict(state)))) == expected
+    expected = _rows(reads_of(stock.create_local_plan().items, stored))
+    assert _rows(Reads.joined(Fitting(Fit.of({}), stored).reads(dict(state)))) == expected
 
 
-def _read(request):
-    """What a request reads."""
-    place = request.name, request.file, request.begin, request.stored
-    return (*place, str(request.dtype), request.chunk_sizes, request.offsets, request.lengths)
+def _rows(reads):
+    """What is read, row by row."""
+    paths = [reads.paths[file] for file in reads.files]
+    columns = paths, reads.begins.tolist(), reads.stored.tolist(), map(str, reads.dtypes)
+    ragged = map(reads.sizes, (reads.chunk_sizes, reads.offsets, reads.lengths))
+    return sorted(zip(reads.names, *columns, *ragged, strict=True))
 
 
 def _taken(state):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.state.chunks import reads_of_rows
 from support.waiting import little_work
 
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.reads import Request
 from dcp_datastates.sharing import assignment
 from dcp_datastates.sharing.assignment import (
     MOST_READERS,
@@ -175,19 +175,18 @@ def slices(draw):
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), slices()), max_size=4))
 def test_the_blocks_are_those_with_bytes_of_a_request(parts):
-    expected, requests = set(), []
+    expected, rows = set(), []
     blocks = Blocks(FILES)
     for number, (file, offset, (shape, begins, lengths)) in enumerate(parts):
-        request = Request(f"t{number}", file, offset, 2 * math.prod(shape), dtype=torch.int16)
-        request.chunk_sizes, request.offsets, request.lengths = shape, tuple(begins), tuple(lengths)
-        requests.append(request)
+        place = f"t{number}", file, offset, 2 * math.prod(shape)
+        rows.append((*place, torch.int16, shape, tuple(begins), tuple(lengths)))
         elements = np.arange(math.prod(shape)).reshape(shape)
         chosen = elements[tuple(slice(b, b + n) for b, n in zip(begins, lengths, strict=True))]
         first = blocks.files[file].first
         for element in chosen.ravel().tolist():
             for byte in (offset + 2 * element, offset + 2 * element + 1):
                 expected.add(first + byte // BLOCK)
-    runs = needed_blocks(requests, blocks).tolist()
+    runs = needed_blocks(reads_of_rows(*rows), blocks).tolist()
     assert {block for begin, end in runs for block in range(begin, end)} == expected
     assert all(begin < end for begin, end in runs)
     assert all(one[1] < other[0] for one, other in itertools.pairwise(runs))
@@ -203,11 +202,11 @@ def test_blocks_have_the_same_numbers_on_all_ranks_and_none_lies_in_two_files():
 
 
 def test_objects_have_the_blocks_of_their_bytes_and_an_unknown_file_has_none():
-    found, empty = Request("o", "a", 15, 2), Request("e", "a", 160, 0)
-    missing = Request("m", "not described", 15, 2)
-    assert needed_blocks([found, empty, missing], Blocks(FILES)).tolist() == [[0, 2]]
+    found, empty, missing = ("o", "a", 15, 2), ("e", "a", 160, 0), ("m", "not described", 15, 2)
+    reads = reads_of_rows(found, empty, missing)
+    assert needed_blocks(reads, Blocks(FILES)).tolist() == [[0, 2]]
 
 
 def test_places_outside_a_file_make_no_blocks_of_another():
-    request = Request("o", "a", 380, 1 << 40)
-    assert needed_blocks([request], Blocks(FILES)).tolist() == [[23, 25]]
+    reads = reads_of_rows(("o", "a", 380, 1 << 40))
+    assert needed_blocks(reads, Blocks(FILES)).tolist() == [[23, 25]]

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from support.state.chunks import reads_of_rows
 from support.waiting import await_that
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.reads import Request
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks
@@ -36,7 +36,7 @@ class _Job:
         self.file = directory / "f"
         self.file.write_bytes(self.data + bytes(TABLE))
         note = SimpleNamespace(files={"f": FileRecord("f", NBYTES + TABLE, NBYTES)})
-        self.requests = [Request("o", "f", 0, NBYTES)]
+        self.needed = reads_of_rows(("o", "f", 0, NBYTES))
 
         def counted(paths):
             read = range_reader(paths)
@@ -48,7 +48,7 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.runs = needed_blocks(self.requests, Blocks(note.files))
+        self.runs = needed_blocks(self.needed, Blocks(note.files))
         self.listening = [listen("127.0.0.1") for _ in range(2)]
         self.addresses = [address for _, address in self.listening]
         offers = [Offer(tuple(each), self.runs.ravel()) for each in self.addresses]
@@ -61,7 +61,7 @@ class _Job:
     def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
         step = 3 << 20  # units are longer, and begin elsewhere
         ranges = [(begin, min(begin + step, NBYTES)) for begin in range(0, NBYTES, step)]
-        with rank.reading(self.requests if ahead else []) as read_range:
+        with rank.reading(self.needed if ahead else reads_of_rows()) as read_range:
             return b"".join(bytes(read_range(str(self.file), *each)) for each in ranges)
 
     @property
@@ -175,7 +175,7 @@ def test_connections_are_bounded(count):
 def test_files_that_are_left_and_checksum_tables_are_read_from_storage(job):
     job.start(0)
     job.start(1)
-    with job.ranks[0].reading([]) as read_range:
+    with job.ranks[0].reading(reads_of_rows()) as read_range:
         begin = NBYTES // 4096 * 4096
         assert bytes(read_range(str(job.file), begin, NBYTES + TABLE))[-TABLE:] == bytes(TABLE)
     assert job.reads == [(begin, NBYTES + TABLE)]
