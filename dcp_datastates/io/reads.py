@@ -162,8 +162,8 @@ class Reads:
 
     # ---- where it goes -------------------------------------------------------------------------------
 
-    def aim(self, targets: Sequence[torch.Tensor], cast: bool) -> None:
-        """Give each row, all of tensors, its destination.
+    def aim(self, targets: Sequence[torch.Tensor], cast: bool, fit: bool = False) -> None:
+        """Give each row, all of tensors, its destination. ``fit``: their sizes are known to be right.
 
         Raises :class:`IncompatibleStateError` if one cannot receive what was saved.
         """
@@ -171,7 +171,8 @@ class Reads:
         unusual = are_unusual(memories)
         self.targets = list(targets)
         usual = not any(unusual) and all(map(_IS_DENSE, memories))
-        if usual and self._are_same(targets) and list(map(_DTYPE, memories)) == self.dtypes:
+        fit = fit or (usual and self._have_sizes_of(targets))
+        if usual and fit and list(map(_DTYPE, memories)) == self.dtypes:
             self.memories = list(memories)
             return
         rows = zip(self.names, self.dtypes, self.sizes(self.lengths), strict=True)
@@ -180,14 +181,9 @@ class Reads:
             _memory_of(*row, *to, cast=cast) for row, to in zip(rows, aimed, strict=True)
         ]
 
-    def _are_same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors``, which are usual ones, have the sizes and dtypes of the regions."""
+    def _have_sizes_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         ndims, sizes = shapes_of(tensors)
-        return (
-            list(map(_DTYPE, tensors)) == self.dtypes
-            and np.array_equal(ndims, self.ndims)
-            and np.array_equal(sizes, self.lengths)
-        )
+        return np.array_equal(ndims, self.ndims) and np.array_equal(sizes, self.lengths)
 
     def choose_devices(self, engine: Engine) -> None:
         """Set the devices. What the engine had better not write to takes a detour."""

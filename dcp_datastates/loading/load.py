@@ -268,7 +268,8 @@ class _Load:
             if wrapped := fitting.wrapped:
                 self._wrappers = Wrappers(wrapped, self.stored, self._read)
                 self._say_unread(self._wrappers.unread)
-            asked.extend(sorted(fitting.held))
+            alone = self._session.rank_set.world == 1
+            asked.extend(fitting.held if alone else sorted(fitting.held))  # 3 ms for 10,000
             digest = blake2b("\0".join(asked).encode(), digest_size=16).digest()
             return _Fitted(digest, self.joint.offer(both, self.stored.table)).encode()
 

@@ -203,7 +203,7 @@ class Stored(Mapping[str, Described | None]):
                 f"alone?); leave it out with exclude={name!r}, or load it into a sharded state"
             )
         reads = Reads.joined(parts)
-        reads.aim(targets, cast)
+        reads.aim(targets, cast, fit=True)
         return reads
 
     def read(
