@@ -319,6 +319,7 @@ class _Load:
         if self.stored.table.catalog.object_rows:
             self._session.end(Step.OBJECTS, objects, _no_answers)
         self._session.end(Step.READ, tensors, _no_answers)
+        self.joint.close(all_have_read=True)
 
     def _read(self, reads: Reads) -> None:
         sharing, count = self.joint.sharing, self._session.count

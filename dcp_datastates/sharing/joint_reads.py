@@ -78,12 +78,12 @@ class JointReads:
                 return
         self.close()  # the others are refused immediately
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, all_have_read: bool = False) -> None:
+        """Idempotent. ``all_have_read``: no other rank needs anything of this one any more."""
         if self._own is not None:
             self._own[0].close()
         if self.sharing is not None:
-            self.sharing.end()
+            self.sharing.end(all_have_read)
         self._own = self.sharing = None
 
 

@@ -248,9 +248,9 @@ class SharedReads:
         self._left.update(files)
         return is_new
 
-    def end(self) -> None:
-        """This rank's load has ended. Returns immediately; what the others have not taken yet is kept for them, for at
-        most 15 s.
+    def end(self, all_have_read: bool = False) -> None:
+        """This rank's load has ended. Returns immediately. Unless ``all_have_read``, what the others have not taken yet
+        is kept for them, for at most 15 s.
         """
         for peer in self._peers.values():
             peer.client.close()
@@ -260,6 +260,9 @@ class SharedReads:
             self._server.close()
             self._units.close()
 
+        if all_have_read:
+            end(0)
+            return
         later = threading.Thread(target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True)
         try:
             later.start()

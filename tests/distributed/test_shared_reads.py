@@ -35,7 +35,7 @@ import dcp_datastates
 from dcp_datastates import CheckpointManager, DataStatesReader
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
 from dcp_datastates.sharing import joint_reads, shared_reads
-from dcp_datastates.sharing.shared_reads import OwnUnits
+from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire import line
 
@@ -340,14 +340,22 @@ def test_only_ranks_that_share_read_for_each_other(shared_dir):
 
 
 @ranks(4)
-def test_when_all_have_all_no_thread_and_no_connection_is_left(shared_dir):
+@pytest.mark.parametrize("by_dcp", [True, False])
+def test_when_all_have_all_no_thread_and_no_connection_is_left(by_dcp, shared_dir):
     expected = state("ddp", tensors=2)  # of three units: one of the ranks has none
     save(expected, shared_dir / "c")
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_reads, "_KEPT_SECONDS", 3600.0)
+        if not by_dcp and dist.get_rank() == 3:  # it takes nothing of what the others read for it
+            patch.setattr(SharedReads, "_asked", lambda *_: None)
         for _ in range(3):
-            load(zeros(expected), shared_dir / "c", share_reads=True)
+            target = zeros(expected)
+            if by_dcp:
+                load(target, shared_dir / "c", share_reads=True)
+            else:
+                dcp_datastates.load(shared_dir / "c", target, share_reads=True)
+            assert_same(target, expected)
 
     def left():  # those of earlier tests may still keep what was not taken
         return [t for t in {*threading.enumerate()} - before if t.name.startswith(THREADS)]
