@@ -194,6 +194,38 @@ def test_restored_into_parts_of_memory(cuda: FakeCuda, tmp_path: Path) -> None:
     assert memory["wide"][:, 8192:].count_nonzero() == 0
 
 
+def test_a_load_takes_no_memory_of_the_device(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "a": torch.randn(300, 200),
+        "b": torch.randn(300, 200),
+        "half": torch.randn(40).half(),
+    }
+    dcp.save({**values, "step": 7}, storage_writer=writer(tmp_path / "x"))
+    state: dict[str, Any] = {
+        name: cuda.adopt(torch.zeros_like(each)) for name, each in values.items()
+    }
+    state |= {"half": cuda.adopt(torch.zeros(40)), "step": 0}  # it is converted on the host
+    taken: list[int] = []
+    take = cuda.pool.take
+
+    def counted(device: int, stream: int, nbytes: int) -> Any:
+        taken.append(nbytes)
+        return take(device, stream, nbytes)
+
+    monkeypatch.setattr(cuda.pool, "take", counted)
+    with cuda.kernels():
+        dcp_datastates.load(tmp_path / "x", state, cast=True)
+        assert taken == []
+        state["a"].add(1)
+        assert taken == [state["a"].nbytes]
+    cuda.synchronize()
+    for name, value in values.items():
+        assert torch.equal(state[name], value.to(state[name].dtype))
+    assert state["step"] == 7
+
+
 # ---- faults -----------------------------------------------------------------------------------------------
 
 
