@@ -15,8 +15,8 @@ import torch
 from typing_extensions import Never
 
 from dcp_datastates.checkpoints.inventory import is_directory
-from dcp_datastates.config import check_names, parse_flag, parse_host_cache_size, parse_size
-from dcp_datastates.conversion.datastates import datastates_output, write_to_store
+from dcp_datastates.config import check_names, parse_flag, parse_size
+from dcp_datastates.conversion.datastates import datastates_output
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
     OPTIMIZER,
@@ -31,7 +31,7 @@ from dcp_datastates.conversion.hugging_face import (
 from dcp_datastates.conversion.lightning_file import is_of_lightning, lightning_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
 from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
-from dcp_datastates.conversion.source import PIECE_BYTES, Source
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.stock import stock_output
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.errors import (
@@ -44,7 +44,7 @@ from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations
-from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage.object_path import ObjectPath, locate
 from dcp_datastates.text import count, size
 
 logger = logging.getLogger(__name__)
@@ -60,15 +60,12 @@ _FLAT: Final = ("hf", "peft", "safetensors")
 _WITH_FILES: Final = ("hf", "peft")
 """Formats with small files beside the tensors."""
 
-_BYTES_OF_A_THREAD: Final = 4 * PIECE_BYTES
-"""Small tensors as they are read, as they are cast (to twice their size, perhaps), and what is made of them."""
-
 
 @dataclass(frozen=True)
 class Conversion:
     """The result of :func:`convert`. Sizes are bytes."""
 
-    path: Location
+    path: Path
     source_format: str
     target_format: str
     files: int
@@ -93,7 +90,7 @@ class Conversion:
 @public("convert()")
 def convert(
     source: str | os.PathLike[str] | ObjectPath,
-    target: str | os.PathLike[str] | ObjectPath,
+    target: str | os.PathLike[str],
     to: Target | None = None,
     *,
     only: str | Iterable[str] | None = None,
@@ -107,7 +104,6 @@ def convert(
     strict: bool = False,
     allow_objects: bool = False,
     threads: int | None = None,
-    host_cache_size: int | str = "256MiB",
     progress: Progress | None = None,
     **misspelled: Never,
 ) -> Conversion:
@@ -121,8 +117,8 @@ def convert(
 
     Args:
         source: A file or directory, or its URL.
-        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
-            "datastates", also a URL.
+        target: A local path: a directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and
+            "torch". :func:`~dcp_datastates.copy` takes a checkpoint from there to a store.
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
             what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
@@ -144,9 +140,6 @@ def convert(
         strict: Whether an object that the format cannot hold is an error, rather than a warning.
         allow_objects: Whether Python objects may be unpickled that may run code; only for sources you trust.
         threads: How many read and write, each a file; default: one per core, at most 8.
-        host_cache_size: Memory for tensors that are being converted, bytes or a string; default: "256MiB".
-            Each 16 MiB of it are a thread's, which exceeds them for a tensor that is larger than 4 MiB. Reading this
-            package's format takes 64 MiB more.
         progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
             total bytes.
 
@@ -175,17 +168,15 @@ def convert(
     folder = None if config_from is None else locate(config_from)
     if folder is not None and not is_directory(folder):
         raise ConfigurationError(f"config_from={str(folder)!r} is no directory")
-    threads = min(
-        thread_count(threads), parse_host_cache_size(host_cache_size) // _BYTES_OF_A_THREAD
-    )
+    threads = thread_count(threads)
     if to is not None and to not in get_args(Target):
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    if isinstance(there, ObjectPath) and to not in (None, "datastates"):
+    if isinstance(there, ObjectPath):
+        way = "dcp_datastates.copy()" if to in (None, "datastates") else "the store's own tool"
         raise ConfigurationError(
-            f"target={str(there)!r} is in an object store, where the files of to={to!r} could not appear at once; "
-            f"convert to a local path, and upload that with the store's own tool"
+            f"target={str(there)!r} is in an object store; convert to a local path, and copy that there with {way}"
         )
     opened = open_source(given, allow_objects)
     if to is None:
@@ -215,31 +206,27 @@ def convert(
     nest: Callable[[dict[str, Any]], dict[str, Any]] = chosen.nested
     if to == "torch" and is_of_lightning(chosen):
         chosen, nest = lightning_file(chosen, allow_objects)
-    if isinstance(there, ObjectPath):
-        files = write_to_store(chosen, there, shard_bytes, threads, overwrite, progress)
-    else:
-        outputs: dict[str, Callable[[Path], Output]] = {
-            "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
-            "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
-            _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
-            "peft": lambda path: adapter_output(chosen, path, small, described),
-            "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
-            "dcp": lambda path: stock_output(chosen, path, shard_bytes),
-            "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
-        }
-        with atomic_output(there, overwrite) as path:
-            if to not in _FILES:
-                with local.explained("creating directory", path):
-                    operations.make_directory(path, "convert")
-            output = outputs[kind](path)
-            work(output.units, chosen.nbytes, threads, progress)
-            output.finish()
-        files = len(output.units)
+    outputs: dict[str, Callable[[Path], Output]] = {
+        "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
+        "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
+        _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
+        "peft": lambda path: adapter_output(chosen, path, small, described),
+        "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
+        "dcp": lambda path: stock_output(chosen, path, shard_bytes),
+        "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
+    }
+    with atomic_output(there, overwrite) as path:
+        if to not in _FILES:
+            with local.explained("creating directory", path):
+                operations.make_directory(path, "convert")
+        output = outputs[kind](path)
+        work(output.units, chosen.nbytes, threads, progress)
+        output.finish()
     return Conversion(
         path=there,
         source_format=opened.format,
         target_format=to,
-        files=files,
+        files=len(output.units),
         tensors=len(chosen.tensors),
         objects=len(chosen.objects),
         nbytes=chosen.nbytes,

@@ -11,14 +11,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
-from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
 from dcp_datastates.conversion.source import Source, paths_of, shape_of
-from dcp_datastates.errors import (
-    CommitOutcomeUnknown,
-    ConfigurationError,
-    DataStatesError,
-)
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_objects import table_of
@@ -27,12 +22,11 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.work import Progress, work
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import DECISION_NAME
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import Location, stored
 
 
 class DataStatesSource(Source):
@@ -85,50 +79,9 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     return Output([partial(file.write, source) for file in files], finish)
 
 
-def write_to_store(
-    source: Source,
-    target: ObjectPath,
-    shard_bytes: int,
-    threads: int,
-    overwrite: bool,
-    progress: Progress | None,
-) -> int:
-    """Write ``source`` as the checkpoint at ``target``; returns the number of its files. It appears by its commit, in
-    place of the checkpoint that was there.
-
-    If this fails, what was there is still there. Raises :class:`ConfigurationError` for names that the format cannot
-    store, :class:`CheckpointExistsError`, :class:`CommitOutcomeUnknown` and :class:`StorageError`.
-    """
-    place = Place(target)
-    claim = place.claim(Neighbours(), overwrite)
-    files, metadata = _files(source, target, claim, shard_bytes)
-    save = Round(
-        *(0, claim.attempt, target, EndedPart()),
-        timeout=0.0,
-        path=target,
-        claim=claim,
-        overwrite=overwrite,
-    )
-    try:
-        units = [partial(file.write, source) for file in files]
-        work(units, source.nbytes, threads, progress)
-    except BaseException:
-        place.tidy_after_failure(save, 0, 1)
-        raise
-    try:
-        place.publish(save, metadata)
-    except CommitOutcomeUnknown:
-        raise
-    except DataStatesError:
-        place.tidy_after_failure(save, 0, 1)
-        raise
-    place.tidy_after_commit(save)
-    return len(files)
-
-
 @collection_paused()
 def _files(
-    source: Source, folder: Location, claim: Claim, shard_bytes: int
+    source: Source, folder: Path, claim: Claim, shard_bytes: int
 ) -> tuple[list[OutputFile], bytes]:
     """The data files of a checkpoint at ``folder``, each as of one rank, and the bytes of its ``.metadata``. Objects
     are copied, not unpickled.
