@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from typing_extensions import Never
@@ -19,6 +19,7 @@ from dcp_datastates.config import check_names, parse_flag, parse_size
 from dcp_datastates.conversion.datastates import datastates_output
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
+    MODEL,
     OPTIMIZER,
     TRAINER_STATE,
     adapter_of,
@@ -26,11 +27,9 @@ from dcp_datastates.conversion.hugging_face import (
     companions_of,
     hf_output,
     trainer_output,
-    trainer_source,
 )
-from dcp_datastates.conversion.lightning_file import is_of_lightning, lightning_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
+from dcp_datastates.conversion.selection import open_source, optimizers_in, select
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.stock import stock_output
 from dcp_datastates.conversion.torch_file import write_torch
@@ -122,9 +121,8 @@ def convert(
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
             what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
-            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
-            has saved, the file from which its own strategies resume. None: "datastates", if the source has another
-            format.
+            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved. None:
+            "datastates", if the source has another format.
         only: Take only the values under these names: full names, or prefixes that end before a dot.
         exclude: Leave out the values under these names.
         part: Take only the values under this one name, and remove it from theirs: with ``part="model"``,
@@ -145,8 +143,7 @@ def convert(
 
     Raises:
         ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
-            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice; or transformers
-            cannot open the folder ("hf"), since names or shapes are not those of its configuration.
+            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice.
         CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
         CheckpointNotFoundError: there is nothing to convert at ``source``.
         CheckpointCorruptError: the source is damaged.
@@ -158,7 +155,6 @@ def convert(
     check_names("convert()", misspelled, convert.__annotations__)
     began = time.monotonic()
     given, there = locate(source), locate(target)
-    selection = Selection(only, exclude, part, rename, dtype)
     parse_flag("strict", strict)
     parse_flag("overwrite", overwrite)
     parse_flag("allow_objects", allow_objects)
@@ -188,32 +184,33 @@ def convert(
     if folder is not None and to not in _WITH_FILES:
         raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     check_destination(given, there, to not in _FILES, overwrite)
-    small, described = companions_of(opened, folder) if to in _WITH_FILES else ({}, "")
+    small = companions_of(opened, folder) if to in _WITH_FILES else {}
+    takes_all = all(each is None for each in (only, part, rename, dtype)) and not exclude
     kind: str = to
     skipped: tuple[str, ...] = ()
     if to == "peft":
-        chosen = adapter_of(select(opened, selection), frozenset(optimizers_in(opened)))
-    elif selection.takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
-        kind, chosen = _TRAINER, trainer_source(opened)
+        chosen = select(opened, only, exclude, part, rename, dtype)
+        chosen = adapter_of(chosen, frozenset(optimizers_in(opened)))
+    elif takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
+        kind, chosen = _TRAINER, select(opened, only=(MODEL, OPTIMIZER))
     else:
-        chosen = select(opened, selection)
+        chosen = select(opened, only, exclude, part, rename, dtype)
         if to in _FLAT:
-            if not selection.chooses:
+            if only is None and part is None:
                 _refuse_optimizers(chosen, to)
             skipped = _without_objects(chosen, strict)
         else:
             _check_nesting(chosen)
-    nest: Callable[[dict[str, Any]], dict[str, Any]] = chosen.nested
-    if to == "torch" and is_of_lightning(chosen):
-        chosen, nest = lightning_file(chosen, allow_objects)
     outputs: dict[str, Callable[[Path], Output]] = {
         "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
-        "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
+        "hf": lambda path: hf_output(chosen, path, shard_bytes, small),
         _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
-        "peft": lambda path: adapter_output(chosen, path, small, described),
+        "peft": lambda path: adapter_output(chosen, path, small, folder or given),
         "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
         "dcp": lambda path: stock_output(chosen, path, shard_bytes),
-        "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
+        "torch": lambda path: Output(
+            [partial(write_torch, chosen, path, allow_objects, chosen.nested)]
+        ),
     }
     with atomic_output(there, overwrite) as path:
         if to not in _FILES:

@@ -44,64 +44,45 @@ _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-class Selection:
-    """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
+def select(
+    source: Source,
+    only: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    part: str | None = None,
+    rename: Rename | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Source:
+    """The values that these options of :func:`~dcp_datastates.conversion.convert.convert` take from ``source``.
 
-    def __init__(
-        self,
-        only: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        part: str | None = None,
-        rename: Rename | None = None,
-        dtype: str | torch.dtype | None = None,
-    ) -> None:
-        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
-        if part is not None and (not isinstance(part, str) or not part):
-            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
-        if part is not None and only is not None:
-            raise ConfigurationError(
-                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
-            )
-        check_rename(rename)
-        self.only = None if only is None else NamePatterns("only", only)
-        self.exclude = NamePatterns("exclude", exclude)
-        self.part = None if part is None else NamePatterns("part", part)
-        self.rename = rename
-        self.dtype = _dtype(dtype)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the user has named what is taken."""
-        return self.only is not None or self.part is not None
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether all values are taken, as they are."""
-        return not (self.chooses or self.exclude or self.rename or self.dtype)
-
-
-def select(source: Source, selection: Selection) -> Source:
-    """The values that ``selection`` takes from ``source``.
-
-    Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
-    :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
+    Raises :class:`ConfigurationError`, naming the first option that cannot work, for names that collide, or if nothing
+    is left; :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
     :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
+    if part is not None and (not isinstance(part, str) or not part):
+        raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+    if part is not None and only is not None:
+        raise ConfigurationError(
+            f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
+        )
+    check_rename(rename)
+    target_dtype = _dtype(dtype)
+    root = None if part is None else NamePatterns("part", part)
+    wanted = root if only is None else NamePatterns("only", only)
+    unwanted = NamePatterns("exclude", exclude)
     taken = names = list(source.paths)
-    wanted = selection.part or selection.only
     if wanted is not None:
         taken = wanted.choose(names)
-    left_out = set(selection.exclude.choose(taken))
+    left_out = set(unwanted.choose(taken))
     taken = [name for name in taken if name not in left_out]
     if names and not taken:
         raise ConfigurationError(
-            f"nothing is left of {source.path}: exclude={sorted(selection.exclude.given)} takes all out"
+            f"nothing is left of {source.path}: exclude={sorted(unwanted.given)} takes all out"
         )
     for name in taken:
         if name in source.refusals:
             raise source.refusals[name]
-    old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
-    return Selected(source, old_of, selection.dtype)
+    old_of = renamed(taken, rename, part=root, all_used=True)
+    return Selected(source, old_of, target_dtype)
 
 
 def optimizers_in(source: Source) -> list[str]:
