@@ -16,7 +16,7 @@ from typing_extensions import Never
 
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_names, parse_flag, parse_size
-from dcp_datastates.conversion.datastates import datastates_output
+from dcp_datastates.conversion.datastates import OURS, datastates_output
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
     MODEL,
@@ -176,7 +176,7 @@ def convert(
         )
     opened = open_source(given, allow_objects)
     if to is None:
-        if opened.format == "dcp_datastates":
+        if opened.format == OURS:
             raise ConfigurationError(
                 f"{given} has this package's format already; say which to convert it to, with to= (--to)"
             )
@@ -263,5 +263,5 @@ def _without_objects(source: Source, strict: bool) -> tuple[str, ...]:
         if strict:
             raise IncompatibleStateError(said)
         logger.warning("%s. Converted without them", said)
-        source.objects = ()
+        source.objects = {}
     return skipped

@@ -1,14 +1,15 @@
-"""Reads files and objects of other programs: bytes, or what ``torch.save`` has written."""
+"""Reads files and objects of other programs: bytes, mapped bytes, or what ``torch.save`` has written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
+
+import torch
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -40,27 +41,21 @@ def opened(path: Location) -> Iterator[ReadableFile]:
         yield file
 
 
-def fill(file: ReadableFile, begin: int, into: memoryview) -> int:
-    """Fill ``into`` from byte ``begin``; returns how many bytes there are: fewer at the end."""
-    count = 0
-    for at in range(0, len(into), _REQUEST_BYTES):
-        count += file.read_at(begin + at, into[at : at + _REQUEST_BYTES])
-    return count
-
-
-def part_of(file: ReadableFile, begin: int, nbytes: int) -> io.BytesIO:
+def part_of(file: ReadableFile, begin: int, nbytes: int) -> bytearray:
     """``nbytes`` of an open file from ``begin`` on; fewer at its end."""
-    part = io.BytesIO(bytes(max(0, min(nbytes, file.nbytes - begin))))
-    with part.getbuffer() as buffer:
-        count = fill(file, begin, buffer)
-    part.truncate(count)
-    return part
+    data = bytearray(max(0, min(nbytes, file.nbytes - begin)))
+    count = 0
+    with memoryview(data) as view:
+        for at in range(0, len(data), _REQUEST_BYTES):
+            count += file.read_at(begin + at, view[at : at + _REQUEST_BYTES])
+    del data[count:]
+    return data
 
 
 def read_whole(path: Location, at_most: int | None = None) -> bytes:
     """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
     with opened(path) as file:
-        return part_of(file, 0, file.nbytes if at_most is None else at_most).getvalue()
+        return bytes(part_of(file, 0, file.nbytes if at_most is None else at_most))
 
 
 @contextlib.contextmanager
@@ -74,9 +69,19 @@ def local_file(path: Location) -> Iterator[Path]:
     with tempfile.NamedTemporaryFile(prefix="dcp_datastates-") as copy:
         with opened(path) as file, explained("copying to a temporary file", copy.name, file.nbytes):
             for begin in range(0, file.nbytes, _REQUEST_BYTES):
-                copy.write(part_of(file, begin, _REQUEST_BYTES).getbuffer())
+                copy.write(part_of(file, begin, _REQUEST_BYTES))
             copy.flush()
         yield Path(copy.name)
+
+
+def mapped(path: Location) -> torch.UntypedStorage:
+    """The bytes of a file, mapped. Raises as :func:`opened`."""
+    with local_file(path) as local, opened(local) as file:
+        try:
+            whole = torch.from_file(str(local), size=file.nbytes, dtype=torch.uint8, device="cpu")
+            return whole.untyped_storage()
+        except RuntimeError as error:
+            raise StorageError(errno.EIO, f"mapping it failed: {error}", str(path)) from error
 
 
 def loaded(

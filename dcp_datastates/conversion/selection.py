@@ -16,13 +16,13 @@ from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.conversion.datastates import DataStatesSource
 from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.safetensors_files import (
-    SafetensorsSource,
     is_safetensors,
+    safetensors_source,
     weights_in,
 )
 from dcp_datastates.conversion.source import Selected, Source
 from dcp_datastates.conversion.stock import StockSource
-from dcp_datastates.conversion.torch_file import TorchSource, is_torch_file
+from dcp_datastates.conversion.torch_file import check_plain, is_torch_file, torch_source
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -79,8 +79,8 @@ def select(
             f"nothing is left of {source.path}: exclude={sorted(unwanted.given)} takes all out"
         )
     for name in taken:
-        if name in source.refusals:
-            raise source.refusals[name]
+        if name in source.tensors:
+            check_plain(source.path, name, source.tensors[name])
     old_of = renamed(taken, rename, part=root, all_used=True)
     return Selected(source, old_of, target_dtype)
 
@@ -131,9 +131,9 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
     if is_torch_file(first):
-        return TorchSource(found, allow_objects)
+        return torch_source(found, allow_objects)
     if is_safetensors(first):
-        return SafetensorsSource(found, [found], None)
+        return safetensors_source(found, [found], None)
     raise ForeignCheckpointError(
         f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
     )

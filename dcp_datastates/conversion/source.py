@@ -1,34 +1,27 @@
-"""What is converted or compared: a flat state of tensors and objects, each read as a whole when it is asked for.
+"""What is converted or compared: a flat state of tensors and objects.
 
-So memory depends on the largest tensor, not on the checkpoint.
+Tensors are mapped from files, or read when they are asked for. So memory depends on the largest tensor, not on the
+checkpoint.
 """
 
 from __future__ import annotations
 
-import abc
 import errno
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.conversion.files import loaded
-from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
+from dcp_datastates.errors import ConfigurationError, StorageError, UnsupportedStateError
 from dcp_datastates.format.key_paths import KeyPath, empties, nested, with_types
-from dcp_datastates.format.metadata import DCP_VERSION
+from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.stored_names import renamed_path
+from dcp_datastates.loading.stored import shapes_of
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import size
 
@@ -36,18 +29,17 @@ PIECE_BYTES: Final = 4 << 20
 """What is read of small tensors at a time."""
 
 
-class Source(abc.ABC):
-    """A checkpoint of any format. Any thread may call its methods."""
+@dataclass(eq=False)
+class Source:
+    """A checkpoint of any format, whose tensors are mapped; subclasses read them. Any thread may call its methods."""
 
     path: Location
     format: str
     """The format, for people."""
     tensors: Mapping[str, torch.Tensor]
-    """Tensors without data, on the device "meta", in the order of the source."""
-    objects: Collection[str] = ()
-    """The names of objects, in the order of the source."""
-    refusals: Mapping[str, DataStatesError] = {}
-    """For each of the tensors that cannot be read as it is stored, why."""
+    """In their order. Those of a subclass have no data: they are on the device "meta"."""
+    objects: Mapping[str, Any]
+    """In their order. Those of a subclass are None."""
     paths: Mapping[str, KeyPath]
     """Where each value and each empty dict lies in the nested state."""
 
@@ -60,12 +52,28 @@ class Source(abc.ABC):
         """Bytes of all tensors."""
         return sum(each.nbytes for each in self.tensors.values())
 
-    @abc.abstractmethod
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The tensors of these names, on the host. They may lie in a mapped file: the caller changes nothing in them.
 
         Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
+        return [self.tensors[name] for name in names]
+
+    def object_bytes(self, name: str) -> bytes:
+        """An object, as ``torch.save`` has written it."""
+        buffer = io.BytesIO()
+        try:
+            torch.save(self.objects[name], buffer)
+        except Exception as error:
+            raise UnsupportedStateError(
+                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        return buffer.getvalue()
+
+    def value(self, name: str, allow_objects: bool) -> Any:
+        """An object as a Python value. Raises as :func:`~dcp_datastates.conversion.files.loaded`."""
+        data = io.BytesIO(self.object_bytes(name))
+        return loaded(data, f"{self.path}: object {name!r}", allow_objects)
 
     def memory_for(self, name: str) -> torch.Tensor:
         """Memory for a tensor, on the host. Raises :class:`StorageError` if there is not enough."""
@@ -76,38 +84,30 @@ class Source(abc.ABC):
             text = f"there is no memory for {name!r}, which has {nbytes}"
             raise StorageError(errno.ENOMEM, text, str(self.path)) from error
 
-    @abc.abstractmethod
-    def object_bytes(self, name: str) -> bytes:
-        """An object, as ``torch.save`` has written it."""
-
-    def value(self, name: str, allow_objects: bool) -> Any:
-        """An object as a Python value. Raises as :func:`~dcp_datastates.conversion.files.loaded`."""
-        data = io.BytesIO(self.object_bytes(name))
-        return loaded(data, f"{self.path}: object {name!r}", allow_objects)
-
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
 
-    def index_of(self, name: str) -> MetadataIndex:
-        """How DCP calls a tensor, of which there is one chunk, or an object."""
-        shaped = self.tensors.get(name)
-        return MetadataIndex(name, None if shaped is None else torch.Size([0] * shaped.ndim))
-
-    def metadata(
-        self, places: dict[MetadataIndex, _StorageInfo], storage_meta: StorageMeta
-    ) -> Metadata:
-        """What DCP says of the state. Each tensor is one chunk."""
-        entries: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype),
-                each.shape,
-                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
-            )
-            for name, each in self.tensors.items()
-        }
-        entries.update((name, BytesStorageMetadata()) for name in self.objects)
-        return Metadata(entries, dict(self.paths), places, storage_meta, DCP_VERSION)
+    def catalog(self) -> Catalog:
+        """The names and tensors in columns, in the order of :meth:`names`. Each tensor is one chunk."""
+        tensors = list(self.tensors.values())
+        number_of = {dtype: n for n, dtype in enumerate(dict.fromkeys(t.dtype for t in tensors))}
+        ndims, shapes = shapes_of(tensors)
+        no_dimensions = np.zeros(len(self.objects), np.int64)
+        return Catalog(
+            names=tuple(self.names()),
+            table=tuple(TensorProperties(dtype=dtype) for dtype in number_of),
+            properties=np.array(
+                [*(number_of[each.dtype] for each in tensors), *(-1 for _ in self.objects)],
+                np.int64,
+            ),
+            ndims=np.concatenate([ndims, no_dimensions]),
+            shapes=shapes,
+            counts=np.concatenate([np.ones_like(ndims), no_dimensions]),
+            offsets=np.zeros_like(shapes),
+            sizes=shapes,
+            mappings=dict(self.paths),
+        )
 
     def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
         """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
@@ -126,25 +126,28 @@ class Source(abc.ABC):
 
 
 class Selected(Source):
-    """Values of another source, under other names."""
+    """Values of another source, under other names.
+
+    ``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are. Raises
+    :class:`ConfigurationError` for a dtype to which torch cannot convert.
+    """
 
     def __init__(
         self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
     ) -> None:
-        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are.
-
-        Raises :class:`ConfigurationError` for a dtype to which torch cannot convert.
-        """
-        self.path, self.format = source.path, source.format
+        tensors, objects = source.tensors, source.objects
+        super().__init__(
+            source.path,
+            source.format,
+            {
+                name: _described(tensors[old], dtype)
+                for name, old in old_of.items()
+                if old in tensors
+            },
+            dict.fromkeys(name for name, old in old_of.items() if old in objects),
+            {name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()},
+        )
         self._source, self._old_of = source, old_of
-        given = {name: source.tensors.get(old) for name, old in old_of.items()}
-        self.tensors = {
-            name: _cast(each, dtype) for name, each in given.items() if each is not None
-        }
-        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
-        self.paths = {
-            name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()
-        }
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
@@ -156,17 +159,18 @@ class Selected(Source):
         return self._source.object_bytes(self._old_of[name])
 
 
-def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None or not shaped.dtype.is_floating_point or shaped.dtype == dtype:
-        return shaped
+def _described(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of the same shape and of ``dtype``, if both are of floating-point numbers."""
+    if dtype is None or not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return tensor
     try:
-        torch.empty(1, dtype=shaped.dtype, device="cpu").to(dtype)
+        torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"dtype={dtype}: torch cannot convert {shaped.dtype} to it ({str(error).splitlines()[0]}); exclude such "
+            f"dtype={dtype}: torch cannot convert {tensor.dtype} to it ({str(error).splitlines()[0]}); exclude such "
             f"tensors"
         ) from error
-    return shape_of(dtype, shaped.shape)
+    return shape_of(dtype, tensor.shape)
 
 
 def paths_of(names: Iterable[str], stored: Any) -> dict[str, KeyPath]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
 
 from dcp_datastates.conversion.files import loaded, local_file
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, shape_of
+from dcp_datastates.conversion.source import PIECE_BYTES, Source
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
     IncompatibleStateError,
-    UnsupportedStateError,
     UnsupportedTensorError,
 )
 from dcp_datastates.format.key_paths import flatten
@@ -32,59 +30,33 @@ _MOST_EXPANDED: Final = 128 << 20
 """A file of a few bytes may have a tensor of any size, all of whose elements are one."""
 
 
-class TorchSource(Source):
-    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth."""
+def torch_source(path: Location, allow_objects: bool) -> Source:
+    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth.
 
-    format = "torch.save"
-
-    def __init__(self, path: Location, allow_objects: bool) -> None:
-        self.path = path
-        state = _load(path, allow_objects)
-        if not isinstance(state, Mapping):
-            kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
-            raise IncompatibleStateError(
-                f"{path} holds a {kind}; only a dict with strings as keys can be converted"
-            )
-        try:
-            values, self.paths = flatten(_opened_up(state))
-        except RecursionError:
-            raise IncompatibleStateError(
-                f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
-            ) from None
-        except ValueError as error:
-            name = str(error).rpartition(" ")[2]
-            raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
-        if "" in values or "" in self.paths:
-            raise IncompatibleStateError(
-                f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
-            )
-        self._values = values
-        self.tensors = {
-            name: shape_of(each.dtype, each.shape)
-            for name, each in values.items()
-            if isinstance(each, torch.Tensor)
-        }
-        self.objects = dict.fromkeys(name for name in values if name not in self.tensors)
-        self.refusals = {
-            name: UnsupportedTensorError(f"{path}: {name!r} is {kind}")
-            for name in self.tensors
-            if (kind := _no_plain_kind(values[name], name))
-        }
-
-    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        return [self._values[name] for name in names]
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        buffer = io.BytesIO()
-        try:
-            torch.save(self._values[name], buffer)
-        except Exception as error:
-            raise UnsupportedStateError(
-                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
-            ) from error
-        return buffer.getvalue()
+    Raises :class:`IncompatibleStateError` for another value, and what :func:`loaded` raises.
+    """
+    state = _load(path, allow_objects)
+    if not isinstance(state, Mapping):
+        kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+        raise IncompatibleStateError(
+            f"{path} holds a {kind}; only a dict with strings as keys can be converted"
+        )
+    try:
+        values, paths = flatten(_opened_up(state))
+    except RecursionError:
+        raise IncompatibleStateError(
+            f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
+        ) from None
+    except ValueError as error:
+        name = str(error).rpartition(" ")[2]
+        raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
+    if "" in values or "" in paths:
+        raise IncompatibleStateError(
+            f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
+        )
+    tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+    objects = {name: each for name, each in values.items() if name not in tensors}
+    return Source(path, "torch.save", tensors, objects, paths)
 
 
 def is_torch_file(first: bytes) -> bool:
@@ -122,8 +94,14 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
         )
 
 
-def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
-    """What a tensor is that has not all its values in dense bytes of its own, and the way out; empty for others."""
+def check_plain(path: Location, name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedTensorError` for a tensor that has not all its values in dense bytes of its own."""
+    if (kind := _no_plain_kind(tensor, name)) is not None:
+        raise UnsupportedTensorError(f"{path}: {name!r} is {kind}")
+
+
+def _no_plain_kind(tensor: torch.Tensor, name: str) -> str | None:
+    """What else a tensor is, and the way out."""
     way_out = f"exclude={name!r} (--exclude) leaves it out, and"
     if tensor.is_quantized:
         return f"quantized: its bytes alone do not say its values; {way_out} dequantize() before torch.save stores it"
@@ -137,7 +115,7 @@ def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
         )
     if tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
         return f"a view of far fewer elements than it has; {way_out} contiguous() before torch.save stores it"
-    return ""
+    return None
 
 
 def _opened_up(value: Any) -> Any:
