@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
+from dcp_datastates.conversion.destination import Output, write_file, write_small_file
 from dcp_datastates.conversion.source import Source, paths_of, shape_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
@@ -23,6 +23,7 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.process.work import Unit
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Neighbours
@@ -71,7 +72,7 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     attempt = next_attempt(neighbours.newest)
     with local.explained("creating directory", folder):
         operations.make_directory(folder / attempt.name, "convert")
-    files: list[OutputFile] = []
+    units: list[Unit] = []
     records: dict[str, FileRecord] = {}
     rows: dict[str, tuple[int, int, int]] = {}  # of the placement, by names
     for rank, names in enumerate(source.groups(source.tensors, shard_bytes)):
@@ -94,8 +95,8 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
             places = zip(repeat(len(records)), begins, lengths, strict=False)
             rows.update(zip([*ordered, *objects], places, strict=True))
             records[path] = FileRecord(path, file.nbytes, file.table_offset)
-            content = ordered, list(objects.values()), file.table_offset
-            files.append(OutputFile(folder / path, file.nbytes, file.header, *content))
+            write = partial(write_file, source, folder / path, file.header, ordered)
+            units.append(partial(write, objects=objects.values(), table_offset=file.table_offset))
     columns = np.array([rows[name] for name in source.names()], np.int64).reshape(-1, 3).T
     placement = Placement(tuple(records), *map(np.ascontiguousarray, columns))
     note = Note(attempt, records, neighbours.newest, {}, time.time(), None)
@@ -107,4 +108,4 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
         write_small_file(folder / local.METADATA_NAME, metadata)
         readme.write(folder)
 
-    return Output([partial(file.write, source) for file in files], finish)
+    return Output(units, finish)

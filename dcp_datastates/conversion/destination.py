@@ -11,8 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,31 +158,29 @@ class Output(NamedTuple):
     """Completes the target when the files are written."""
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """A file: a header, tensors, objects and, if it has ``table_offset``, the checksums of all that."""
+def write_file(
+    source: Source,
+    path: Path,
+    header: bytes,
+    names: Sequence[str],
+    done: Done,
+    *,
+    objects: Iterable[bytes] = (),
+    table_offset: int | None = None,
+) -> None:
+    """Write a file: a header, the tensors of these ``names``, objects and, with ``table_offset``, the checksums of all
+    that. Its bytes are durable when this returns.
+    """
 
-    path: Path
-    nbytes: int
-    header: bytes
-    names: Sequence[str]
-    """Of the tensors, in their order."""
-    objects: Sequence[bytes] = ()
-    table_offset: int | None = None
+    def content() -> Iterator[Buffer]:
+        yield header
+        for group in source.groups(names, PIECE_BYTES):
+            yield from _pieces(source.read(group), done)
+        yield from objects
 
-    def write(self, source: Source, done: Done) -> None:
-        """Write the file with tensors of ``source``; its bytes are durable when this returns."""
-        pieces = self._content(source, done)
-        if self.table_offset is not None:
-            pieces = _with_checksums(pieces, self.table_offset)
-        with explained("writing", self.path, self.nbytes):
-            operations.write_new_file(self.path, pieces, "convert")
-
-    def _content(self, source: Source, done: Done) -> Iterator[Buffer]:
-        yield self.header
-        for names in source.groups(self.names, PIECE_BYTES):
-            yield from _pieces(source.read(names), done)
-        yield from self.objects
+    pieces = content() if table_offset is None else _with_checksums(content(), table_offset)
+    with explained("writing", path, source.nbytes):
+        operations.write_new_file(path, pieces, "convert")
 
 
 def _pieces(tensors: list[torch.Tensor], done: Done) -> Iterator[Buffer]:

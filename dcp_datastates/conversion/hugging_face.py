@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.destination import Output, write_small_file
-from dcp_datastates.conversion.files import read_whole
-from dcp_datastates.conversion.safetensors_files import safetensors_unit, shards_output
+from dcp_datastates.conversion.safetensors_files import safetensors_unit
 from dcp_datastates.conversion.selection import select
-from dcp_datastates.conversion.source import Selected, Source
+from dcp_datastates.conversion.source import Selected, Source, read_whole
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import is_under
@@ -79,11 +79,11 @@ def _is_companion(name: str) -> bool:
 def hf_output(
     source: Source, folder: Path, shard_bytes: int, companions: Mapping[str, bytes]
 ) -> Output:
-    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
-
-    ``companions``: files, of which the configuration and the tokenizer belong to the folder.
+    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index; and beside them, of
+    the ``companions``, the configuration and the tokenizer.
     """
-    weights = shards_output(source, folder, shard_bytes)
+    parts = source.groups(source.tensors, shard_bytes)
+    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     small = {name: data for name, data in companions.items() if _is_companion(name)}
     if _CONFIG not in small:
         logger.warning(
@@ -91,13 +91,27 @@ def hf_output(
             "config_from=FOLDER (--config-from)",
             _CONFIG,
         )
+    if len(parts) == 1:
+        files = ["model.safetensors"]
+    else:
+        parameters = sum(each.numel() for each in source.tensors.values())
+        file_of = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {
+            "metadata": {"total_size": source.nbytes, "total_parameters": parameters},
+            "weight_map": dict(sorted(file_of.items())),
+        }
+        text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+        small[HUGGING_FACE_INDEX] = text.encode()
+    units = [
+        safetensors_unit(source, names, folder / file)
+        for file, names in zip(files, parts, strict=True)
+    ]
 
     def finish() -> None:
-        weights.finish()
         for name, data in small.items():
             write_small_file(folder / name, data)
 
-    return Output(weights.units, finish)
+    return Output(units, finish)
 
 
 MODEL: Final = "model"

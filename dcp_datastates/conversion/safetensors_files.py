@@ -15,9 +15,8 @@ import torch
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import names_at
-from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.files import mapped, read_whole
-from dcp_datastates.conversion.source import Source, as_bytes
+from dcp_datastates.conversion.destination import write_file
+from dcp_datastates.conversion.source import Source, as_bytes, mapped, read_whole
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -184,7 +183,7 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
             f"a smaller shard_size"
         )
     first = len(text).to_bytes(8, "little") + text
-    return partial(OutputFile(path, len(first) + end, first, ordered).write, source)
+    return partial(write_file, source, path, first, ordered)
 
 
 def _check_name(name: str) -> None:
@@ -194,28 +193,3 @@ def _check_name(name: str) -> None:
         raise ConfigurationError(f"the name {name!r} is no Unicode; rename it") from None
     if name == "__metadata__":
         raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
-
-
-def shards_output(source: Source, folder: Path, shard_bytes: int) -> Output:
-    """``model.safetensors`` in a folder, or shards with an index, as ``save_pretrained`` writes them."""
-    parts = source.groups(source.tensors, shard_bytes)
-    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
-    if len(parts) == 1:
-        files = ["model.safetensors"]
-    units = [
-        safetensors_unit(source, names, folder / file)
-        for file, names in zip(files, parts, strict=True)
-    ]
-    index = {
-        "metadata": {
-            "total_size": source.nbytes,
-            "total_parameters": sum(each.numel() for each in source.tensors.values()),
-        },
-        "weight_map": dict(
-            sorted((n, file) for file, part in zip(files, parts, strict=True) for n in part)
-        ),
-    }
-    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    if len(parts) == 1:
-        return Output(units)
-    return Output(units, partial(write_small_file, folder / HUGGING_FACE_INDEX, text.encode()))

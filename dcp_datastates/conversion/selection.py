@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,13 +13,12 @@ from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.conversion.datastates import DataStatesSource
-from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.safetensors_files import (
     is_safetensors,
     safetensors_source,
     weights_in,
 )
-from dcp_datastates.conversion.source import Selected, Source
+from dcp_datastates.conversion.source import Selected, Source, read_whole
 from dcp_datastates.conversion.stock import StockSource
 from dcp_datastates.conversion.torch_file import check_plain, is_torch_file, torch_source
 from dcp_datastates.errors import (
@@ -35,7 +33,6 @@ from dcp_datastates.format.stored_names import (
     renamed,
 )
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 _OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
@@ -79,8 +76,9 @@ def select(
             f"nothing is left of {source.path}: exclude={sorted(unwanted.given)} takes all out"
         )
     for name in taken:
-        if name in source.tensors:
-            check_plain(source.path, name, source.tensors[name])
+        tensor = source.tensors.get(name)
+        if tensor is not None and not tensor.is_meta:
+            check_plain(source.path, name, tensor)
     old_of = renamed(taken, rename, part=root, all_used=True)
     return Selected(source, old_of, target_dtype)
 
@@ -122,14 +120,7 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
     found = locate(path)
     if is_directory(found):
         return _open_directory(found, allow_objects)
-    if isinstance(found, Path) and presence.is_there(found) and not presence.is_file(found):
-        raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
-    try:
-        first = read_whole(found, 9)
-    except ForeignCheckpointError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
+    first = read_whole(found, 9)
     if is_torch_file(first):
         return torch_source(found, allow_objects)
     if is_safetensors(first):

@@ -22,21 +22,33 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from dcp_datastates.conversion.destination import Output, write_small_file
-from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, paths_of, shape_of
+from dcp_datastates.conversion.source import (
+    PIECE_BYTES,
+    Source,
+    loaded,
+    opened,
+    part_of,
+    paths_of,
+    read_whole,
+    shape_of,
+)
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
+from dcp_datastates.format.key_paths import as_dcp_has_them, check_paths
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_check import check_covered, validate
-from dcp_datastates.format.metadata_objects import catalog_metadata, catalog_of
+from dcp_datastates.format.metadata_objects import catalog_of
 from dcp_datastates.io.unpickling import BoundedUnpickler, unsafe
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage import local
@@ -67,6 +79,7 @@ class StockSource(Source):
                 if isinstance(entry, TensorStorageMetadata)
             }
             objects = dict.fromkeys(name for name in self._entries if name not in tensors)
+            check_paths(metadata.planner_data, self._entries)
             paths = paths_of(self._entries, metadata.planner_data)
             wrong = validate(catalog_of(metadata), filled=False)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -226,11 +239,17 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
             os.fsync(stream.fileno())
 
     def finish() -> None:
-        found = catalog_metadata(source.catalog())
-        paths = dict(found.planner_data)
-        metadata = Metadata(
-            found.state_dict_metadata, paths, places, StorageMeta(), version=DCP_VERSION
-        )
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype),
+                each.shape,
+                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
+            )
+            for name, each in source.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in source.objects)
+        paths = dict(as_dcp_has_them(dict(source.paths)))
+        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 
     parts = enumerate(source.groups(source.tensors, shard_bytes))

@@ -10,8 +10,7 @@ from typing import IO, Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import loaded, local_file
-from dcp_datastates.conversion.source import PIECE_BYTES, Source
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, loaded, local_file
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
@@ -19,6 +18,7 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.format.key_paths import flatten
+from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
@@ -42,7 +42,7 @@ def torch_source(path: Location, allow_objects: bool) -> Source:
             f"{path} holds a {kind}; only a dict with strings as keys can be converted"
         )
     try:
-        values, paths = flatten(_opened_up(state))
+        values, paths = flatten(state)
     except RecursionError:
         raise IncompatibleStateError(
             f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
@@ -96,42 +96,19 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
 
 def check_plain(path: Location, name: str, tensor: torch.Tensor) -> None:
     """Raise :class:`UnsupportedTensorError` for a tensor that has not all its values in dense bytes of its own."""
-    if (kind := _no_plain_kind(tensor, name)) is not None:
-        raise UnsupportedTensorError(f"{path}: {name!r} is {kind}")
-
-
-def _no_plain_kind(tensor: torch.Tensor, name: str) -> str | None:
-    """What else a tensor is, and the way out."""
-    way_out = f"exclude={name!r} (--exclude) leaves it out, and"
-    if tensor.is_quantized:
-        return f"quantized: its bytes alone do not say its values; {way_out} dequantize() before torch.save stores it"
-    if type(tensor.detach()) is not torch.Tensor or tensor.layout is not torch.strided:
-        kind = f"a {type(tensor).__name__} of layout {tensor.layout}"
-        return f"{kind}; only plain dense tensors can be converted: {way_out} to_dense() before torch.save stores it"
-    if tensor.is_conj() or tensor.is_neg():
-        return (
-            f"a view with conjugate or negative values; {way_out} tensor.resolve_conj().resolve_neg() before "
+    reason, way_out = without_bytes(tensor) or ("", "")
+    if not reason and type(tensor.detach()) is not torch.Tensor:
+        reason, way_out = f"a {type(tensor).__name__}", "make it a plain tensor"
+    elif not reason and (tensor.is_conj() or tensor.is_neg()):
+        reason = "a view with conjugate or negative values"
+        way_out = "resolve_conj().resolve_neg() it"
+    elif not reason and tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
+        reason, way_out = "a view of far fewer elements than it has", "make it contiguous()"
+    if reason:
+        raise UnsupportedTensorError(
+            f"{path}: {name!r} is {reason}; leave it out with exclude={name!r} (--exclude), or {way_out} before "
             f"torch.save stores it"
         )
-    if tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
-        return f"a view of far fewer elements than it has; {way_out} contiguous() before torch.save stores it"
-    return None
-
-
-def _opened_up(value: Any) -> Any:
-    """A nested state whose tuples with tensors in them are lists, as DCP takes lists apart, and no tuples."""
-    if isinstance(value, Mapping):
-        return {key: _opened_up(each) for key, each in value.items()}
-    if isinstance(value, list) or (isinstance(value, tuple) and _has_tensors(value)):
-        return [_opened_up(each) for each in value]
-    return value
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    inner = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, (Mapping, list, tuple)) and any(map(_has_tensors, inner))
 
 
 def write_torch(
