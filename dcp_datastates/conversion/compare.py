@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.selection import open_source, select
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
+from dcp_datastates.conversion.convert import open_source
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes, select
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import NamePatterns, Rename
 from dcp_datastates.process.forks import public

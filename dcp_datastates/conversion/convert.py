@@ -14,9 +14,11 @@ from typing import Final, Literal, get_args
 import torch
 from typing_extensions import Never
 
-from dcp_datastates.checkpoints.inventory import is_directory
+from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.config import check_names, parse_flag, parse_size
-from dcp_datastates.conversion.datastates import OURS, datastates_output
+from dcp_datastates.conversion.datastates import OURS, DataStatesSource, datastates_output
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
     MODEL,
@@ -28,22 +30,29 @@ from dcp_datastates.conversion.hugging_face import (
     hf_output,
     trainer_output,
 )
-from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import open_source, optimizers_in, select
-from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.stock import stock_output
-from dcp_datastates.conversion.torch_file import write_torch
+from dcp_datastates.conversion.safetensors_files import (
+    is_safetensors,
+    safetensors_source,
+    safetensors_unit,
+    weights_in,
+)
+from dcp_datastates.conversion.source import Source, optimizers_in, read_whole, select
+from dcp_datastates.conversion.stock import StockSource, stock_output
+from dcp_datastates.conversion.torch_file import is_torch_file, torch_source, write_torch
 from dcp_datastates.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     ConfigurationError,
+    ForeignCheckpointError,
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import public
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations
-from dcp_datastates.storage.object_path import ObjectPath, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
 logger = logging.getLogger(__name__)
@@ -185,22 +194,20 @@ def convert(
         raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     check_destination(given, there, to not in _FILES, overwrite)
     small = companions_of(opened, folder) if to in _WITH_FILES else {}
+    chosen = select(opened, only, exclude, part, rename, dtype)
     takes_all = all(each is None for each in (only, part, rename, dtype)) and not exclude
     kind: str = to
     skipped: tuple[str, ...] = ()
     if to == "peft":
-        chosen = select(opened, only, exclude, part, rename, dtype)
         chosen = adapter_of(chosen, frozenset(optimizers_in(opened)))
     elif takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
         kind, chosen = _TRAINER, select(opened, only=(MODEL, OPTIMIZER))
+    elif to in _FLAT:
+        if only is None and part is None:
+            _refuse_optimizers(chosen, to)
+        skipped = _without_objects(chosen, strict)
     else:
-        chosen = select(opened, only, exclude, part, rename, dtype)
-        if to in _FLAT:
-            if only is None and part is None:
-                _refuse_optimizers(chosen, to)
-            skipped = _without_objects(chosen, strict)
-        else:
-            _check_nesting(chosen)
+        _check_nesting(chosen)
     outputs: dict[str, Callable[[Path], Output]] = {
         "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
         "hf": lambda path: hf_output(chosen, path, shard_bytes, small),
@@ -265,3 +272,51 @@ def _without_objects(source: Source, strict: bool) -> tuple[str, ...]:
         logger.warning("%s. Converted without them", said)
         source.objects = {}
     return skipped
+
+
+@collection_paused()
+def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
+    """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
+    file or a file of ``torch.save``.
+
+    Reads names, shapes and dtypes, not the tensors' bytes. Runs no code from the checkpoint, unless ``allow_objects``.
+
+    Raises:
+        CheckpointNotFoundError: there is none of these; the message says what is there.
+        CheckpointCorruptError, StorageError: it cannot be read.
+        UnsafeObjectError: it cannot be read without running code from it.
+        IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
+        ConfigurationError: it is not clear what is meant.
+    """
+    found = locate(path)
+    if is_directory(found):
+        return _open_directory(found, allow_objects)
+    first = read_whole(found, 9)
+    if is_torch_file(first):
+        return torch_source(found, allow_objects)
+    if is_safetensors(first):
+        return safetensors_source(found, [found], None)
+    raise ForeignCheckpointError(
+        f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
+    )
+
+
+def _open_directory(path: Location, allow_objects: bool) -> Source:
+    found = format_of(path)
+    if found is Format.DATASTATES:
+        return DataStatesSource(path)
+    if found in (Format.STOCK, Format.UNKNOWN):
+        return StockSource(path, allow_objects)
+    weights = weights_in(path)
+    if weights is not None:
+        return weights
+    below = committed_among(directories(path))
+    others = sorted(names_at(path))
+    there = (
+        f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
+        if below
+        else f"the directory holds {len(others)} other entries, such as {others[0]!r}"
+        if others
+        else "the directory is empty"
+    )
+    raise CheckpointNotFoundError(f"no checkpoint of a known format at {str(path)!r}: {there}")

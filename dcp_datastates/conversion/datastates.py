@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.conversion.destination import Output, write_file, write_small_file
-from dcp_datastates.conversion.source import Source, paths_of, shape_of
+from dcp_datastates.conversion.source import Source, contents_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
@@ -38,11 +38,8 @@ class DataStatesSource(Source):
     """A committed checkpoint of this package. Every byte is verified before it is used."""
 
     def __init__(self, path: Location) -> None:
-        self._stored = stored = Stored(open_committed(path).table, [path])
-        shapes = {name: shape_of(each.dtype, each.size) for name, each in stored.items() if each}
-        objects = dict.fromkeys(name for name in stored if name not in shapes)
-        paths = paths_of(stored, stored.table.catalog.mappings)
-        super().__init__(path, OURS, shapes, objects, paths)
+        self._stored = Stored(open_committed(path).table, [path])
+        super().__init__(path, OURS, *contents_of(self._stored.table.catalog))
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""

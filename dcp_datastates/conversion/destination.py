@@ -54,9 +54,10 @@ def check_destination(source: Location, target: Path, is_directory: bool, overwr
         )
     if not overwrite:
         raise _exists(target)
-    if is_directory:
-        _check_replaceable(target, target)
-    if is_directory and not (is_committed(target) or any(target.glob("*.safetensors"))):
+    if not is_directory:
+        return
+    _check_replaceable(target, target)
+    if not (is_committed(target) or any(target.glob("*.safetensors"))):
         raise ConfigurationError(
             f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
         )

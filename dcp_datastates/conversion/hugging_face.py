@@ -25,8 +25,7 @@ from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import select
-from dcp_datastates.conversion.source import Selected, Source, read_whole
+from dcp_datastates.conversion.source import Selected, Source, read_whole, select
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import is_under
@@ -35,8 +34,6 @@ from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
-
-_CONFIG: Final = "config.json"
 
 TRAINER_STATE: Final = "trainer_state.json"
 """The Trainer's own file about its progress."""
@@ -72,8 +69,8 @@ def companions_of(source: Source, folder: Location | None) -> dict[str, bytes]:
 
 def _is_companion(name: str) -> bool:
     """Whether a file of this name belongs to a model's folder."""
-    is_index = name.endswith(".index.json")
-    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name != TRAINER_STATE
+    is_other = "/" in name or name.endswith(".index.json") or name == TRAINER_STATE
+    return name.endswith(_COMPANIONS) and not is_other
 
 
 def hf_output(
@@ -85,11 +82,10 @@ def hf_output(
     parts = source.groups(source.tensors, shard_bytes)
     files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     small = {name: data for name, data in companions.items() if _is_companion(name)}
-    if _CONFIG not in small:
+    if "config.json" not in small:
         logger.warning(
-            "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
-            "config_from=FOLDER (--config-from)",
-            _CONFIG,
+            "the folder has no config.json, which from_pretrained() needs: copy the model's, or convert with "
+            "config_from=FOLDER (--config-from)"
         )
     if len(parts) == 1:
         files = ["model.safetensors"]

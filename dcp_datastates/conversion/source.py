@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,18 @@ from dcp_datastates.errors import (
     StorageError,
     UnsafeObjectError,
     UnsupportedStateError,
+    UnsupportedTensorError,
 )
-from dcp_datastates.format.key_paths import KeyPath, empties, nested, path_of, with_types
+from dcp_datastates.format.key_paths import KeyPath, empties, nested, path_of
 from dcp_datastates.format.metadata_table import Catalog
-from dcp_datastates.format.stored_names import renamed_path
+from dcp_datastates.format.stored_names import (
+    NamePatterns,
+    Rename,
+    check_rename,
+    renamed,
+    renamed_path,
+)
+from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.stored import shapes_of
 from dcp_datastates.storage.local import explained
@@ -39,6 +48,14 @@ from dcp_datastates.text import size
 
 PIECE_BYTES: Final = 4 << 20
 """What is read of small tensors at a time."""
+
+_OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
+"""A name within the state of an optimizer, and the optimizer's."""
+
+_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+_MOST_EXPANDED: Final = 128 << 20
+"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
 
 
 @dataclass(eq=False)
@@ -182,21 +199,107 @@ def _described(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
             f"dtype={dtype}: torch cannot convert {tensor.dtype} to it ({str(error).splitlines()[0]}); exclude such "
             f"tensors"
         ) from error
-    return shape_of(dtype, tensor.shape)
+    return tensor.to("meta", dtype)
 
 
-def paths_of(names: Iterable[str], stored: Any) -> dict[str, KeyPath]:
-    """The paths of values called ``names`` and of empty dicts, by the ``stored`` paths in checked metadata."""
-    known = with_types(stored)
-    found = {name: path_of(name, known) for name in names}
-    if isinstance(known, dict):
-        found.update((name, known[name]) for name in empties(known) if name not in found)
+def select(
+    source: Source,
+    only: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    part: str | None = None,
+    rename: Rename | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Source:
+    """The values that these options of :func:`~dcp_datastates.conversion.convert.convert` take from ``source``.
+
+    Raises :class:`ConfigurationError`, naming the first option that cannot work, for names that collide, or if nothing
+    is left; :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
+    :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
+    """
+    if part is not None and (not isinstance(part, str) or not part):
+        raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+    if part is not None and only is not None:
+        raise ConfigurationError(
+            f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
+        )
+    check_rename(rename)
+    target_dtype = _dtype(dtype)
+    root = None if part is None else NamePatterns("part", part)
+    wanted = root if only is None else NamePatterns("only", only)
+    unwanted = NamePatterns("exclude", exclude)
+    taken = names = list(source.paths)
+    if wanted is not None:
+        taken = wanted.choose(names)
+    left_out = set(unwanted.choose(taken))
+    taken = [name for name in taken if name not in left_out]
+    if names and not taken:
+        raise ConfigurationError(
+            f"nothing is left of {source.path}: exclude={sorted(unwanted.given)} takes all out"
+        )
+    for name in taken:
+        tensor = source.tensors.get(name)
+        if tensor is not None and not tensor.is_meta:
+            _check_plain(source.path, name, tensor)
+    old_of = renamed(taken, rename, part=root, all_used=True)
+    return Selected(source, old_of, target_dtype)
+
+
+def _check_plain(path: Location, name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedTensorError` for a tensor that has not all its values in dense bytes of its own."""
+    found = without_bytes(tensor)
+    if found is not None:
+        reason, way_out = found
+    elif type(tensor.detach()) is not torch.Tensor:
+        reason, way_out = f"a {type(tensor).__name__}", "make it a plain tensor"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "a view with conjugate or negative values"
+        way_out = "resolve_conj().resolve_neg() it"
+    elif tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
+        reason, way_out = "a view of far fewer elements than it has", "make it contiguous()"
+    else:
+        return
+    raise UnsupportedTensorError(
+        f"{path}: {name!r} is {reason}; leave it out with exclude={name!r} (--exclude), or {way_out} before torch.save "
+        f"stores it"
+    )
+
+
+def optimizers_in(source: Source) -> list[str]:
+    """The names of the optimizers whose states are in ``source``."""
+    found = filter(None, map(_OPTIMIZER.match, source.names()))
+    return list(dict.fromkeys(each[1] for each in found))
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16' or 'bf16'"
+        )
     return found
 
 
-def shape_of(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor without data."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+def contents_of(
+    catalog: Catalog,
+) -> tuple[dict[str, torch.Tensor], dict[str, None], dict[str, KeyPath]]:
+    """What a checked ``catalog`` has: tensors without data, objects, and the paths of all and of empty dicts."""
+    tensors = {
+        name: torch.empty(catalog.shape(number), dtype=catalog.table[kind].dtype, device="meta")
+        for number, (name, kind) in enumerate(
+            zip(catalog.names, catalog.properties.tolist(), strict=True)
+        )
+        if kind >= 0
+    }
+    objects = dict.fromkeys(name for name in catalog.names if name not in tensors)
+    mappings = catalog.mappings if isinstance(catalog.mappings, dict) else {}
+    paths = {name: path_of(name, mappings) for name in catalog.names}
+    paths.update((name, mappings[name]) for name in empties(mappings) if name not in paths)
+    return tensors, objects, paths
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -229,21 +332,20 @@ def opened(path: Location) -> Iterator[ReadableFile]:
         yield file
 
 
-def part_of(file: ReadableFile, begin: int, nbytes: int) -> bytearray:
+def part_of(file: ReadableFile, begin: int, nbytes: int) -> bytes:
     """``nbytes`` of an open file from ``begin`` on; fewer at its end."""
-    data = bytearray(max(0, min(nbytes, file.nbytes - begin)))
-    count = 0
-    with memoryview(data) as view:
-        for at in range(0, len(data), _REQUEST_BYTES):
-            count += file.read_at(begin + at, view[at : at + _REQUEST_BYTES])
-    del data[count:]
-    return data
+    part, count = io.BytesIO(bytes(max(0, min(nbytes, file.nbytes - begin)))), 0
+    with part.getbuffer() as buffer:
+        for at in range(0, len(buffer), _REQUEST_BYTES):
+            count += file.read_at(begin + at, buffer[at : at + _REQUEST_BYTES])
+    part.truncate(count)
+    return part.getvalue()
 
 
 def read_whole(path: Location, at_most: int | None = None) -> bytes:
     """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
     with opened(path) as file:
-        return bytes(part_of(file, 0, file.nbytes if at_most is None else at_most))
+        return part_of(file, 0, file.nbytes if at_most is None else at_most)
 
 
 @contextlib.contextmanager

@@ -36,12 +36,11 @@ from dcp_datastates.conversion.destination import Output, write_small_file
 from dcp_datastates.conversion.source import (
     PIECE_BYTES,
     Source,
+    contents_of,
     loaded,
     opened,
     part_of,
-    paths_of,
     read_whole,
-    shape_of,
 )
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
@@ -72,21 +71,16 @@ class StockSource(Source):
     def __init__(self, path: Location, allow_objects: bool) -> None:
         metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
         try:
-            self._entries = dict(metadata.state_dict_metadata)
-            tensors = {
-                name: shape_of(entry.properties.dtype, entry.size)
-                for name, entry in self._entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            objects = dict.fromkeys(name for name in self._entries if name not in tensors)
-            check_paths(metadata.planner_data, self._entries)
-            paths = paths_of(self._entries, metadata.planner_data)
-            wrong = validate(catalog_of(metadata), filled=False)
+            catalog = catalog_of(metadata)
+            wrong = validate(catalog, filled=False)
+            check_paths(metadata.planner_data, catalog.names)
+            contents = contents_of(catalog)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
-        super().__init__(path, "stock DCP", tensors, objects, paths)
+        super().__init__(path, "stock DCP", *contents)
+        self._entries = metadata.state_dict_metadata
         self._places = metadata.storage_data or {}
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -156,7 +150,7 @@ class StockSource(Source):
                     f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in {relative}, "
                     f"which is cut short, or the metadata are damaged"
                 )
-            return bytes(part_of(file, begin, length))
+            return part_of(file, begin, length)
 
 
 class _Unpickler(BoundedUnpickler):

@@ -15,19 +15,14 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
     IncompatibleStateError,
-    UnsupportedTensorError,
 )
 from dcp_datastates.format.key_paths import flatten
-from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
-
-_MOST_EXPANDED: Final = 128 << 20
-"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
 
 
 def torch_source(path: Location, allow_objects: bool) -> Source:
@@ -91,23 +86,6 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise IncompatibleStateError(
             f"{path} is compressed: another program has packed the archive; load it with torch.load, and save it again"
-        )
-
-
-def check_plain(path: Location, name: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`UnsupportedTensorError` for a tensor that has not all its values in dense bytes of its own."""
-    reason, way_out = without_bytes(tensor) or ("", "")
-    if not reason and type(tensor.detach()) is not torch.Tensor:
-        reason, way_out = f"a {type(tensor).__name__}", "make it a plain tensor"
-    elif not reason and (tensor.is_conj() or tensor.is_neg()):
-        reason = "a view with conjugate or negative values"
-        way_out = "resolve_conj().resolve_neg() it"
-    elif not reason and tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
-        reason, way_out = "a view of far fewer elements than it has", "make it contiguous()"
-    if reason:
-        raise UnsupportedTensorError(
-            f"{path}: {name!r} is {reason}; leave it out with exclude={name!r} (--exclude), or {way_out} before "
-            f"torch.save stores it"
         )
 
 

@@ -14,7 +14,7 @@ from support.tiers import sampled
 
 import dcp_datastates
 from dcp_datastates import convert, diff
-from dcp_datastates.conversion.selection import open_source
+from dcp_datastates.conversion.convert import open_source
 from dcp_datastates.format.layout import SAFETENSORS_NAME
 
 MIB = 1 << 20
