@@ -137,7 +137,6 @@ _COMMANDS: Final = {
             ),
             _flag("--overwrite", "replace the checkpoint at TARGET"),
             _flag("--strict", "fail if TARGET cannot hold the Python objects of SOURCE"),
-            _argument("--host-cache-size SIZE", "memory for tensors (default: 256MiB)"),
             _OBJECTS,
             _THREADS,
             _flag("--quiet", "print no result, no progress bar"),

@@ -20,7 +20,7 @@ ROOT = Path(dcp_datastates.__file__).parent
 BELOW = {
     "torchtitan": ("manager",),
     "deepspeed": ("manager", "conversion"),
-    "lightning": ("conversion",),
+    "lightning": ("manager",),
     "huggingface": ("conversion",),
     "megatron": ("manager",),
     "monitoring": ("loading",),
@@ -48,15 +48,15 @@ the package's own folder (errors, configuration)."""
 BUDGETS = {
     "": 1_497,
     "checkpoints": 2_730,
-    "cli": 1_003,
+    "cli": 1_002,
     "commit": 1_576,
-    "conversion": 2_560,
+    "conversion": 2_187,
     "dcp": 2_104,
     "deepspeed": 731,
     "format": 2_970,
     "huggingface": 1_123,
     "io": 2_513,
-    "lightning": 672,
+    "lightning": 722,
     "loading": 1_915,
     "manager": 3_875,
     "megatron": 288,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_272}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_115}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.selection import Selection, open_source, select
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
+from dcp_datastates.conversion.convert import open_source
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes, select
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import NamePatterns, Rename
 from dcp_datastates.process.forks import public
@@ -146,10 +146,9 @@ def diff(
     began = time.monotonic()
     threads = thread_count(threads)
     path_a, path_b = locate(a), locate(b)
-    selection = Selection(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
-    opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
-    one, other = select(opened, selection), select(other, Selection())
+    one = select(open_source(path_a, allow_objects), rename=rename)
+    other = select(open_source(path_b, allow_objects))
     names = list(dict.fromkeys(chain(one.names(), other.names())))
     if wanted is not None:
         names = wanted.choose(names)

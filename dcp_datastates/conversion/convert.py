@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from typing_extensions import Never
 
-from dcp_datastates.checkpoints.inventory import is_directory
-from dcp_datastates.config import check_names, parse_flag, parse_host_cache_size, parse_size
-from dcp_datastates.conversion.datastates import datastates_output, write_to_store
+from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.checkpoints.listing import committed_among, directories
+from dcp_datastates.config import check_names, parse_flag, parse_size
+from dcp_datastates.conversion.datastates import OURS, DataStatesSource, datastates_output
 from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
 from dcp_datastates.conversion.hugging_face import (
+    MODEL,
     OPTIMIZER,
     TRAINER_STATE,
     adapter_of,
@@ -26,22 +29,27 @@ from dcp_datastates.conversion.hugging_face import (
     companions_of,
     hf_output,
     trainer_output,
-    trainer_source,
 )
-from dcp_datastates.conversion.lightning_file import is_of_lightning, lightning_file
-from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.selection import Selection, open_source, optimizers_in, select
-from dcp_datastates.conversion.source import PIECE_BYTES, Source
-from dcp_datastates.conversion.stock import stock_output
-from dcp_datastates.conversion.torch_file import write_torch
+from dcp_datastates.conversion.safetensors_files import (
+    is_safetensors,
+    safetensors_source,
+    safetensors_unit,
+    weights_in,
+)
+from dcp_datastates.conversion.source import Source, optimizers_in, read_whole, select
+from dcp_datastates.conversion.stock import StockSource, stock_output
+from dcp_datastates.conversion.torch_file import is_torch_file, torch_source, write_torch
 from dcp_datastates.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     ConfigurationError,
+    ForeignCheckpointError,
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import public
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -60,15 +68,12 @@ _FLAT: Final = ("hf", "peft", "safetensors")
 _WITH_FILES: Final = ("hf", "peft")
 """Formats with small files beside the tensors."""
 
-_BYTES_OF_A_THREAD: Final = 4 * PIECE_BYTES
-"""Small tensors as they are read, as they are cast (to twice their size, perhaps), and what is made of them."""
-
 
 @dataclass(frozen=True)
 class Conversion:
     """The result of :func:`convert`. Sizes are bytes."""
 
-    path: Location
+    path: Path
     source_format: str
     target_format: str
     files: int
@@ -93,7 +98,7 @@ class Conversion:
 @public("convert()")
 def convert(
     source: str | os.PathLike[str] | ObjectPath,
-    target: str | os.PathLike[str] | ObjectPath,
+    target: str | os.PathLike[str],
     to: Target | None = None,
     *,
     only: str | Iterable[str] | None = None,
@@ -107,7 +112,6 @@ def convert(
     strict: bool = False,
     allow_objects: bool = False,
     threads: int | None = None,
-    host_cache_size: int | str = "256MiB",
     progress: Progress | None = None,
     **misspelled: Never,
 ) -> Conversion:
@@ -121,14 +125,13 @@ def convert(
 
     Args:
         source: A file or directory, or its URL.
-        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
-            "datastates", also a URL.
+        target: A local path: a directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and
+            "torch". :func:`~dcp_datastates.copy` takes a checkpoint from there to a store.
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index; of
             what the Trainer has saved, without a choice of values, the folder from which the Trainer itself resumes.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
-            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved; of what Lightning
-            has saved, the file from which its own strategies resume. None: "datastates", if the source has another
-            format.
+            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved. None:
+            "datastates", if the source has another format.
         only: Take only the values under these names: full names, or prefixes that end before a dot.
         exclude: Leave out the values under these names.
         part: Take only the values under this one name, and remove it from theirs: with ``part="model"``,
@@ -144,16 +147,12 @@ def convert(
         strict: Whether an object that the format cannot hold is an error, rather than a warning.
         allow_objects: Whether Python objects may be unpickled that may run code; only for sources you trust.
         threads: How many read and write, each a file; default: one per core, at most 8.
-        host_cache_size: Memory for tensors that are being converted, bytes or a string; default: "256MiB".
-            Each 16 MiB of it are a thread's, which exceeds them for a tensor that is larger than 4 MiB. Reading this
-            package's format takes 64 MiB more.
         progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
             total bytes.
 
     Raises:
         ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
-            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice; or transformers
-            cannot open the folder ("hf"), since names or shapes are not those of its configuration.
+            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice.
         CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
         CheckpointNotFoundError: there is nothing to convert at ``source``.
         CheckpointCorruptError: the source is damaged.
@@ -165,7 +164,6 @@ def convert(
     check_names("convert()", misspelled, convert.__annotations__)
     began = time.monotonic()
     given, there = locate(source), locate(target)
-    selection = Selection(only, exclude, part, rename, dtype)
     parse_flag("strict", strict)
     parse_flag("overwrite", overwrite)
     parse_flag("allow_objects", allow_objects)
@@ -175,21 +173,19 @@ def convert(
     folder = None if config_from is None else locate(config_from)
     if folder is not None and not is_directory(folder):
         raise ConfigurationError(f"config_from={str(folder)!r} is no directory")
-    threads = min(
-        thread_count(threads), parse_host_cache_size(host_cache_size) // _BYTES_OF_A_THREAD
-    )
+    threads = thread_count(threads)
     if to is not None and to not in get_args(Target):
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    if isinstance(there, ObjectPath) and to not in (None, "datastates"):
+    if isinstance(there, ObjectPath):
+        way = "dcp_datastates.copy()" if to in (None, "datastates") else "the store's own tool"
         raise ConfigurationError(
-            f"target={str(there)!r} is in an object store, where the files of to={to!r} could not appear at once; "
-            f"convert to a local path, and upload that with the store's own tool"
+            f"target={str(there)!r} is in an object store; convert to a local path, and copy that there with {way}"
         )
     opened = open_source(given, allow_objects)
     if to is None:
-        if opened.format == "dcp_datastates":
+        if opened.format == OURS:
             raise ConfigurationError(
                 f"{given} has this package's format already; say which to convert it to, with to= (--to)"
             )
@@ -197,49 +193,44 @@ def convert(
     if folder is not None and to not in _WITH_FILES:
         raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     check_destination(given, there, to not in _FILES, overwrite)
-    small, described = companions_of(opened, folder) if to in _WITH_FILES else ({}, "")
+    small = companions_of(opened, folder) if to in _WITH_FILES else {}
+    chosen = select(opened, only, exclude, part, rename, dtype)
+    takes_all = all(each is None for each in (only, part, rename, dtype)) and not exclude
     kind: str = to
     skipped: tuple[str, ...] = ()
     if to == "peft":
-        chosen = adapter_of(select(opened, selection), frozenset(optimizers_in(opened)))
-    elif selection.takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
-        kind, chosen = _TRAINER, trainer_source(opened)
+        chosen = adapter_of(chosen, frozenset(optimizers_in(opened)))
+    elif takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
+        kind, chosen = _TRAINER, select(opened, only=(MODEL, OPTIMIZER))
+    elif to in _FLAT:
+        if only is None and part is None:
+            _refuse_optimizers(chosen, to)
+        skipped = _without_objects(chosen, strict)
     else:
-        chosen = select(opened, selection)
-        if to in _FLAT:
-            if not selection.chooses:
-                _refuse_optimizers(chosen, to)
-            skipped = _without_objects(chosen, strict)
-        else:
-            _check_nesting(chosen)
-    nest: Callable[[dict[str, Any]], dict[str, Any]] = chosen.nested
-    if to == "torch" and is_of_lightning(chosen):
-        chosen, nest = lightning_file(chosen, allow_objects)
-    if isinstance(there, ObjectPath):
-        files = write_to_store(chosen, there, shard_bytes, threads, overwrite, progress)
-    else:
-        outputs: dict[str, Callable[[Path], Output]] = {
-            "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
-            "hf": lambda path: hf_output(chosen, path, shard_bytes, small, described),
-            _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
-            "peft": lambda path: adapter_output(chosen, path, small, described),
-            "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
-            "dcp": lambda path: stock_output(chosen, path, shard_bytes),
-            "torch": lambda path: Output([partial(write_torch, chosen, path, allow_objects, nest)]),
-        }
-        with atomic_output(there, overwrite) as path:
-            if to not in _FILES:
-                with local.explained("creating directory", path):
-                    operations.make_directory(path, "convert")
-            output = outputs[kind](path)
-            work(output.units, chosen.nbytes, threads, progress)
-            output.finish()
-        files = len(output.units)
+        _check_nesting(chosen)
+    outputs: dict[str, Callable[[Path], Output]] = {
+        "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
+        "hf": lambda path: hf_output(chosen, path, shard_bytes, small),
+        _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
+        "peft": lambda path: adapter_output(chosen, path, small, folder or given),
+        "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
+        "dcp": lambda path: stock_output(chosen, path, shard_bytes),
+        "torch": lambda path: Output(
+            [partial(write_torch, chosen, path, allow_objects, chosen.nested)]
+        ),
+    }
+    with atomic_output(there, overwrite) as path:
+        if to not in _FILES:
+            with local.explained("creating directory", path):
+                operations.make_directory(path, "convert")
+        output = outputs[kind](path)
+        work(output.units, chosen.nbytes, threads, progress)
+        output.finish()
     return Conversion(
         path=there,
         source_format=opened.format,
         target_format=to,
-        files=files,
+        files=len(output.units),
         tensors=len(chosen.tensors),
         objects=len(chosen.objects),
         nbytes=chosen.nbytes,
@@ -279,5 +270,53 @@ def _without_objects(source: Source, strict: bool) -> tuple[str, ...]:
         if strict:
             raise IncompatibleStateError(said)
         logger.warning("%s. Converted without them", said)
-        source.objects = ()
+        source.objects = {}
     return skipped
+
+
+@collection_paused()
+def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
+    """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
+    file or a file of ``torch.save``.
+
+    Reads names, shapes and dtypes, not the tensors' bytes. Runs no code from the checkpoint, unless ``allow_objects``.
+
+    Raises:
+        CheckpointNotFoundError: there is none of these; the message says what is there.
+        CheckpointCorruptError, StorageError: it cannot be read.
+        UnsafeObjectError: it cannot be read without running code from it.
+        IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
+        ConfigurationError: it is not clear what is meant.
+    """
+    found = locate(path)
+    if is_directory(found):
+        return _open_directory(found, allow_objects)
+    first = read_whole(found, 9)
+    if is_torch_file(first):
+        return torch_source(found, allow_objects)
+    if is_safetensors(first):
+        return safetensors_source(found, [found], None)
+    raise ForeignCheckpointError(
+        f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
+    )
+
+
+def _open_directory(path: Location, allow_objects: bool) -> Source:
+    found = format_of(path)
+    if found is Format.DATASTATES:
+        return DataStatesSource(path)
+    if found in (Format.STOCK, Format.UNKNOWN):
+        return StockSource(path, allow_objects)
+    weights = weights_in(path)
+    if weights is not None:
+        return weights
+    below = committed_among(directories(path))
+    others = sorted(names_at(path))
+    there = (
+        f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
+        if below
+        else f"the directory holds {len(others)} other entries, such as {others[0]!r}"
+        if others
+        else "the directory is empty"
+    )
+    raise CheckpointNotFoundError(f"no checkpoint of a known format at {str(path)!r}: {there}")

@@ -5,48 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Final
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.commit.place import EndedPart, Place, Round
-from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.source import Source, paths_of, shape_of
-from dcp_datastates.errors import (
-    CommitOutcomeUnknown,
-    ConfigurationError,
-    DataStatesError,
-)
+from dcp_datastates.conversion.destination import Output, write_file, write_small_file
+from dcp_datastates.conversion.source import Source, contents_of
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import encode
-from dcp_datastates.format.metadata_objects import table_of
-from dcp_datastates.format.metadata_table import FileRecord, Note
+from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note, Placement
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.work import Progress, work
+from dcp_datastates.process.work import Unit
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
-from dcp_datastates.storage.claims import Claim, Neighbours
+from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import DECISION_NAME
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import Location, stored
+
+OURS: Final = "dcp_datastates"
+"""The format's name, for people."""
 
 
 class DataStatesSource(Source):
     """A committed checkpoint of this package. Every byte is verified before it is used."""
 
-    format = "dcp_datastates"
-
     def __init__(self, path: Location) -> None:
-        self.path = path
-        self._stored = stored = Stored(open_committed(path).table, [path])
-        shapes = {name: shape_of(each.dtype, each.size) for name, each in stored.items() if each}
-        self.tensors = shapes
-        self.objects = dict.fromkeys(name for name in stored if name not in shapes)
-        self.paths = paths_of(stored, stored.table.catalog.mappings)
+        self._stored = Stored(open_committed(path).table, [path])
+        super().__init__(path, OURS, *contents_of(self._stored.table.catalog))
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
@@ -64,78 +57,21 @@ class DataStatesSource(Source):
         return b"".join(objects)
 
 
+@collection_paused()
 def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
-    """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
+    """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``: a data file for each
+    shard, each as of one rank. Objects are copied, not unpickled.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
     """
     neighbours = Neighbours()
     neighbours.look(stored(beside))
-    claim = Claim(next_attempt(neighbours.newest), neighbours.newest, alone=True)
-    attempt = folder / claim.attempt.name
+    attempt = next_attempt(neighbours.newest)
     with local.explained("creating directory", folder):
-        operations.make_directory(attempt, "convert")
-    files, metadata = _files(source, folder, claim, shard_bytes)
-
-    def finish() -> None:
-        write_small_file(attempt / DECISION_NAME, metadata)
-        write_small_file(folder / local.METADATA_NAME, metadata)
-        readme.write(folder)
-
-    return Output([partial(file.write, source) for file in files], finish)
-
-
-def write_to_store(
-    source: Source,
-    target: ObjectPath,
-    shard_bytes: int,
-    threads: int,
-    overwrite: bool,
-    progress: Progress | None,
-) -> int:
-    """Write ``source`` as the checkpoint at ``target``; returns the number of its files. It appears by its commit, in
-    place of the checkpoint that was there.
-
-    If this fails, what was there is still there. Raises :class:`ConfigurationError` for names that the format cannot
-    store, :class:`CheckpointExistsError`, :class:`CommitOutcomeUnknown` and :class:`StorageError`.
-    """
-    place = Place(target)
-    claim = place.claim(Neighbours(), overwrite)
-    files, metadata = _files(source, target, claim, shard_bytes)
-    save = Round(
-        *(0, claim.attempt, target, EndedPart()),
-        timeout=0.0,
-        path=target,
-        claim=claim,
-        overwrite=overwrite,
-    )
-    try:
-        units = [partial(file.write, source) for file in files]
-        work(units, source.nbytes, threads, progress)
-    except BaseException:
-        place.tidy_after_failure(save, 0, 1)
-        raise
-    try:
-        place.publish(save, metadata)
-    except CommitOutcomeUnknown:
-        raise
-    except DataStatesError:
-        place.tidy_after_failure(save, 0, 1)
-        raise
-    place.tidy_after_commit(save)
-    return len(files)
-
-
-@collection_paused()
-def _files(
-    source: Source, folder: Location, claim: Claim, shard_bytes: int
-) -> tuple[list[OutputFile], bytes]:
-    """The data files of a checkpoint at ``folder``, each as of one rank, and the bytes of its ``.metadata``. Objects
-    are copied, not unpickled.
-    """
-    outputs: list[OutputFile] = []
+        operations.make_directory(folder / attempt.name, "convert")
+    units: list[Unit] = []
     records: dict[str, FileRecord] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    rows: dict[str, tuple[int, int, int]] = {}  # of the placement, by names
     for rank, names in enumerate(source.groups(source.tensors, shard_bytes)):
         objects = {} if rank else {name: source.object_bytes(name) for name in source.objects}
         items = [
@@ -149,16 +85,24 @@ def _files(
             raise ConfigurationError(f"this cannot be stored: {error}") from error
         for layout in layouts:
             file = layout.seal(list(map(len, objects.values())))
-            path = f"{claim.attempt.name}/{layout.name}"
-            records[path] = FileRecord(path, file.nbytes, file.table_offset)
+            path = f"{attempt.name}/{layout.name}"
             ordered = [names[entry.item] for entry in layout.tensors]
-            for name, entry in zip(ordered, layout.tensors, strict=True):
-                places[source.index_of(name)] = _StorageInfo(path, entry.offset, entry.nbytes)
-            spans = zip(file.object_offsets, file.object_sizes, strict=True)
-            for name, (offset, nbytes) in zip(objects, spans, strict=True):
-                places[source.index_of(name)] = _StorageInfo(path, offset, nbytes)
-            content = ordered, list(objects.values()), file.table_offset
-            outputs.append(OutputFile(folder / path, file.nbytes, file.header, *content))
-    metadata = source.metadata(places, StorageMeta(save_id=claim.attempt.name))
-    note = Note(claim.attempt, records, claim.after, {}, time.time(), None)
-    return outputs, encode(table_of(metadata, note))
+            begins = chain((entry.offset for entry in layout.tensors), file.object_offsets)
+            lengths = chain((entry.nbytes for entry in layout.tensors), file.object_sizes)
+            places = zip(repeat(len(records)), begins, lengths, strict=False)
+            rows.update(zip([*ordered, *objects], places, strict=True))
+            records[path] = FileRecord(path, file.nbytes, file.table_offset)
+            write = partial(write_file, source, folder / path, file.header, ordered)
+            units.append(partial(write, objects=objects.values(), table_offset=file.table_offset))
+    columns = np.array([rows[name] for name in source.names()], np.int64).reshape(-1, 3).T
+    placement = Placement(tuple(records), *map(np.ascontiguousarray, columns))
+    note = Note(attempt, records, neighbours.newest, {}, time.time(), None)
+    save_id = StorageMeta(save_id=attempt.name)
+    metadata = encode(MetadataTable(source.catalog(), placement, note, save_id))
+
+    def finish() -> None:
+        write_small_file(folder / attempt.name / DECISION_NAME, metadata)
+        write_small_file(folder / local.METADATA_NAME, metadata)
+        readme.write(folder)
+
+    return Output(units, finish)

@@ -11,42 +11,34 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.checkpoints.inventory import is_committed, names_at
+from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local, operations, presence
-from dcp_datastates.storage.attempts import attempts_in
 from dcp_datastates.storage.local import explained
-from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
-from dcp_datastates.storage.object_store import put_pieces
+from dcp_datastates.storage.object_path import Location, resolved
 
 
-def check_destination(
-    source: Location, target: Location, is_directory: bool, overwrite: bool
-) -> None:
+def check_destination(source: Location, target: Path, is_directory: bool, overwrite: bool) -> None:
     """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written."""
     real, real_source = resolved(target), resolved(source)
     is_above = f"{real_source}/".startswith(f"{real}/")
     is_below = f"{real}/".startswith(f"{real_source}/")
-    if is_above or (is_below and (isinstance(target, ObjectPath) or presence.is_there(target))):
+    if is_above or (is_below and presence.is_there(target)):
         raise ConfigurationError(
             f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
         )
-    if isinstance(target, ObjectPath):
-        _check_prefix(target, overwrite)
-        return
     if presence.is_link(target):
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
@@ -62,28 +54,16 @@ def check_destination(
         )
     if not overwrite:
         raise _exists(target)
-    if is_directory:
-        _check_replaceable(target, target)
-    if is_directory and not (is_committed(target) or any(target.glob("*.safetensors"))):
+    if not is_directory:
+        return
+    _check_replaceable(target, target)
+    if not (is_committed(target) or any(target.glob("*.safetensors"))):
         raise ConfigurationError(
             f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
         )
 
 
-def _check_prefix(target: ObjectPath, overwrite: bool) -> None:
-    check_prefix(target)
-    names = names_at(target)
-    if is_committed(target):
-        if not overwrite:
-            raise _exists(target)
-        _check_replaceable(target, target)
-    elif names and not attempts_in(names):
-        raise ConfigurationError(
-            f"there are other objects below {str(target)!r}, such as {names[0]!r}; choose another prefix"
-        )
-
-
-def _check_replaceable(there: Location, target: Location) -> None:
+def _check_replaceable(there: Path, target: Path) -> None:
     """Raise :class:`ConfigurationError` unless what is, or was, at ``target``, and is now at ``there``, may go."""
     if names := pins(there):
         raise ConfigurationError(
@@ -102,7 +82,7 @@ def _is_taken(target: Path) -> bool:
     return presence.is_there(target)
 
 
-def _exists(target: Location) -> CheckpointExistsError:
+def _exists(target: Path) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
     )
@@ -170,10 +150,6 @@ def _publish(new: Path, target: Path, overwrite: bool) -> None:
         raise
 
 
-_PARTS_IN_FLIGHT: Final = 2
-"""Of each file that goes to a store: beside the piece that is read and the one that becomes a part."""
-
-
 class Output(NamedTuple):
     """What a target consists of."""
 
@@ -183,34 +159,29 @@ class Output(NamedTuple):
     """Completes the target when the files are written."""
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """A file: a header, tensors, objects and, if it has ``table_offset``, the checksums of all that."""
+def write_file(
+    source: Source,
+    path: Path,
+    header: bytes,
+    names: Sequence[str],
+    done: Done,
+    *,
+    objects: Iterable[bytes] = (),
+    table_offset: int | None = None,
+) -> None:
+    """Write a file: a header, the tensors of these ``names``, objects and, with ``table_offset``, the checksums of all
+    that. Its bytes are durable when this returns.
+    """
 
-    path: Location
-    nbytes: int
-    header: bytes
-    names: Sequence[str]
-    """Of the tensors, in their order."""
-    objects: Sequence[bytes] = ()
-    table_offset: int | None = None
+    def content() -> Iterator[Buffer]:
+        yield header
+        for group in source.groups(names, PIECE_BYTES):
+            yield from _pieces(source.read(group), done)
+        yield from objects
 
-    def write(self, source: Source, done: Done) -> None:
-        """Write the file with tensors of ``source``; its bytes are durable when this returns."""
-        pieces = self._content(source, done)
-        if self.table_offset is not None:
-            pieces = _with_checksums(pieces, self.table_offset)
-        if isinstance(self.path, ObjectPath):
-            put_pieces(self.path.store, self.path.key, self.nbytes, pieces, _PARTS_IN_FLIGHT)
-            return
-        with explained("writing", self.path, self.nbytes):
-            operations.write_new_file(self.path, pieces, "convert")
-
-    def _content(self, source: Source, done: Done) -> Iterator[Buffer]:
-        yield self.header
-        for names in source.groups(self.names, PIECE_BYTES):
-            yield from _pieces(source.read(names), done)
-        yield from self.objects
+    pieces = content() if table_offset is None else _with_checksums(content(), table_offset)
+    with explained("writing", path, source.nbytes):
+        operations.write_new_file(path, pieces, "convert")
 
 
 def _pieces(tensors: list[torch.Tensor], done: Done) -> Iterator[Buffer]:

@@ -1,6 +1,6 @@
 """Folders for the libraries of Hugging Face: a model, what the Trainer resumes from, an adapter of PEFT.
 
-A model's folder has the weights, small files beside them, and may be opened once by transformers.
+A model's folder has the weights, and small files beside them.
 
 In a checkpoint that the Trainer has saved through this package lie the model under ``model``, the optimizer by names of
 parameters under ``optimizer``, and each rank's small files under ``files``. In the Trainer's own folder, the model is a
@@ -13,7 +13,6 @@ the file under the names of the modules that they stand for. The rest of the mod
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import re
@@ -22,22 +21,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.destination import Output, write_small_file
-from dcp_datastates.conversion.files import read_whole
-from dcp_datastates.conversion.safetensors_files import safetensors_unit, shards_output
-from dcp_datastates.conversion.source import Selected, Source
+from dcp_datastates.conversion.safetensors_files import safetensors_unit
+from dcp_datastates.conversion.source import Selected, Source, read_whole, select
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.structure import packed_optimizer
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
-
-_CONFIG: Final = "config.json"
 
 TRAINER_STATE: Final = "trainer_state.json"
 """The Trainer's own file about its progress."""
@@ -49,127 +45,73 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
 
 
-def companions_of(source: Source, folder: Location | None) -> tuple[dict[str, bytes], str]:
-    """The files that go with a model, by their relative paths, and what describes it, in words: the configuration and
-    tokenizer files in ``folder``, or beside the weights in a Hugging Face folder; or what the Trainer has saved beside
-    its tensors. Of several ranks' files of one name, this is the first rank's.
+def companions_of(source: Source, folder: Location | None) -> dict[str, bytes]:
+    """The files that go with a model, by their relative paths: the configuration and tokenizer files in ``folder``, or
+    beside the weights in a Hugging Face folder; or what the Trainer has saved beside its tensors. Of several ranks'
+    files of one name, this is the first rank's.
     """
     if folder is None and source.format == "Hugging Face":
         folder = source.path
     if folder is not None:
         names = [name for name in sorted(names_at(folder)) if _is_companion(name)]
-        found = {
+        return {
             name: read_whole(folder / name) for name in names if not is_directory(folder / name)
         }
-        return found, repr(str(folder))
-    found = {}
+    found: dict[str, bytes] = {}
     matches = filter(None, map(_FILE.fullmatch, source.objects))
     for match in sorted(matches, key=lambda match: int(match[1])):
         if match[2] not in found:
             value = source.value(match[0], allow_objects=False)
             if isinstance(value, bytes):
                 found[match[2]] = value
-    return found, repr(str(source.path))
+    return found
 
 
 def _is_companion(name: str) -> bool:
     """Whether a file of this name belongs to a model's folder."""
-    is_index = name.endswith(".index.json")
-    return name.endswith(_COMPANIONS) and "/" not in name and not is_index and name != TRAINER_STATE
+    is_other = "/" in name or name.endswith(".index.json") or name == TRAINER_STATE
+    return name.endswith(_COMPANIONS) and not is_other
 
 
 def hf_output(
-    source: Source,
-    folder: Path,
-    shard_bytes: int,
-    companions: Mapping[str, bytes],
-    described: str = "the checkpoint",
+    source: Source, folder: Path, shard_bytes: int, companions: Mapping[str, bytes]
 ) -> Output:
-    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
-
-    ``companions``: files, of which the configuration and the tokenizer belong to the folder; ``described`` says by
-    what they are. At its end, the output raises :class:`ConfigurationError` if transformers cannot open the model.
+    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index; and beside them, of
+    the ``companions``, the configuration and the tokenizer.
     """
-    weights = shards_output(source, folder, shard_bytes)
+    parts = source.groups(source.tensors, shard_bytes)
+    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
+    small = {name: data for name, data in companions.items() if _is_companion(name)}
+    if "config.json" not in small:
+        logger.warning(
+            "the folder has no config.json, which from_pretrained() needs: copy the model's, or convert with "
+            "config_from=FOLDER (--config-from)"
+        )
+    if len(parts) == 1:
+        files = ["model.safetensors"]
+    else:
+        parameters = sum(each.numel() for each in source.tensors.values())
+        file_of = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {
+            "metadata": {"total_size": source.nbytes, "total_parameters": parameters},
+            "weight_map": dict(sorted(file_of.items())),
+        }
+        text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+        small[HUGGING_FACE_INDEX] = text.encode()
+    units = [
+        safetensors_unit(source, names, folder / file)
+        for file, names in zip(files, parts, strict=True)
+    ]
 
     def finish() -> None:
-        weights.finish()
-        for name in filter(_is_companion, companions):
-            write_small_file(folder / name, companions[name])
-        if _CONFIG in names_at(folder):
-            _check_opens(folder, described)
-        else:
-            logger.warning(
-                "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
-                "config_from=FOLDER (--config-from)",
-                _CONFIG,
-            )
+        for name, data in small.items():
+            write_small_file(folder / name, data)
 
-    return Output(weights.units, finish)
-
-
-def _check_opens(folder: Path, given: str) -> None:
-    """Open the model in ``folder`` with transformers, without memory for its weights (on the meta device).
-
-    Logs a warning if it cannot be tried: without transformers, or for a class that transformers does not have.
-
-    Args:
-        given: where its configuration comes from, for messages.
-
-    Raises:
-        ConfigurationError: names or shapes of the weights are not those of the configuration.
-    """
-    try:
-        config = json.loads((folder / _CONFIG).read_bytes())
-        names = config.get("architectures") or []
-    except (FileNotFoundError, ValueError, AttributeError):
-        names = []
-    model = _class(names[0]) if names and isinstance(names[0], str) else None
-    if model is None:
-        why = "its configuration names no model"
-        if names:
-            why = f"transformers has no {names[0]!r} here"
-        logger.warning("it was not tried whether from_pretrained() opens the folder: %s", why)
-        return
-    try:
-        _, report = model.from_pretrained(
-            str(folder), device_map="meta", output_loading_info=True, local_files_only=True
-        )
-    except Exception as error:
-        raise _refused(given, f"{type(error).__name__}: {error}") from error
-    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if wrong := sorted(map(str, report.get(problem, ()))):
-            raise _refused(given, f"{problem.replace('_', ' ')}: {some_of(wrong)}")
-
-
-def _class(name: str) -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    import transformers
-
-    return getattr(transformers, name, None)
-
-
-def _refused(given: str, problem: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the weights are not those of the model that {given} describes, so from_pretrained() would not load them "
-        f"({problem}). Pass the folder of the model that was trained with config_from (--config-from); or leave "
-        f"config_from out if the checkpoint has its own; or write to='safetensors', which needs no configuration"
-    )
+    return Output(units, finish)
 
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
-
-
-def trainer_source(source: Source) -> Source:
-    """The model, whose names are those of its parameters, and the optimizer."""
-    names = {
-        name.removeprefix(f"{MODEL}."): name
-        for name in source.names()
-        if is_under(name, frozenset({MODEL, OPTIMIZER}))
-    }
-    return Selected(source, names)
 
 
 def trainer_output(
@@ -179,19 +121,12 @@ def trainer_output(
     files: Mapping[str, bytes],
     allow_objects: bool,
 ) -> Output:
-    """The folder of a checkpoint of the Trainer.
-
-    Args:
-        source: What :func:`trainer_source` gives.
-        files: The small files of all ranks.
-    """
-    below = frozenset({OPTIMIZER})
-    weights = Selected(source, {n: n for n in source.tensors if not is_under(n, below)})
-    model = hf_output(weights, folder, shard_bytes, files)
-    state = Selected(source, {n: n for n in source.names() if is_under(n, below)})
+    """The folder of a checkpoint of the Trainer, of a model, an optimizer, and the small ``files`` of all ranks."""
+    model = hf_output(select(source, part=MODEL), folder, shard_bytes, files)
+    state = select(source, part=OPTIMIZER)
 
     def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-        return packed_optimizer(state.nested(values)[OPTIMIZER])
+        return packed_optimizer(state.nested(values))
 
     optimizer = partial(write_torch, state, folder / "optimizer.pt", allow_objects, nest)
 
@@ -243,20 +178,20 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
 
 
 def adapter_output(
-    adapter: Source, folder: Path, companions: Mapping[str, bytes], described: str
+    adapter: Source, folder: Path, companions: Mapping[str, bytes], given: Location
 ) -> Output:
-    """The files of an ``adapter`` from :func:`adapter_of`, whose configuration is one of ``companions``; ``described``
-    says where those are from.
+    """The files of an ``adapter`` from :func:`adapter_of`, whose configuration is one of the ``companions`` from the
+    place that was ``given``.
 
     Raises :class:`ConfigurationError` without a configuration, or if the adapter has more than its parameters.
     """
     config = companions.get(ADAPTER_CONFIG)
     if config is None:
         raise ConfigurationError(
-            f"{described} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
+            f"{str(given)!r} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
             f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
         )
-    _check_config(config, f"{ADAPTER_CONFIG} of {described}")
+    _check_config(config, f"{ADAPTER_CONFIG} of {str(given)!r}")
     weights = safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")
     return Output([weights], partial(write_small_file, folder / ADAPTER_CONFIG, config))
 

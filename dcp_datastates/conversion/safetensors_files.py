@@ -1,11 +1,10 @@
 """Safetensors files: one alone, or those of a Hugging Face folder.
 
-They are read and written by ranges, without a library: a file may lie in a store, and memory does not depend on it.
+They are mapped, and written as a stream: memory does not depend on them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,9 +15,8 @@ import torch
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import names_at
-from dcp_datastates.conversion.destination import Output, OutputFile, write_small_file
-from dcp_datastates.conversion.files import fill, opened, part_of, read_whole
-from dcp_datastates.conversion.source import Source, as_bytes, shape_of
+from dcp_datastates.conversion.destination import write_file
+from dcp_datastates.conversion.source import Source, as_bytes, mapped, read_whole
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -48,55 +46,37 @@ _ALIGNMENT: Final = 64
 """Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
 
 
-class SafetensorsSource(Source):
-    """Tensors in safetensors files."""
+def safetensors_source(
+    path: Location, files: Sequence[Location], only: Mapping[str, Location] | None
+) -> Source:
+    """The tensors in safetensors ``files``.
 
-    def __init__(
-        self, path: Location, files: Iterable[Location], only: Mapping[str, Location] | None
-    ) -> None:
-        """``only``: the names that count, and the file of each; None: all names."""
-        self.path = path
-        files = list(files)
-        self.format = "safetensors" if files == [path] else "Hugging Face"
-        self._places: dict[str, tuple[Location, int]] = {}
-        shapes: dict[str, torch.Tensor] = {}
-        for file in files:
-            header = _header(file)
-            for entry in header.entries:
-                if only is not None and only.get(entry.name) != file:
-                    continue
-                if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
-                    raise IncompatibleStateError(
-                        f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
-                    )
-                self._places[entry.name] = file, header.data_start + entry.data_offsets[0]
-                shapes[entry.name] = shape_of(dtype, entry.shape)
-        names = shapes if only is None else only
-        if missing := [name for name in names if name not in shapes]:
-            raise CheckpointCorruptError(
-                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
-            )
-        self.tensors = {name: shapes[name] for name in names}
-        self.paths = {name: (name,) for name in names}
-
-    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        found = []
-        for file, group in itertools.groupby(names, lambda name: self._places[name][0]):
-            with opened(file) as there:
-                for name in group:
-                    into = self.memory_for(name)
-                    begin = self._places[name][1]
-                    if fill(there, begin, as_bytes(into)) < into.nbytes:
-                        raise CheckpointCorruptError(
-                            f"{file} is cut short: it ends before byte {begin + into.nbytes}"
-                        )
-                    found.append(into)
-        return found
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        raise KeyError(name)
+    ``only``: the names that count, and the file of each; None: all names. Raises :class:`IncompatibleStateError` for a
+    dtype that torch does not have, :class:`CheckpointCorruptError` and :class:`StorageError`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        data = mapped(file)
+        header = _header(file, data)
+        for entry in header.entries:
+            if only is not None and only.get(entry.name) != file:
+                continue
+            if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
+                raise IncompatibleStateError(
+                    f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
+                )
+            begin, end = (header.data_start + each for each in entry.data_offsets)
+            flat = torch.empty(0, dtype=dtype, device="cpu").set_(data[begin:end])
+            tensors[entry.name] = flat.view(entry.shape)
+    names = tensors if only is None else only
+    if missing := [name for name in names if name not in tensors]:
+        raise CheckpointCorruptError(
+            f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+        )
+    kind = "safetensors" if files == [path] else "Hugging Face"
+    return Source(
+        path, kind, {name: tensors[name] for name in names}, {}, {name: (name,) for name in names}
+    )
 
 
 def is_safetensors(first: bytes) -> bool:
@@ -104,7 +84,7 @@ def is_safetensors(first: bytes) -> bool:
     return first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_HEADER_BYTES
 
 
-def weights_in(folder: Location) -> SafetensorsSource | None:
+def weights_in(folder: Location) -> Source | None:
     """The weights in a Hugging Face folder: by its index, or in its only safetensors file. None: there are none.
 
     Raises :class:`CheckpointCorruptError`, :class:`CheckpointNotFoundError` or :class:`ConfigurationError`.
@@ -117,13 +97,13 @@ def weights_in(folder: Location) -> SafetensorsSource | None:
         files, indexes = [folder / "model.safetensors"], []
     elif preferred in indexes or len(indexes) == 1:
         only = _read_index(preferred if preferred in indexes else indexes[0], names)
-        return SafetensorsSource(folder, sorted(set(only.values())), only)
+        return safetensors_source(folder, sorted(set(only.values())), only)
     if len(indexes) + len(files) > 1:
         raise ConfigurationError(
             f"{folder} has several files that may be meant, such as {(indexes or files)[0].name!r}, and no "
             f"{HUGGING_FACE_INDEX!r}; pass the path of one file"
         )
-    return SafetensorsSource(folder, files, None) if files else None
+    return safetensors_source(folder, files, None) if files else None
 
 
 def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
@@ -147,13 +127,12 @@ def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
     return {name: path.parent / file for name, file in weights.items()}
 
 
-def _header(file: Location) -> Header:
+def _header(file: Location, data: torch.UntypedStorage) -> Header:
     """The header of a file; raises if the file holds shards of tensors, of which the header alone has the shapes."""
-    with opened(file) as there:
-        length = int.from_bytes(part_of(there, 0, 8).getvalue(), "little")
-        data = part_of(there, 0, 8 + min(length, MAX_HEADER_BYTES)).getvalue()
+    first = as_bytes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(data))
+    length = min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
     try:
-        header = read_header(data, there.nbytes)
+        header = read_header(bytes(first[: 8 + length]), data.nbytes())
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{file}: {error}") from None
     if "dcp_datastates" in header.metadata:
@@ -204,7 +183,7 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
             f"a smaller shard_size"
         )
     first = len(text).to_bytes(8, "little") + text
-    return partial(OutputFile(path, len(first) + end, first, ordered).write, source)
+    return partial(write_file, source, path, first, ordered)
 
 
 def _check_name(name: str) -> None:
@@ -214,28 +193,3 @@ def _check_name(name: str) -> None:
         raise ConfigurationError(f"the name {name!r} is no Unicode; rename it") from None
     if name == "__metadata__":
         raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
-
-
-def shards_output(source: Source, folder: Path, shard_bytes: int) -> Output:
-    """``model.safetensors`` in a folder, or shards with an index, as ``save_pretrained`` writes them."""
-    parts = source.groups(source.tensors, shard_bytes)
-    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
-    if len(parts) == 1:
-        files = ["model.safetensors"]
-    units = [
-        safetensors_unit(source, names, folder / file)
-        for file, names in zip(files, parts, strict=True)
-    ]
-    index = {
-        "metadata": {
-            "total_size": source.nbytes,
-            "total_parameters": sum(each.numel() for each in source.tensors.values()),
-        },
-        "weight_map": dict(
-            sorted((n, file) for file, part in zip(files, parts, strict=True) for n in part)
-        ),
-    }
-    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    if len(parts) == 1:
-        return Output(units)
-    return Output(units, partial(write_small_file, folder / HUGGING_FACE_INDEX, text.encode()))

@@ -1,53 +1,74 @@
-"""What is converted or compared: a flat state of tensors and objects, each read as a whole when it is asked for.
+"""What is converted or compared: a flat state of tensors and objects.
 
-So memory depends on the largest tensor, not on the checkpoint.
+Tensors are mapped from files, or read when they are asked for. So memory depends on the largest tensor, not on the
+checkpoint.
 """
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import errno
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_datastates.conversion.files import loaded
-from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
-from dcp_datastates.format.key_paths import KeyPath, empties, nested, with_types
-from dcp_datastates.format.metadata import DCP_VERSION
-from dcp_datastates.format.stored_names import renamed_path
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    StorageError,
+    UnsafeObjectError,
+    UnsupportedStateError,
+    UnsupportedTensorError,
+)
+from dcp_datastates.format.key_paths import KeyPath, empties, nested, path_of
+from dcp_datastates.format.metadata_table import Catalog
+from dcp_datastates.format.stored_names import (
+    NamePatterns,
+    Rename,
+    check_rename,
+    renamed,
+    renamed_path,
+)
+from dcp_datastates.io.tensor_memory import without_bytes
+from dcp_datastates.io.unpickling import unpickled
+from dcp_datastates.loading.stored import shapes_of
+from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 from dcp_datastates.text import size
 
 PIECE_BYTES: Final = 4 << 20
 """What is read of small tensors at a time."""
 
+_OPTIMIZER: Final = re.compile(r"(.+?)\.(?:param_groups(?=$|[.\[])|groups\..+\.[0-9a-f]{8}$)")
+"""A name within the state of an optimizer, and the optimizer's."""
 
-class Source(abc.ABC):
-    """A checkpoint of any format. Any thread may call its methods."""
+_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+_MOST_EXPANDED: Final = 128 << 20
+"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
+
+
+@dataclass(eq=False)
+class Source:
+    """A checkpoint of any format, whose tensors are mapped; subclasses read them. Any thread may call its methods."""
 
     path: Location
     format: str
     """The format, for people."""
     tensors: Mapping[str, torch.Tensor]
-    """Tensors without data, on the device "meta", in the order of the source."""
-    objects: Collection[str] = ()
-    """The names of objects, in the order of the source."""
-    refusals: Mapping[str, DataStatesError] = {}
-    """For each of the tensors that cannot be read as it is stored, why."""
+    """In their order. Those of a subclass have no data: they are on the device "meta"."""
+    objects: Mapping[str, Any]
+    """In their order. Those of a subclass are None."""
     paths: Mapping[str, KeyPath]
     """Where each value and each empty dict lies in the nested state."""
 
@@ -60,12 +81,28 @@ class Source(abc.ABC):
         """Bytes of all tensors."""
         return sum(each.nbytes for each in self.tensors.values())
 
-    @abc.abstractmethod
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The tensors of these names, on the host. They may lie in a mapped file: the caller changes nothing in them.
 
         Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this package.
         """
+        return [self.tensors[name] for name in names]
+
+    def object_bytes(self, name: str) -> bytes:
+        """An object, as ``torch.save`` has written it."""
+        buffer = io.BytesIO()
+        try:
+            torch.save(self.objects[name], buffer)
+        except Exception as error:
+            raise UnsupportedStateError(
+                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        return buffer.getvalue()
+
+    def value(self, name: str, allow_objects: bool) -> Any:
+        """An object as a Python value. Raises as :func:`loaded`."""
+        data = io.BytesIO(self.object_bytes(name))
+        return loaded(data, f"{self.path}: object {name!r}", allow_objects)
 
     def memory_for(self, name: str) -> torch.Tensor:
         """Memory for a tensor, on the host. Raises :class:`StorageError` if there is not enough."""
@@ -76,38 +113,30 @@ class Source(abc.ABC):
             text = f"there is no memory for {name!r}, which has {nbytes}"
             raise StorageError(errno.ENOMEM, text, str(self.path)) from error
 
-    @abc.abstractmethod
-    def object_bytes(self, name: str) -> bytes:
-        """An object, as ``torch.save`` has written it."""
-
-    def value(self, name: str, allow_objects: bool) -> Any:
-        """An object as a Python value. Raises as :func:`~dcp_datastates.conversion.files.loaded`."""
-        data = io.BytesIO(self.object_bytes(name))
-        return loaded(data, f"{self.path}: object {name!r}", allow_objects)
-
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The nested state of ``values``, by names: all tensors and objects."""
         return nested(values, self.paths)
 
-    def index_of(self, name: str) -> MetadataIndex:
-        """How DCP calls a tensor, of which there is one chunk, or an object."""
-        shaped = self.tensors.get(name)
-        return MetadataIndex(name, None if shaped is None else torch.Size([0] * shaped.ndim))
-
-    def metadata(
-        self, places: dict[MetadataIndex, _StorageInfo], storage_meta: StorageMeta
-    ) -> Metadata:
-        """What DCP says of the state. Each tensor is one chunk."""
-        entries: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype),
-                each.shape,
-                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
-            )
-            for name, each in self.tensors.items()
-        }
-        entries.update((name, BytesStorageMetadata()) for name in self.objects)
-        return Metadata(entries, dict(self.paths), places, storage_meta, DCP_VERSION)
+    def catalog(self) -> Catalog:
+        """The names and tensors in columns, in the order of :meth:`names`. Each tensor is one chunk."""
+        tensors = list(self.tensors.values())
+        number_of = {dtype: n for n, dtype in enumerate(dict.fromkeys(t.dtype for t in tensors))}
+        ndims, shapes = shapes_of(tensors)
+        no_dimensions = np.zeros(len(self.objects), np.int64)
+        return Catalog(
+            names=tuple(self.names()),
+            table=tuple(TensorProperties(dtype=dtype) for dtype in number_of),
+            properties=np.array(
+                [*(number_of[each.dtype] for each in tensors), *(-1 for _ in self.objects)],
+                np.int64,
+            ),
+            ndims=np.concatenate([ndims, no_dimensions]),
+            shapes=shapes,
+            counts=np.concatenate([np.ones_like(ndims), no_dimensions]),
+            offsets=np.zeros_like(shapes),
+            sizes=shapes,
+            mappings=dict(self.paths),
+        )
 
     def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
         """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
@@ -126,25 +155,28 @@ class Source(abc.ABC):
 
 
 class Selected(Source):
-    """Values of another source, under other names."""
+    """Values of another source, under other names.
+
+    ``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are. Raises
+    :class:`ConfigurationError` for a dtype to which torch cannot convert.
+    """
 
     def __init__(
         self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
     ) -> None:
-        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are.
-
-        Raises :class:`ConfigurationError` for a dtype to which torch cannot convert.
-        """
-        self.path, self.format = source.path, source.format
+        tensors, objects = source.tensors, source.objects
+        super().__init__(
+            source.path,
+            source.format,
+            {
+                name: _described(tensors[old], dtype)
+                for name, old in old_of.items()
+                if old in tensors
+            },
+            dict.fromkeys(name for name, old in old_of.items() if old in objects),
+            {name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()},
+        )
         self._source, self._old_of = source, old_of
-        given = {name: source.tensors.get(old) for name, old in old_of.items()}
-        self.tensors = {
-            name: _cast(each, dtype) for name, each in given.items() if each is not None
-        }
-        self.objects = dict.fromkeys(name for name, old in old_of.items() if old in source.objects)
-        self.paths = {
-            name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()
-        }
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""
@@ -156,38 +188,118 @@ class Selected(Source):
         return self._source.object_bytes(self._old_of[name])
 
 
-def _cast(shaped: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None or not shaped.dtype.is_floating_point or shaped.dtype == dtype:
-        return shaped
+def _described(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of the same shape and of ``dtype``, if both are of floating-point numbers."""
+    if dtype is None or not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+        return tensor
     try:
-        torch.empty(1, dtype=shaped.dtype, device="cpu").to(dtype)
+        torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"dtype={dtype}: torch cannot convert {shaped.dtype} to it ({str(error).splitlines()[0]}); exclude such "
+            f"dtype={dtype}: torch cannot convert {tensor.dtype} to it ({str(error).splitlines()[0]}); exclude such "
             f"tensors"
         ) from error
-    return shape_of(dtype, shaped.shape)
+    return tensor.to("meta", dtype)
 
 
-def paths_of(names: Iterable[str], stored: Any) -> dict[str, KeyPath]:
-    """The paths of values called ``names`` and of empty dicts, by the ``stored`` paths in metadata. If that of a value
-    is missing or malformed, the value lies under its name.
+def select(
+    source: Source,
+    only: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    part: str | None = None,
+    rename: Rename | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Source:
+    """The values that these options of :func:`~dcp_datastates.conversion.convert.convert` take from ``source``.
+
+    Raises :class:`ConfigurationError`, naming the first option that cannot work, for names that collide, or if nothing
+    is left; :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing;
+    :class:`UnsupportedTensorError` for a tensor that is taken and cannot be read.
     """
-    known = with_types(stored)
-    well_formed = {
-        name: path
-        for name, path in (known.items() if isinstance(known, dict) else ())
-        if type(path) is tuple and path and set(map(type, path)) <= {str, int, tuple}
-    }
-    of_values = {name: well_formed.get(name, (name,)) for name in names}
-    return of_values | {
-        name: well_formed[name] for name in empties(well_formed) if name not in of_values
-    }
+    if part is not None and (not isinstance(part, str) or not part):
+        raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+    if part is not None and only is not None:
+        raise ConfigurationError(
+            f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
+        )
+    check_rename(rename)
+    target_dtype = _dtype(dtype)
+    root = None if part is None else NamePatterns("part", part)
+    wanted = root if only is None else NamePatterns("only", only)
+    unwanted = NamePatterns("exclude", exclude)
+    taken = names = list(source.paths)
+    if wanted is not None:
+        taken = wanted.choose(names)
+    left_out = set(unwanted.choose(taken))
+    taken = [name for name in taken if name not in left_out]
+    if names and not taken:
+        raise ConfigurationError(
+            f"nothing is left of {source.path}: exclude={sorted(unwanted.given)} takes all out"
+        )
+    for name in taken:
+        tensor = source.tensors.get(name)
+        if tensor is not None and not tensor.is_meta:
+            _check_plain(source.path, name, tensor)
+    old_of = renamed(taken, rename, part=root, all_used=True)
+    return Selected(source, old_of, target_dtype)
 
 
-def shape_of(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor without data."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+def _check_plain(path: Location, name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedTensorError` for a tensor that has not all its values in dense bytes of its own."""
+    found = without_bytes(tensor)
+    if found is not None:
+        reason, way_out = found
+    elif type(tensor.detach()) is not torch.Tensor:
+        reason, way_out = f"a {type(tensor).__name__}", "make it a plain tensor"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "a view with conjugate or negative values"
+        way_out = "resolve_conj().resolve_neg() it"
+    elif tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
+        reason, way_out = "a view of far fewer elements than it has", "make it contiguous()"
+    else:
+        return
+    raise UnsupportedTensorError(
+        f"{path}: {name!r} is {reason}; leave it out with exclude={name!r} (--exclude), or {way_out} before torch.save "
+        f"stores it"
+    )
+
+
+def optimizers_in(source: Source) -> list[str]:
+    """The names of the optimizers whose states are in ``source``."""
+    found = filter(None, map(_OPTIMIZER.match, source.names()))
+    return list(dict.fromkeys(each[1] for each in found))
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16' or 'bf16'"
+        )
+    return found
+
+
+def contents_of(
+    catalog: Catalog,
+) -> tuple[dict[str, torch.Tensor], dict[str, None], dict[str, KeyPath]]:
+    """What a checked ``catalog`` has: tensors without data, objects, and the paths of all and of empty dicts."""
+    tensors = {
+        name: torch.empty(catalog.shape(number), dtype=catalog.table[kind].dtype, device="meta")
+        for number, (name, kind) in enumerate(
+            zip(catalog.names, catalog.properties.tolist(), strict=True)
+        )
+        if kind >= 0
+    }
+    objects = dict.fromkeys(name for name in catalog.names if name not in tensors)
+    mappings = catalog.mappings if isinstance(catalog.mappings, dict) else {}
+    paths = {name: path_of(name, mappings) for name in catalog.names}
+    paths.update((name, mappings[name]) for name in empties(mappings) if name not in paths)
+    return tensors, objects, paths
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -196,3 +308,90 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
+
+
+# ---- files of other programs, in the file system or in a store ---------------------------------------
+
+
+_REQUEST_BYTES: Final = 16 << 20
+"""What is read of an object by one request."""
+
+
+@contextlib.contextmanager
+def opened(path: Location) -> Iterator[ReadableFile]:
+    """The open file at ``path``. A read that fails in the block raises :class:`StorageError`.
+
+    Raises :class:`CheckpointNotFoundError` or :class:`StorageError`.
+    """
+    try:
+        file = open_readable(path)
+    except OSError as error:
+        kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
+        raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
+    with contextlib.closing(file), explained("reading", path):
+        yield file
+
+
+def part_of(file: ReadableFile, begin: int, nbytes: int) -> bytes:
+    """``nbytes`` of an open file from ``begin`` on; fewer at its end."""
+    part, count = io.BytesIO(bytes(max(0, min(nbytes, file.nbytes - begin)))), 0
+    with part.getbuffer() as buffer:
+        for at in range(0, len(buffer), _REQUEST_BYTES):
+            count += file.read_at(begin + at, buffer[at : at + _REQUEST_BYTES])
+    part.truncate(count)
+    return part.getvalue()
+
+
+def read_whole(path: Location, at_most: int | None = None) -> bytes:
+    """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
+    with opened(path) as file:
+        return part_of(file, 0, file.nbytes if at_most is None else at_most)
+
+
+@contextlib.contextmanager
+def local_file(path: Location) -> Iterator[Path]:
+    """A file with the bytes at ``path``: of an object in a store, a copy in the directory for temporary files, which is
+    removed with the context; a mapping of it stays. Raises as :func:`opened`.
+    """
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="dcp_datastates-") as copy:
+        with opened(path) as file, explained("copying to a temporary file", copy.name, file.nbytes):
+            for begin in range(0, file.nbytes, _REQUEST_BYTES):
+                copy.write(part_of(file, begin, _REQUEST_BYTES))
+            copy.flush()
+        yield Path(copy.name)
+
+
+def mapped(path: Location) -> torch.UntypedStorage:
+    """The bytes of a file, mapped. Raises as :func:`opened`."""
+    with local_file(path) as local, opened(local) as file:
+        try:
+            whole = torch.from_file(str(local), size=file.nbytes, dtype=torch.uint8, device="cpu")
+            return whole.untyped_storage()
+        except RuntimeError as error:
+            raise StorageError(errno.EIO, f"mapping it failed: {error}", str(path)) from error
+
+
+def loaded(
+    file: str | IO[bytes],
+    said: str,
+    allow_objects: bool,
+    way_out: str = "exclude it",
+    mapped: bool = False,
+) -> Any:
+    """:func:`~dcp_datastates.io.unpickling.unpickled`, with tensors on the CPU.
+
+    Raises :class:`UnsafeObjectError` as that; :class:`CheckpointCorruptError` or :class:`StorageError`.
+    """
+    try:
+        return unpickled(file, said, allow_objects, device="cpu", way_out=way_out, mapped=mapped)
+    except UnsafeObjectError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, f"reading {said} failed: {error.strerror}", said) from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
+        ) from error

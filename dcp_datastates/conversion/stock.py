@@ -22,19 +22,30 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from dcp_datastates.conversion.destination import Output, write_small_file
-from dcp_datastates.conversion.files import loaded, opened, part_of, read_whole
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, paths_of, shape_of
+from dcp_datastates.conversion.source import (
+    PIECE_BYTES,
+    Source,
+    contents_of,
+    loaded,
+    opened,
+    part_of,
+    read_whole,
+)
 from dcp_datastates.conversion.torch_file import own, save_to
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, StorageError
-from dcp_datastates.format.key_paths import as_dcp_has_them
+from dcp_datastates.format.key_paths import as_dcp_has_them, check_paths
+from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.metadata_check import check_covered, validate
 from dcp_datastates.format.metadata_objects import catalog_of
 from dcp_datastates.io.unpickling import BoundedUnpickler, unsafe
@@ -57,25 +68,19 @@ _OTHERS: Final = {
 class StockSource(Source):
     """A checkpoint of stock DCP."""
 
-    format = "stock DCP"
-
     def __init__(self, path: Location, allow_objects: bool) -> None:
-        self.path = path
         metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
         try:
-            self._entries = dict(metadata.state_dict_metadata)
-            self.tensors = {
-                name: shape_of(entry.properties.dtype, entry.size)
-                for name, entry in self._entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            self.objects = dict.fromkeys(name for name in self._entries if name not in self.tensors)
-            self.paths = paths_of(self._entries, metadata.planner_data)
-            wrong = validate(catalog_of(metadata), filled=False)
+            catalog = catalog_of(metadata)
+            wrong = validate(catalog, filled=False)
+            check_paths(metadata.planner_data, catalog.names)
+            contents = contents_of(catalog)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
+        super().__init__(path, "stock DCP", *contents)
+        self._entries = metadata.state_dict_metadata
         self._places = metadata.storage_data or {}
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -145,7 +150,7 @@ class StockSource(Source):
                     f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in {relative}, "
                     f"which is cut short, or the metadata are damaged"
                 )
-            return part_of(file, begin, length).getvalue()
+            return part_of(file, begin, length)
 
 
 class _Unpickler(BoundedUnpickler):
@@ -207,7 +212,10 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
             def place(name: str) -> None:  # what was written since the last call
                 nonlocal begin
                 end = stream.tell()
-                places[source.index_of(name)] = _StorageInfo(path.name, begin, end - begin)
+                shaped = source.tensors.get(name)
+                offset = None if shaped is None else torch.Size([0] * shaped.ndim)
+                index = MetadataIndex(name, offset)
+                places[index] = _StorageInfo(path.name, begin, end - begin)
                 begin = end
 
             def save(group: list[str]) -> None:  # a function: when it ends, the tensors are freed
@@ -225,8 +233,17 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
             os.fsync(stream.fileno())
 
     def finish() -> None:
-        metadata = source.metadata(places, StorageMeta())
-        metadata.planner_data = dict(as_dcp_has_them(metadata.planner_data))
+        entries: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype),
+                each.shape,
+                [ChunkStorageMetadata(torch.Size([0] * each.ndim), each.shape)],
+            )
+            for name, each in source.tensors.items()
+        }
+        entries.update((name, BytesStorageMetadata()) for name in source.objects)
+        paths = dict(as_dcp_has_them(dict(source.paths)))
+        metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 
     parts = enumerate(source.groups(source.tensors, shard_bytes))

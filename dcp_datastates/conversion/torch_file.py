@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import loaded, local_file
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, shape_of
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, loaded, local_file
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
     IncompatibleStateError,
-    UnsupportedStateError,
-    UnsupportedTensorError,
 )
 from dcp_datastates.format.key_paths import flatten
 from dcp_datastates.process.work import Done
@@ -28,63 +24,34 @@ from dcp_datastates.storage.object_path import Location
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80\x02"
 
-_MOST_EXPANDED: Final = 128 << 20
-"""A file of a few bytes may have a tensor of any size, all of whose elements are one."""
 
+def torch_source(path: Location, allow_objects: bool) -> Source:
+    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth.
 
-class TorchSource(Source):
-    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth."""
-
-    format = "torch.save"
-
-    def __init__(self, path: Location, allow_objects: bool) -> None:
-        self.path = path
-        state = _load(path, allow_objects)
-        if not isinstance(state, Mapping):
-            kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
-            raise IncompatibleStateError(
-                f"{path} holds a {kind}; only a dict with strings as keys can be converted"
-            )
-        try:
-            values, self.paths = flatten(_opened_up(state))
-        except RecursionError:
-            raise IncompatibleStateError(
-                f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
-            ) from None
-        except ValueError as error:
-            name = str(error).rpartition(" ")[2]
-            raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
-        if "" in values or "" in self.paths:
-            raise IncompatibleStateError(
-                f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
-            )
-        self._values = values
-        self.tensors = {
-            name: shape_of(each.dtype, each.shape)
-            for name, each in values.items()
-            if isinstance(each, torch.Tensor)
-        }
-        self.objects = dict.fromkeys(name for name in values if name not in self.tensors)
-        self.refusals = {
-            name: UnsupportedTensorError(f"{path}: {name!r} is {kind}")
-            for name in self.tensors
-            if (kind := _no_plain_kind(values[name], name))
-        }
-
-    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """See :class:`Source`."""
-        return [self._values[name] for name in names]
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        buffer = io.BytesIO()
-        try:
-            torch.save(self._values[name], buffer)
-        except Exception as error:
-            raise UnsupportedStateError(
-                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
-            ) from error
-        return buffer.getvalue()
+    Raises :class:`IncompatibleStateError` for another value, and what :func:`loaded` raises.
+    """
+    state = _load(path, allow_objects)
+    if not isinstance(state, Mapping):
+        kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+        raise IncompatibleStateError(
+            f"{path} holds a {kind}; only a dict with strings as keys can be converted"
+        )
+    try:
+        values, paths = flatten(state)
+    except RecursionError:
+        raise IncompatibleStateError(
+            f"{path} nests dicts and lists too deeply; load it with torch.load, make it flatter, save it again"
+        ) from None
+    except ValueError as error:
+        name = str(error).rpartition(" ")[2]
+        raise IncompatibleStateError(f"{path} has two values with the name {name!r}") from None
+    if "" in values or "" in paths:
+        raise IncompatibleStateError(
+            f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
+        )
+    tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+    objects = {name: each for name, each in values.items() if name not in tensors}
+    return Source(path, "torch.save", tensors, objects, paths)
 
 
 def is_torch_file(first: bytes) -> bool:
@@ -120,40 +87,6 @@ def _check_archive(stream: IO[bytes], path: Location) -> None:
         raise IncompatibleStateError(
             f"{path} is compressed: another program has packed the archive; load it with torch.load, and save it again"
         )
-
-
-def _no_plain_kind(tensor: torch.Tensor, name: str) -> str:
-    """What a tensor is that has not all its values in dense bytes of its own, and the way out; empty for others."""
-    way_out = f"exclude={name!r} (--exclude) leaves it out, and"
-    if tensor.is_quantized:
-        return f"quantized: its bytes alone do not say its values; {way_out} dequantize() before torch.save stores it"
-    if type(tensor.detach()) is not torch.Tensor or tensor.layout is not torch.strided:
-        kind = f"a {type(tensor).__name__} of layout {tensor.layout}"
-        return f"{kind}; only plain dense tensors can be converted: {way_out} to_dense() before torch.save stores it"
-    if tensor.is_conj() or tensor.is_neg():
-        return (
-            f"a view with conjugate or negative values; {way_out} tensor.resolve_conj().resolve_neg() before "
-            f"torch.save stores it"
-        )
-    if tensor.nbytes > max(_MOST_EXPANDED, 4 * tensor.untyped_storage().nbytes()):
-        return f"a view of far fewer elements than it has; {way_out} contiguous() before torch.save stores it"
-    return ""
-
-
-def _opened_up(value: Any) -> Any:
-    """A nested state whose tuples with tensors in them are lists, as DCP takes lists apart, and no tuples."""
-    if isinstance(value, Mapping):
-        return {key: _opened_up(each) for key, each in value.items()}
-    if isinstance(value, list) or (isinstance(value, tuple) and _has_tensors(value)):
-        return [_opened_up(each) for each in value]
-    return value
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    inner = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, (Mapping, list, tuple)) and any(map(_has_tensors, inner))
 
 
 def write_torch(

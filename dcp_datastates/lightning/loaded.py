@@ -19,9 +19,9 @@ import lightning.pytorch.core.saving
 import torch
 from lightning.fabric.utilities import cloud_io, move_data_to_device
 
-from dcp_datastates.conversion.lightning_file import META, MODEL, OPTIMIZERS, lightning_checkpoint
 from dcp_datastates.errors import CheckpointNotFoundError, IncompatibleStateError
 from dcp_datastates.format.stored_names import new_name
+from dcp_datastates.lightning.stored import META, MODEL, OPTIMIZERS, lightning_checkpoint
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import load
 from dcp_datastates.manager.frameworks import files_from, is_ours_here

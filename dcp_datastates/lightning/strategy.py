@@ -36,7 +36,15 @@ from dcp_datastates.checkpoints.find import newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.inventory import remove_all
 from dcp_datastates.checkpoints.listing import candidates, newest_first
-from dcp_datastates.conversion.lightning_file import (
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    IncompatibleStateError,
+)
+from dcp_datastates.io.unpickling import unpickled
+from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, meta_of, plain
+from dcp_datastates.lightning.stored import (
     COUNT,
     FURTHER_TENSORS,
     META,
@@ -46,14 +54,6 @@ from dcp_datastates.conversion.lightning_file import (
     lightning_checkpoint,
     optimizer_name,
 )
-from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    IncompatibleStateError,
-)
-from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.lightning.loaded import Loaded, chosen, fitted, meta_of, plain
 from dcp_datastates.loading.fit import FitOptions
 from dcp_datastates.loading.load import load
 from dcp_datastates.manager.frameworks import (

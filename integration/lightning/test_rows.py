@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.core.saving as saving
 import pytest
 import torch
 
@@ -70,26 +71,26 @@ def test_a_job_may_begin_or_cease_to_compile(
 
 
 @pytest.mark.parametrize("model", [Net, Compiled, Scheduled, TwoGroups, WithLBFGS])
-def test_lightnings_own_strategy_goes_on_from_a_checkpoint_and_from_what_convert_makes_of_it(
+def test_lightnings_own_strategy_goes_on_from_a_checkpoint_and_from_a_file_made_of_it(
     tmp_path: Path, model: type[Net]
 ) -> None:
     live, own = Use("own single", tmp_path / "live"), Use("own single", tmp_path / "own")
     losses = from_step(live.resume(model(), None), 10)
     path = Use("single", tmp_path).save(model())
     assert own.resume(model(), path) == losses
-    ds.convert(path, tmp_path / "file.ckpt", "torch")
+    torch.save(saving.pl_load(path), tmp_path / "file.ckpt")
     assert own.resume(model(), str(tmp_path / "file.ckpt")) == losses
     assert_same(torch.load(tmp_path / "file.ckpt"), torch.load(live.save(model())))
 
 
-def test_what_two_ranks_have_saved_is_converted_for_lightning(tmp_path: Path) -> None:
+def test_what_two_ranks_have_saved_becomes_a_file_of_lightnings(tmp_path: Path) -> None:
     """Each rank has written a part: groups and parameters are in their order all the same."""
     files = []
     for kind in ("ddp", "own ddp"):
         folder = tmp_path / kind
         path = on_two_ranks("saved", tmp_path, folder=str(folder), kind=kind, model="TwoGroups")
         files.append(path)
-    ds.convert(files[0], tmp_path / "file.ckpt", "torch")
+    torch.save(saving.pl_load(files[0]), tmp_path / "file.ckpt")
     assert_same(torch.load(tmp_path / "file.ckpt"), torch.load(files[1]))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.core.saving as saving
 import pytest
 import torch
 from support.stores.server import BUCKET, endpoint, use
@@ -120,12 +121,12 @@ def test_a_job_may_change_its_strategy(tmp_path: Path, saved: str, loaded: str) 
         assert list(one.result()["losses"]) == [3, 4, 5]
 
 
-def test_load_from_checkpoint_reads_a_file_that_was_converted(
+def test_load_from_checkpoint_reads_a_file_made_of_a_checkpoint(
     tmp_path: Path, whole: tuple[Path, dict[int, str]]
 ) -> None:
     from lightning_jobs import Tiny
 
-    ds.convert(whole[0] / name(4), tmp_path / "file.ckpt", "torch")
+    torch.save(saving.pl_load(whole[0] / name(4), weights_only=False), tmp_path / "file.ckpt")
     module = Tiny.load_from_checkpoint(tmp_path / "file.ckpt", strict=False, weights_only=False)
     assert module.hparams["dropout"] == 0.1
     stored = torch.load(tmp_path / "file.ckpt", weights_only=False)

@@ -45,7 +45,7 @@ def test_options_reach_the_conversion(source, tmp_path):
     ended = run_cli(
         "convert", source, tmp_path / "out", "--to", "hf", "--only", "model", "--exclude", "model.b",
         "--rename", "model.=net.", "--dtype", "bfloat16", "--shard-size", "1KB", "--threads", "1",
-        "--host-cache-size", "32MiB", "--json",
+        "--json",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)

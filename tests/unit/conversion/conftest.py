@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import save
 from support.state.states import filled
 
-SMALL = {"host_cache_size": "32MiB", "threads": 2}
+SMALL = {"threads": 2}
 
 
 def make_state() -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(when, to,
         from pathlib import Path
         with armed("convert.exchange.{when}=kill", log=Path({str(log)!r})):
             import dcp_datastates
-            dcp_datastates.convert({str(source)!r}, path, {to!r}, overwrite=True, host_cache_size="32MiB")
+            dcp_datastates.convert({str(source)!r}, path, {to!r}, overwrite=True)
     """
     ended = run_script(body, root / "out")
     assert ended.returncode == -9, ended.stderr
@@ -152,7 +152,7 @@ def test_a_kill_leaves_nothing_at_the_path(to, source, tmp_path):
         from pathlib import Path
         with armed("convert.rename.before=kill", log=Path({str(log)!r})):
             import dcp_datastates
-            dcp_datastates.convert({str(source)!r}, path, {to!r}, host_cache_size="32MiB")
+            dcp_datastates.convert({str(source)!r}, path, {to!r})
     """
     (tmp_path / "root").mkdir()
     ended = run_script(body, tmp_path / "root" / "out")

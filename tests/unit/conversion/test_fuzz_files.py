@@ -21,7 +21,7 @@ from support.waiting import little_work
 import dcp_datastates
 from dcp_datastates.conversion.safetensors_files import weights_in
 from dcp_datastates.conversion.stock import StockSource
-from dcp_datastates.conversion.torch_file import TorchSource
+from dcp_datastates.conversion.torch_file import torch_source
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run
 
@@ -66,8 +66,11 @@ def _identity(folder: Path) -> Path:
 
 
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], object]]] = {
-    "torch": (lambda folder: _torch_file(folder, True), lambda _, file: TorchSource(file, False)),
-    "legacy": (lambda folder: _torch_file(folder, False), lambda _, file: TorchSource(file, False)),
+    "torch": (lambda folder: _torch_file(folder, True), lambda _, file: torch_source(file, False)),
+    "legacy": (
+        lambda folder: _torch_file(folder, False),
+        lambda _, file: torch_source(file, False),
+    ),
     "stock": (_stock, lambda folder, _: StockSource(folder, False)),
     "index": (_index, lambda folder, _: weights_in(folder)),
     "decision": (_decision, lambda folder, _: dcp_datastates.latest(folder)),

@@ -74,7 +74,6 @@ def test_names(options, names, source, tmp_path):
         ({"shard_size": "many"}, ConfigurationError, "shard_size='many'"),
         ({"shard_size": 0}, ConfigurationError, "shard_size=0"),
         ({"threads": 0}, ConfigurationError, "threads=0"),
-        ({"host_cache_size": "1MiB"}, ConfigurationError, "host_cache_size"),
         ({"strict": 1}, ConfigurationError, "strict=1"),
         ({"config_from": "."}, ConfigurationError, "only for to='hf'"),
         ({"shards": 3}, ConfigurationError, "no option 'shards'"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_datastates.conversion.source import as_bytes
-from dcp_datastates.conversion.torch_file import TorchSource
+from dcp_datastates.conversion.torch_file import torch_source
 
 
 @settings(max_examples=50, deadline=None)
@@ -18,7 +18,7 @@ def test_groups_are_all_tensors_in_order_and_bounded(tmp_path_factory, lengths, 
     state = {f"t{number}": torch.arange(length) for number, length in enumerate(lengths)}
     path = tmp_path_factory.mktemp("groups") / "in"
     torch.save(state, path)
-    source = TorchSource(path, False)
+    source = torch_source(path, False)
     groups = source.groups(state, most)
     assert list(itertools.chain.from_iterable(groups)) == list(state)
     for names in groups:

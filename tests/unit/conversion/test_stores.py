@@ -7,22 +7,19 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.simulated.object_stores import Fate, MemoryStore, installed
-from support.state.checkpoints import assert_same, load_everything, save
+from support.simulated.object_stores import MemoryStore, installed
+from support.state.checkpoints import assert_same, save
 from support.state.states import filled
-from support.stores.server import BUCKET, Bucket, endpoint
 
 import dcp_datastates
-from dcp_datastates import convert, copy, diff, latest, pin
+from dcp_datastates import convert, copy, diff, latest
 from dcp_datastates.errors import (
     CheckpointCorruptError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
-    DataStatesError,
 )
 
-from .conftest import SMALL, make_state
+from .conftest import SMALL
 
 FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
 
@@ -124,101 +121,19 @@ def test_damage_in_a_store_is_found(store, path, tmp_path):
 # ---- to a store --------------------------------------------------------------------------------
 
 
-def _data_keys(store) -> list[str]:
-    return [key for key in store.objects if key.endswith(".safetensors")]
-
-
-@pytest.mark.parametrize("source", ["dcp", "torch", "datastates"])
-def test_any_format_becomes_ours_in_a_store(source, sources, store, path):
-    convert(sources[source], path, "datastates", shard_size="4KiB", **SMALL)
-    assert len(_data_keys(store)) > 1
-    assert dcp_datastates.verify(path).whole
-    assert diff(sources["datastates"], path).same
-    assert_same(load_everything(path)["model"], make_state()["model"])
-
-
-def test_large_files_are_streamed_to_a_server(model, s3_root, tmp_path):
-    convert(model, f"{s3_root}/step-1", **SMALL)
-    assert diff(model, f"{s3_root}/step-1").same
-    assert str(latest(s3_root)) == f"{s3_root}/step-1"
-    assert Bucket(endpoint()).uploads(s3_root.removeprefix(f"s3://{BUCKET}/")) == []
-    copy(f"{s3_root}/step-1", tmp_path / "down")
-    assert diff(model, tmp_path / "down").same
-
-
-@pytest.mark.parametrize("source", ["ours", "safetensors"])
-def test_large_files_go_from_store_to_store(source, model, s3_root):
-    """A library that asks for the next piece must not be asked for it within that call."""
-    url = f"{s3_root}/in"
-    if source == "ours":
-        convert(model, url, **SMALL)
-        copy(url, f"{s3_root}/copied")
-        assert dcp_datastates.verify(f"{s3_root}/copied").whole
-    else:
-        Bucket(endpoint()).put(url.removeprefix(f"s3://{BUCKET}/"), model.read_bytes())
-    convert(url, f"{s3_root}/out", "datastates", **SMALL)
-    assert diff(model, f"{s3_root}/out").same
-
-
-def test_what_is_there_is_replaced_only_on_demand(model, store, path):
-    save({"old": torch.ones(3)}, path)
-    with pytest.raises(CheckpointExistsError, match="--overwrite"):
-        convert(model, path, **SMALL)
-    assert_same(load_everything(path), {"old": torch.ones(3)})
-    convert(model, path, overwrite=True, **SMALL)
-    assert diff(model, path).same
-    assert len(_data_keys(store)) == 1
-
-
-def test_a_conversion_is_newer_than_what_was_saved_beside_it(model, path):
-    save({"a": torch.ones(3)}, f"{path}0")
-    convert(model, path, **SMALL)
-    assert str(latest(path.rpartition("/")[0])) == path
-    save({"a": torch.ones(3)}, f"{path}0")
-    assert str(latest(path.rpartition("/")[0])) == f"{path}0"
-
-
-@pytest.mark.parametrize("kind", ["put_stream", "put", "put_if_absent"])
-def test_a_store_that_fails_keeps_the_old_one_and_no_data(kind, model, store, path):
-    save({"old": torch.ones(3)}, path)
-    before = _data_keys(store)
-    store.on_request = lambda request: (
-        Fate.REFUSED
-        if request.kind == kind and not request.key.endswith(".metadata")
-        else Fate.DONE
-    )
-    with pytest.raises(DataStatesError, match="503"):
-        convert(model, path, overwrite=True, shard_size="1MiB", **SMALL)
-    store.on_request = lambda request: Fate.DONE
-    assert_same(load_everything(path), {"old": torch.ones(3)})
-    if kind != "put_if_absent":  # the outcome of the commit is unknown: nothing may be removed
-        assert _data_keys(store) == before
-    convert(model, path, overwrite=True, shard_size="1MiB", **SMALL)
-    assert diff(model, path).same
-    assert len(_data_keys(store)) == 2
-
-
-@pytest.mark.parametrize("to", [to for to in (*FORMATS, "peft") if to != "datastates"])
-def test_formats_that_cannot_appear_at_once_are_refused_early(to, path, store, tmp_path):
-    with pytest.raises(ConfigurationError, match=rf"mem://bucket.*to='{to}'.*local path"):
+@pytest.mark.parametrize("to", [*FORMATS, "peft", None])
+def test_a_store_is_no_target_and_the_way_there_is_said(to, path, store, tmp_path):
+    way = r"dcp_datastates\.copy" if to in ("datastates", None) else "own tool"
+    with pytest.raises(ConfigurationError, match=rf"mem://bucket.*local path.*{way}"):
         convert(tmp_path / "there is none", path, to)
     assert not store.requests()
 
 
-def test_prefixes_that_hold_something_else_are_refused(model, store, path):
-    with pytest.raises(ConfigurationError, match="bucket: a checkpoint needs a prefix"):
-        convert(model, "mem://bucket")
-    store.put("run/step-1/config.json", b"{}")
-    with pytest.raises(ConfigurationError, match=r"other objects.*config.json"):
-        convert(model, path, overwrite=True, **SMALL)
-    store.delete(["run/step-1/config.json"])
-    save({"old": torch.ones(3)}, path)
-    for inside in (path, "mem://bucket/run", f"{path}/below"):
-        with pytest.raises(ConfigurationError, match="lie in each other"):
-            convert(path, inside, "datastates", overwrite=True)
-    pin(path, "eval")
-    with pytest.raises(ConfigurationError, match="pinned"):
-        convert(model, path, overwrite=True, **SMALL)
+def test_what_was_converted_is_copied_to_a_server(model, s3_root, tmp_path):
+    convert(model, tmp_path / "ours", **SMALL)
+    copy(tmp_path / "ours", f"{s3_root}/step-1")
+    assert diff(model, f"{s3_root}/step-1").same
+    assert str(latest(s3_root)) == f"{s3_root}/step-1"
 
 
 # ---- comparisons -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What Lightning has saved through this package, as the file that Lightning's own strategies write and resume from.
+"""How a checkpoint of Lightning is stored, and what Lightning's own strategies would have saved.
 
 In a checkpoint of this package lie the model under ``state_dict``, optimizers by names of parameters under
 ``optimizer_0``, …, and all else, pickled by each rank, under ``files``. In Lightning's file, an optimizer lies as its
@@ -7,14 +7,9 @@ In a checkpoint of this package lie the model under ``state_dict``, optimizers b
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp_datastates.conversion.files import loaded
-from dcp_datastates.conversion.source import Selected, Source
-from dcp_datastates.format.key_paths import KeyPath
-from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.structure import packed_optimizer
 
 MODEL: Final = "state_dict"
@@ -29,8 +24,6 @@ NAMES: Final = "dcp_datastates_names"
 
 COUNT: Final = "dcp_datastates_optimizers"
 """The key of the number of optimizers."""
-
-_FILE: Final = f"files.rank-0.{META}"
 
 
 def optimizer_name(number: int) -> str:
@@ -55,29 +48,3 @@ def lightning_checkpoint(stored: Mapping[str, Any], meta: Mapping[str, Any]) -> 
             packed_optimizer(stored.get(optimizer_name(number), {})) for number in range(optimizers)
         ]
     return found
-
-
-def is_of_lightning(source: Source) -> bool:
-    """Whether a checkpoint was saved by Lightning, through this package."""
-    return _FILE in source.objects
-
-
-def lightning_file(
-    source: Source, allow_objects: bool
-) -> tuple[Source, Callable[[Mapping[str, Any]], dict[str, Any]]]:
-    """What Lightning has saved, and how its values are nested in Lightning's file."""
-    # What else is not Lightning's own is left out when all is nested.
-    own = Selected(
-        source, {name: name for name in source.paths if not is_under(name, frozenset({"files"}))}
-    )
-    own.paths = {name: _path_in_model(name, path) for name, path in own.paths.items()}
-    data = io.BytesIO(source.value(_FILE, allow_objects))
-    meta = loaded(data, f"{source.path}: {META}", allow_objects)
-    return own, lambda values: lightning_checkpoint(own.nested(values), meta)
-
-
-def _path_in_model(name: str, path: KeyPath) -> KeyPath:
-    """A value of the model that was renamed is one of the model's all the same."""
-    if path[0] == MODEL or not is_under(name, frozenset({MODEL})):
-        return path
-    return MODEL, name.removeprefix(f"{MODEL}.")
