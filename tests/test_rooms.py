@@ -70,7 +70,7 @@ BUDGETS = {
     "storage": 3_754,
     "tiers": 2_279,
     "torchtitan": 506,
-    "wire": 600,
+    "wire": 593,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""

@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from typing_extensions import Buffer
@@ -106,10 +106,8 @@ class Line:
         answered before the next, which is waited for without a limit.
         """
         while True:
-            self._socket.settimeout(None)
-            self._socket.recv(1, socket.MSG_PEEK)
             try:
-                request = self.receive(most)
+                request = self.receive(most, is_idle=True)
             except DamagedError as error:
                 self.refuse(error)
             else:
@@ -129,17 +127,16 @@ class Line:
     def send(self, words: object, *data: Buffer) -> None:
         """Send a message; its data are those of all ``data``, one after the other."""
         said = json.dumps(words).encode()
-        views = [memoryview(said), *(memoryview(part).cast("B") for part in data)]
-        checksum = 0
+        views = [memoryview(part).cast("B") for part in data]
+        checksum, nbytes = crc32c(said), sum(view.nbytes for view in views)
         for view in views:
             checksum = crc32c(view, checksum)
-        nbytes = sum(view.nbytes for view in views) - len(said)
         header = _HEADER.pack(len(said), nbytes, checksum, _own(len(said), nbytes, checksum))
-        self.send_plain(header, *views)
+        self.send_plain(header + said, *views)
 
-    def receive(self, most: int = 0) -> tuple[Any, memoryview]:
-        """The next message, with data of at most ``most`` bytes."""
-        header = self.receive_plain(_HEADER.size)
+    def receive(self, most: int = 0, *, is_idle: bool = False) -> tuple[Any, memoryview]:
+        """The next message, with data of at most ``most`` bytes. ``is_idle``: waits without a limit until it begins."""
+        header = self.receive_plain(_HEADER.size, is_idle=is_idle)
         length, nbytes, checksum, own = _HEADER.unpack(header)
         if own != _own(length, nbytes, checksum) or length > _MOST_WORDS or nbytes > most:
             raise ConnectionAbortedError(
@@ -155,39 +152,35 @@ class Line:
 
     def send_plain(self, *parts: Buffer) -> None:
         """Send bytes."""
-        views = [memoryview(part) for part in parts]
-        with _in_time(self._seconds):
-            while views:
-                self._limit_time()
-                sent = self._socket.sendmsg(views)
-                while views and sent >= views[0].nbytes:
-                    sent -= views.pop(0).nbytes
-                if sent:
-                    views[0] = views[0][sent:]
+        for part in parts:
+            self._move(memoryview(part), self._socket.send)
 
-    def receive_plain(self, nbytes: int) -> memoryview:
-        """Receive ``nbytes`` bytes."""
-        view = rest = memoryview(bytearray(nbytes))
+    def receive_plain(self, nbytes: int, *, is_idle: bool = False) -> memoryview:
+        """Receive ``nbytes`` bytes. ``is_idle``: waits for the first of them without a limit."""
+        view = memoryview(bytearray(nbytes))
+        self._move(view, self._socket.recv_into, is_idle)
+        return view
+
+    def _move(
+        self, view: memoryview, move: Callable[[memoryview], int], is_idle: bool = False
+    ) -> None:
+        """Send or receive all of ``view`` by ``move``, which returns how many bytes it has sent or received."""
         with _in_time(self._seconds):
-            while rest.nbytes:
-                self._limit_time()
-                count = self._socket.recv_into(rest)
+            while view.nbytes:
+                left = self._ends_at - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(None if is_idle else min(left, self._most_seconds))
+                count = move(view)
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
-                rest = rest[count:]
-        return view
+                view, is_idle = view[count:], False
 
     def close(self) -> None:
         """Idempotent; any thread. Wakes a thread that waits for the other end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _limit_time(self) -> None:
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(min(left, self._most_seconds))
 
 
 @contextlib.contextmanager
