@@ -5,9 +5,10 @@ CRC32C of its own. Nothing is unpickled, and each length is compared with a limi
 
 Before the first message, each end proves that it knows the key of the server's :class:`Address`:
 
-1. The server sends a random challenge.
-2. The client sends a challenge of its own, and an HMAC of both by the key.
-3. The server sends another HMAC of both; zeros, if the client's was wrong.
+1. The server sends a random challenge, whose first bit says whether it uses TLS. Either both ends do, or they part.
+2. Both shake hands for TLS 1.3: all that follows is encrypted.
+3. The client sends a challenge of its own, and an HMAC of both by the key.
+4. The server sends another HMAC of both; zeros, if the client's was wrong.
 
 The client then sends requests, and receives an answer to each, in order: ``["ok", result]``, with data, or ``["error",
 errno, text]``.
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -32,7 +34,7 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.process.forks import closed_in_children
-from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.secret import SAME_FOR_ALL, Address, encryption
 
 PROGRESS_SECONDS: Final = 30.0
 """How long a connection may carry no byte while one is due."""
@@ -165,36 +167,63 @@ class Line:
         self, view: memoryview, move: Callable[[memoryview], int], is_idle: bool = False
     ) -> None:
         """Send or receive all of ``view`` by ``move``, which returns how many bytes it has sent or received."""
-        with _in_time(self._seconds):
+        with _explained(self._seconds):
             while view.nbytes:
-                left = self._ends_at - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(None if is_idle else min(left, self._most_seconds))
+                self._limit_time()
+                if is_idle:
+                    self._socket.settimeout(None)
                 count = move(view)
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 view, is_idle = view[count:], False
 
-    def close(self) -> None:
-        """Idempotent; any thread. Wakes a thread that waits for the other end."""
+    def _limit_time(self) -> None:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(left, self._most_seconds))
+
+    def encrypt(self, context: ssl.SSLContext) -> None:
+        """As a client, shake hands for TLS."""
+        with _explained(self._seconds):
+            self._limit_time()
+            self._socket = closed_in_children(context.wrap_socket(self._socket))
+
+    def end(self) -> None:
+        """End the connection. Idempotent; any thread. The one that uses the line finds that it has ended."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own: what that thread sends would no longer be encrypted.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, in the thread that uses it: its descriptor may be another one's next. Idempotent."""
+        self.end()
         self._socket.close()
 
 
 @contextlib.contextmanager
-def _in_time(seconds: float) -> Iterator[None]:
-    """Says in a TimeoutError for how long the other end was waited for."""
+def _explained(seconds: float) -> Iterator[None]:
+    """Says in a TimeoutError for how long the other end was waited for; errors of TLS become those of the system."""
     try:
         yield
     except TimeoutError as error:
         text = f"it does not answer within {seconds:.3g} s"
         raise TimeoutError(errno.ETIMEDOUT, text) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+        raise ConnectionResetError(errno.ECONNRESET, "the connection has ended") from error
+    except ssl.SSLError as error:
+        text = f"TLS refuses it ({getattr(error, 'verify_message', error.reason)}): {SAME_FOR_ALL}"
+        raise PermissionError(errno.EACCES, text) from error
 
 
 def _own(length: int, nbytes: int, checksum: int) -> int:
     return crc32c(_HEADER.pack(length, nbytes, checksum, 0))
+
+
+def new_challenge(*, has_tls: bool) -> bytes:
+    """A server's challenge, which says whether the server uses TLS."""
+    first, *rest = os.urandom(CHALLENGE_BYTES)
+    return bytes([first & 0x7F | has_tls << 7, *rest])
 
 
 def proof(key: bytes, role: bytes, challenges: bytes) -> bytes:
@@ -214,20 +243,27 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
 
 
 def _connected(address: Address, seconds: float, ends_at: float) -> Line:
-    key = address.key()
-    with _in_time(seconds):
+    key, tls = address.key(), encryption(of_server=False)
+    with _explained(seconds):
         left = max(0.001, ends_at - time.monotonic())
         line = Line(socket.create_connection(address[:2], left))
     try:
         line.end_within(max(0.001, ends_at - time.monotonic()))
-        mine = os.urandom(CHALLENGE_BYTES)
-        both = bytes(line.receive_plain(CHALLENGE_BYTES)) + mine
+        theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
+        if theirs[0] >> 7 != (tls is not None):
+            raise PermissionError(
+                errno.EACCES,
+                f"{'this process' if tls else 'it'} uses TLS, and {'it' if tls else 'this process'} does not: "
+                f"{SAME_FOR_ALL}",
+            )
+        if tls is not None:
+            line.encrypt(tls)
+        both = theirs + mine
         line.send_plain(mine + proof(key, b"client", both))
         if not hmac.compare_digest(line.receive_plain(PROOF_BYTES), proof(key, b"server", both)):
             raise PermissionError(
                 errno.EACCES,
-                "it does not know the job's secret, or has another one: DCP_DATASTATES_SECRET, or "
-                "DCP_DATASTATES_SECRET_FILE, must be the same on all ranks",
+                f"it does not know the job's secret, or has another one: {SAME_FOR_ALL}",
             )
         line.end_within(math.inf)
     except BaseException:
