@@ -235,20 +235,12 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
     """A connection to the server at ``address``, made within ``seconds``. Raises OSError: PermissionError if one end
     does not know the other's key.
     """
-    ends_at = time.monotonic() + seconds
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(ConnectionError):
-            return _connected(address, seconds, ends_at)
-    return _connected(address, seconds, ends_at)
-
-
-def _connected(address: Address, seconds: float, ends_at: float) -> Line:
     key, tls = address.key(), encryption(of_server=False)
+    began = time.monotonic()
     with _explained(seconds):
-        left = max(0.001, ends_at - time.monotonic())
-        line = Line(socket.create_connection(address[:2], left))
+        line = Line(socket.create_connection(address[:2], seconds))
     try:
-        line.end_within(max(0.001, ends_at - time.monotonic()))
+        line.end_within(max(0.001, began + seconds - time.monotonic()))
         theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
         if theirs[0] >> 7 != (tls is not None):
             raise PermissionError(
@@ -351,7 +343,7 @@ class Client:
 
     def _connected(self, seconds: float) -> Line:
         failure: OSError | None = None
-        for address in self.addresses:
+        for address in [*self.addresses] * _TRIES:
             try:
                 return connect(address, min(seconds, self._connect_seconds))
             except OSError as error:

@@ -163,16 +163,15 @@ class Server:
 
     def _admit(self, connection: socket.socket, proved: bool) -> None:
         """Give the connection a thread, if it has ``proved`` that it knows the key; else close it."""
-        try:
-            line = Line(connection, patience=2.0)
-            with self._lock:
-                if proved and not self._is_closed and len(self._lines) < MOST_LINES:
-                    self._lines.add(line)
+        with self._lock:
+            if proved and not self._is_closed and len(self._lines) < MOST_LINES:
+                try:
+                    line = Line(connection, patience=2.0)
                     self._start(self._serve_one, line)
+                    self._lines.add(line)
                     return
-        except (OSError, RuntimeError) as error:  # it has ended, or the system gives no thread
-            logger.debug("a connection of another process failed: %s", error)
-            self._lines.discard(line)
+                except (OSError, RuntimeError) as error:  # it has ended, or there is no thread
+                    logger.debug("a connection of another process failed: %s", error)
         connection.close()
 
     def _serve_one(self, line: Line) -> None:
