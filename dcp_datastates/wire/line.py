@@ -5,8 +5,8 @@ CRC32C of its own. Nothing is unpickled, and each length is compared with a limi
 
 Before the first message, each end proves that it knows the key of the server's :class:`Address`:
 
-1. The server sends a random challenge, whose first bit says whether it uses TLS. Either both ends do, or they part.
-2. Both shake hands for TLS 1.3: all that follows is encrypted.
+1. The server sends a random challenge, whose first byte says whether it uses TLS. Both ends do, or they part.
+2. With TLS, they shake hands: all that follows is encrypted.
 3. The client sends a challenge of its own, and an HMAC of both by the key.
 4. The server sends another HMAC of both; zeros, if the client's was wrong.
 
@@ -222,8 +222,7 @@ def _own(length: int, nbytes: int, checksum: int) -> int:
 
 def new_challenge(*, has_tls: bool) -> bytes:
     """A server's challenge, which says whether the server uses TLS."""
-    first, *rest = os.urandom(CHALLENGE_BYTES)
-    return bytes([first & 0x7F | has_tls << 7, *rest])
+    return bytes([has_tls]) + os.urandom(CHALLENGE_BYTES - 1)
 
 
 def proof(key: bytes, role: bytes, challenges: bytes) -> bytes:
@@ -242,7 +241,7 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
     try:
         line.end_within(max(0.001, began + seconds - time.monotonic()))
         theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
-        if theirs[0] >> 7 != (tls is not None):
+        if theirs[0] != (tls is not None):
             raise PermissionError(
                 errno.EACCES,
                 f"{'this process' if tls else 'it'} uses TLS, and {'it' if tls else 'this process'} does not: "

@@ -9,7 +9,6 @@ proves by TLS, too, that it has this file: no certificate but this one counts, w
 
 from __future__ import annotations
 
-import functools
 import hmac
 import os
 import ssl
@@ -23,7 +22,6 @@ _FILE_VARIABLE: Final = "DCP_DATASTATES_SECRET_FILE"
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 16384
 """A key and certificates of RSA, in PEM, have some 5,000."""
-_TOKEN_BYTES: Final = 16
 _SIGNATURE_BYTES: Final = 32
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
@@ -42,11 +40,6 @@ class Address(NamedTuple):
         return hmac.digest(_secret(), self.token, "sha256")
 
 
-def new_token() -> bytes:
-    """A token for a new server."""
-    return os.urandom(_TOKEN_BYTES)
-
-
 def encryption(*, of_server: bool) -> ssl.SSLContext | None:
     """How a connection is encrypted, by its server or its client; None: the job has no certificate. Raises
     :class:`ConfigurationError`.
@@ -59,25 +52,17 @@ def encryption(*, of_server: bool) -> ssl.SSLContext | None:
             f"{_VARIABLE} is a certificate: write it to a file that its owner alone may read, with its private key, "
             f"and name that in {_FILE_VARIABLE}"
         )
-    return _context(path, secret, of_server)
-
-
-@functools.lru_cache(maxsize=2)
-def _context(path: str, secret: str, of_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if of_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # a host is known by the file, which all of them have
     context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= (
-        ssl.VERIFY_X509_PARTIAL_CHAIN
-    )  # a certificate that another one has signed
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it
     if of_server:
         context.num_tickets = 0  # each connection proves all anew
+    certificate = secret[secret.index(_BEGIN) :].partition(_END)[0] + _END
     try:
         context.load_cert_chain(path, password="")  # or it would be asked for at the terminal
-        context.load_verify_locations(
-            cadata=secret[secret.index(_BEGIN) :].partition(_END)[0] + _END
-        )
+        context.load_verify_locations(cadata=certificate)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{_FILE_VARIABLE}={path!r} must have one certificate and its private key without a password, as PEM: "

@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import logging
 import math
+import os
 import select
 import socket
 import ssl
@@ -21,7 +22,7 @@ from typing import Final
 
 from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.wire.line import CHALLENGE_BYTES, PROOF_BYTES, Line, new_challenge, proof
-from dcp_datastates.wire.secret import Address, encryption, new_token
+from dcp_datastates.wire.secret import Address, encryption
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MOST_LINES: Final = 4096
 """Connections that have proved that they know the key: two of each process of a job."""
 
 _LOOK_SECONDS: Final = 0.05
+_TOKEN_BYTES: Final = 16
 _ANSWER_BYTES: Final = CHALLENGE_BYTES + PROOF_BYTES
 
 
@@ -39,7 +41,7 @@ def listen(host: str) -> tuple[socket.socket, Address]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = closed_in_children(socket.create_server((host, 0), family=family, backlog=1024))
     listening.setblocking(False)
-    return listening, Address(host, int(listening.getsockname()[1]), new_token())
+    return listening, Address(host, int(listening.getsockname()[1]), os.urandom(_TOKEN_BYTES))
 
 
 class _Stranger:
