@@ -38,9 +38,9 @@ from dcp_datastates.format.stored_names import (
     renamed,
     renamed_path,
 )
+from dcp_datastates.io.reads import shapes_of
 from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.stored import shapes_of
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.storage.readable import ReadableFile, open_readable

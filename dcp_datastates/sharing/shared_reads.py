@@ -312,7 +312,7 @@ class SharedReads:
                 peer.is_left = True
                 logger.log(
                     # A rank that has ended its load long before this one takes no connections any more.
-                    logging.WARNING if isinstance(error, TimeoutError) else logging.INFO,
+                    logging.INFO if isinstance(error, ConnectionError) else logging.WARNING,
                     "rank %d (%s:%d) does not pass on what it reads for this rank, which reads it from storage: %s",
                     *(unit.owner, peer.address.host, peer.address.port, error),
                 )

@@ -239,10 +239,7 @@ class Archive:
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:
             self._items.remove(item)
-        if error is None:
-            item.archived.set_result(None)
-        else:
-            item.archived.set_exception(error)
+        item.archived.settle(error)
 
 
 def _has(slow: Location, path: Location, attempt: Attempt) -> bool:
@@ -306,10 +303,7 @@ def _both(one: Future[None], other: Future[None]) -> SharedFuture:
     both = SharedFuture()
 
     def end(_: object) -> None:
-        if (error := one.exception() or other.exception()) is not None:
-            both.set_exception(error)
-        else:
-            both.set_result(None)
+        both.settle(one.exception() or other.exception())
 
     when_done(one, lambda _: when_done(other, end))
     return both

@@ -5,9 +5,10 @@ CRC32C of its own. Nothing is unpickled, and each length is compared with a limi
 
 Before the first message, each end proves that it knows the key of the server's :class:`Address`:
 
-1. The server sends a random challenge.
-2. The client sends a challenge of its own, and an HMAC of both by the key.
-3. The server sends another HMAC of both; zeros, if the client's was wrong.
+1. The server sends a random challenge, whose first byte says whether it uses TLS. Both ends do, or they part.
+2. With TLS, they shake hands: all that follows is encrypted.
+3. The client sends a challenge of its own, and an HMAC of both by the key.
+4. The server sends another HMAC of both; zeros, if the client's was wrong.
 
 The client then sends requests, and receives an answer to each, in order: ``["ok", result]``, with data, or ``["error",
 errno, text]``.
@@ -22,17 +23,18 @@ import json
 import math
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from typing_extensions import Buffer
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.process.forks import closed_in_children
-from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.secret import SAME_FOR_ALL, Address, encryption
 
 PROGRESS_SECONDS: Final = 30.0
 """How long a connection may carry no byte while one is due."""
@@ -106,10 +108,8 @@ class Line:
         answered before the next, which is waited for without a limit.
         """
         while True:
-            self._socket.settimeout(None)
-            self._socket.recv(1, socket.MSG_PEEK)
             try:
-                request = self.receive(most)
+                request = self.receive(most, is_idle=True)
             except DamagedError as error:
                 self.refuse(error)
             else:
@@ -129,17 +129,16 @@ class Line:
     def send(self, words: object, *data: Buffer) -> None:
         """Send a message; its data are those of all ``data``, one after the other."""
         said = json.dumps(words).encode()
-        views = [memoryview(said), *(memoryview(part).cast("B") for part in data)]
-        checksum = 0
+        views = [memoryview(part).cast("B") for part in data]
+        checksum, nbytes = crc32c(said), sum(view.nbytes for view in views)
         for view in views:
             checksum = crc32c(view, checksum)
-        nbytes = sum(view.nbytes for view in views) - len(said)
         header = _HEADER.pack(len(said), nbytes, checksum, _own(len(said), nbytes, checksum))
-        self.send_plain(header, *views)
+        self.send_plain(header + said, *views)
 
-    def receive(self, most: int = 0) -> tuple[Any, memoryview]:
-        """The next message, with data of at most ``most`` bytes."""
-        header = self.receive_plain(_HEADER.size)
+    def receive(self, most: int = 0, *, is_idle: bool = False) -> tuple[Any, memoryview]:
+        """The next message, with data of at most ``most`` bytes. ``is_idle``: waits without a limit until it begins."""
+        header = self.receive_plain(_HEADER.size, is_idle=is_idle)
         length, nbytes, checksum, own = _HEADER.unpack(header)
         if own != _own(length, nbytes, checksum) or length > _MOST_WORDS or nbytes > most:
             raise ConnectionAbortedError(
@@ -155,33 +154,28 @@ class Line:
 
     def send_plain(self, *parts: Buffer) -> None:
         """Send bytes."""
-        views = [memoryview(part) for part in parts]
-        with _in_time(self._seconds):
-            while views:
-                self._limit_time()
-                sent = self._socket.sendmsg(views)
-                while views and sent >= views[0].nbytes:
-                    sent -= views.pop(0).nbytes
-                if sent:
-                    views[0] = views[0][sent:]
+        for part in parts:
+            self._move(memoryview(part), self._socket.send)
 
-    def receive_plain(self, nbytes: int) -> memoryview:
-        """Receive ``nbytes`` bytes."""
-        view = rest = memoryview(bytearray(nbytes))
-        with _in_time(self._seconds):
-            while rest.nbytes:
-                self._limit_time()
-                count = self._socket.recv_into(rest)
-                if not count:
-                    raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
-                rest = rest[count:]
+    def receive_plain(self, nbytes: int, *, is_idle: bool = False) -> memoryview:
+        """Receive ``nbytes`` bytes. ``is_idle``: waits for the first of them without a limit."""
+        view = memoryview(bytearray(nbytes))
+        self._move(view, self._socket.recv_into, is_idle)
         return view
 
-    def close(self) -> None:
-        """Idempotent; any thread. Wakes a thread that waits for the other end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+    def _move(
+        self, view: memoryview, move: Callable[[memoryview], int], is_idle: bool = False
+    ) -> None:
+        """Send or receive all of ``view`` by ``move``, which returns how many bytes it has sent or received."""
+        with _explained(self._seconds):
+            while view.nbytes:
+                self._limit_time()
+                if is_idle:
+                    self._socket.settimeout(None)
+                count = move(view)
+                if not count:
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
+                view, is_idle = view[count:], False
 
     def _limit_time(self) -> None:
         left = self._ends_at - time.monotonic()
@@ -189,19 +183,46 @@ class Line:
             raise TimeoutError
         self._socket.settimeout(min(left, self._most_seconds))
 
+    def encrypt(self, context: ssl.SSLContext) -> None:
+        """As a client, shake hands for TLS."""
+        with _explained(self._seconds):
+            self._limit_time()
+            self._socket = closed_in_children(context.wrap_socket(self._socket))
+
+    def end(self) -> None:
+        """End the connection. Idempotent; any thread. The one that uses the line finds that it has ended."""
+        with contextlib.suppress(OSError):
+            # Not SSLSocket's own: what that thread sends would no longer be encrypted.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, in the thread that uses it: its descriptor may be another one's next. Idempotent."""
+        self.end()
+        self._socket.close()
+
 
 @contextlib.contextmanager
-def _in_time(seconds: float) -> Iterator[None]:
-    """Says in a TimeoutError for how long the other end was waited for."""
+def _explained(seconds: float) -> Iterator[None]:
+    """Says in a TimeoutError for how long the other end was waited for; errors of TLS become those of the system."""
     try:
         yield
     except TimeoutError as error:
         text = f"it does not answer within {seconds:.3g} s"
         raise TimeoutError(errno.ETIMEDOUT, text) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+        raise ConnectionResetError(errno.ECONNRESET, "the connection has ended") from error
+    except ssl.SSLError as error:
+        text = f"TLS refuses it ({getattr(error, 'verify_message', error.reason)}): {SAME_FOR_ALL}"
+        raise PermissionError(errno.EACCES, text) from error
 
 
 def _own(length: int, nbytes: int, checksum: int) -> int:
     return crc32c(_HEADER.pack(length, nbytes, checksum, 0))
+
+
+def new_challenge(*, has_tls: bool) -> bytes:
+    """A server's challenge, which says whether the server uses TLS."""
+    return bytes([has_tls]) + os.urandom(CHALLENGE_BYTES - 1)
 
 
 def proof(key: bytes, role: bytes, challenges: bytes) -> bytes:
@@ -213,28 +234,27 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
     """A connection to the server at ``address``, made within ``seconds``. Raises OSError: PermissionError if one end
     does not know the other's key.
     """
-    ends_at = time.monotonic() + seconds
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(ConnectionError):
-            return _connected(address, seconds, ends_at)
-    return _connected(address, seconds, ends_at)
-
-
-def _connected(address: Address, seconds: float, ends_at: float) -> Line:
-    key = address.key()
-    with _in_time(seconds):
-        left = max(0.001, ends_at - time.monotonic())
-        line = Line(socket.create_connection(address[:2], left))
+    key, tls = address.key(), encryption(of_server=False)
+    began = time.monotonic()
+    with _explained(seconds):
+        line = Line(socket.create_connection(address[:2], seconds))
     try:
-        line.end_within(max(0.001, ends_at - time.monotonic()))
-        mine = os.urandom(CHALLENGE_BYTES)
-        both = bytes(line.receive_plain(CHALLENGE_BYTES)) + mine
+        line.end_within(max(0.001, began + seconds - time.monotonic()))
+        theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
+        if theirs[0] != (tls is not None):
+            raise PermissionError(
+                errno.EACCES,
+                f"{'this process' if tls else 'it'} uses TLS, and {'it' if tls else 'this process'} does not: "
+                f"{SAME_FOR_ALL}",
+            )
+        if tls is not None:
+            line.encrypt(tls)
+        both = theirs + mine
         line.send_plain(mine + proof(key, b"client", both))
         if not hmac.compare_digest(line.receive_plain(PROOF_BYTES), proof(key, b"server", both)):
             raise PermissionError(
                 errno.EACCES,
-                "it does not know the job's secret, or has another one: DCP_DATASTATES_SECRET, or "
-                "DCP_DATASTATES_SECRET_FILE, must be the same on all ranks",
+                f"it does not know the job's secret, or has another one: {SAME_FOR_ALL}",
             )
         line.end_within(math.inf)
     except BaseException:
@@ -322,7 +342,7 @@ class Client:
 
     def _connected(self, seconds: float) -> Line:
         failure: OSError | None = None
-        for address in self.addresses:
+        for address in [*self.addresses] * _TRIES:
             try:
                 return connect(address, min(seconds, self._connect_seconds))
             except OSError as error:

@@ -2,7 +2,7 @@
 
 One thread accepts connections. It holds those that have not proved yet that they know the key, without a thread for
 each: at most :data:`MOST_STRANGERS`, of which the oldest goes for a new one, and each for :data:`STRANGER_SECONDS` at
-most. A connection that has proved it gets a thread of its own, which ends with it.
+most, the handshake of TLS included. A connection that has proved it gets a thread of its own, which ends with it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import math
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 from dcp_datastates.process.forks import closed_in_children
-from dcp_datastates.wire.line import CHALLENGE_BYTES, PROOF_BYTES, Line, proof
-from dcp_datastates.wire.secret import Address, new_token
+from dcp_datastates.wire.line import CHALLENGE_BYTES, PROOF_BYTES, Line, new_challenge, proof
+from dcp_datastates.wire.secret import Address, encryption
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MOST_LINES: Final = 4096
 """Connections that have proved that they know the key: two of each process of a job."""
 
 _LOOK_SECONDS: Final = 0.05
+_TOKEN_BYTES: Final = 16
 _ANSWER_BYTES: Final = CHALLENGE_BYTES + PROOF_BYTES
 
 
@@ -39,32 +41,36 @@ def listen(host: str) -> tuple[socket.socket, Address]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = closed_in_children(socket.create_server((host, 0), family=family, backlog=1024))
     listening.setblocking(False)
-    return listening, Address(host, int(listening.getsockname()[1]), new_token())
+    return listening, Address(host, int(listening.getsockname()[1]), os.urandom(_TOKEN_BYTES))
 
 
 class _Stranger:
     """A connection that has not proved yet that it knows the key."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection: Final = closed_in_children(connection)
-        self.challenge: Final = os.urandom(CHALLENGE_BYTES)
+    def __init__(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self.challenge: Final = new_challenge(has_tls=tls is not None)
         self.ends_at: Final = time.monotonic() + STRANGER_SECONDS
         self.said = b""
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # it has ended: has_proved() finds that, too
             connection.send(self.challenge)
+        if tls is not None:  # shakes hands when it is read
+            connection = tls.wrap_socket(connection, True, do_handshake_on_connect=False)
+        self.connection: Final = closed_in_children(connection)
 
     def has_proved(self, key: bytes) -> bool | None:
         """Read what has come; returns whether it proves that the other end knows ``key``, None if more is to come."""
         try:
-            data = self.connection.recv(_ANSWER_BYTES - len(self.said))
-            self.said += data
-            if data and len(self.said) < _ANSWER_BYTES:
-                return None
+            while missing := _ANSWER_BYTES - len(self.said):
+                if not (data := self.connection.recv(missing)):
+                    return False
+                self.said += data
             both = self.challenge + self.said[:CHALLENGE_BYTES]
             knows = hmac.compare_digest(self.said[CHALLENGE_BYTES:], proof(key, b"client", both))
             self.connection.send(proof(key, b"server", both) if knows else bytes(PROOF_BYTES))
-        except OSError:  # the connection has ended
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        except OSError:  # the connection has ended, or no handshake begins so
             return False
         return knows
 
@@ -84,7 +90,7 @@ class Server:
         serve: Callable[[Line], None],
     ) -> None:
         self.address: Final = address
-        self._key = address.key()
+        self._key, self._tls = address.key(), encryption(of_server=True)
         self._listening = listening
         self._thread_name = thread_name
         self._serve = serve
@@ -110,7 +116,7 @@ class Server:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
         for line in lines:
-            line.close()
+            line.end()
 
     # ---- the threads ---------------------------------------------------------------------------------
 
@@ -148,24 +154,26 @@ class Server:
 
     def _accepted(self) -> _Stranger | None:
         try:
-            return _Stranger(self._listening.accept()[0])
+            connection, _ = self._listening.accept()
         except OSError as error:
             logger.debug("a connection of another process failed: %s", error)
             time.sleep(_LOOK_SECONDS)  # too many open files: strangers' go in a few seconds
             return None
+        with contextlib.suppress(OSError):  # it has ended
+            return _Stranger(connection, self._tls)
+        return None
 
     def _admit(self, connection: socket.socket, proved: bool) -> None:
         """Give the connection a thread, if it has ``proved`` that it knows the key; else close it."""
-        try:
-            line = Line(connection, patience=2.0)
-            with self._lock:
-                if proved and not self._is_closed and len(self._lines) < MOST_LINES:
-                    self._lines.add(line)
+        with self._lock:
+            if proved and not self._is_closed and len(self._lines) < MOST_LINES:
+                try:
+                    line = Line(connection, patience=2.0)
                     self._start(self._serve_one, line)
+                    self._lines.add(line)
                     return
-        except (OSError, RuntimeError) as error:  # it has ended, or the system gives no thread
-            logger.debug("a connection of another process failed: %s", error)
-            self._lines.discard(line)
+                except (OSError, RuntimeError) as error:  # it has ended, or there is no thread
+                    logger.debug("a connection of another process failed: %s", error)
         connection.close()
 
     def _serve_one(self, line: Line) -> None:

@@ -20,6 +20,7 @@ from support.jobs.ranks import run_on_ranks
 from support.state.archiving import archived_loop, number_in
 from support.state.checkpoints import CACHE, assert_same, raises
 from support.state.saving import Report, checkpoint, part, save_over, try_to_save
+from support.stores.certificates import Certificate
 from support.stores.nodes import rests_below
 from support.tiers import sampled
 from support.waiting import await_that, lines
@@ -108,6 +109,26 @@ def test_the_newest_checkpoint_outlives_a_node(tmp_path, lost, world):
 def test_a_job_on_one_node_finds_what_two_have_saved(tmp_path):
     run_on_ranks(4, save_on_nodes, root=str(tmp_path), number=1)
     run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=1, saved_by=4, nodes=1)
+
+
+def _save_and_find(root: str, number: int) -> None:
+    save_on_nodes(root, number)
+    find_on_nodes(root, number, saved_by=dist.get_world_size())
+    dist.barrier()
+
+
+def test_nodes_use_tls_if_all_ranks_have_the_certificate(tmp_path):
+    root, file = str(tmp_path), Certificate(tmp_path / "job.pem").path
+    environments = [{"DCP_DATASTATES_SECRET_FILE": str(file)} for _ in range(4)]
+    body = f"{__name__}:_save_and_find"
+    for rank in run_ranks(body, 4, tmp_path, environments=environments, root=root, number=1):
+        rank.result()
+    environments[2:] = {}, {}  # of the second node
+    body = f"{__name__}:try_to_save_on_nodes"
+    for rank in run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2):
+        assert not rank.result().committed
+        assert "uses TLS, and" in rank.result().text
+    assert {name.partition("/")[0] for name in files_on(tmp_path)} == {"step-1"}
 
 
 @pytest.mark.parametrize(

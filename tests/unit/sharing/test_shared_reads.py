@@ -222,6 +222,17 @@ def test_only_ranks_of_the_load_are_served_and_only_with_units_of_this_rank(job)
     line.close()
 
 
+def test_a_rank_with_another_secret_is_named_and_its_part_read_from_storage(job, caplog):
+    job.start(0)
+    job.start(1)
+    stranger = job.addresses[1]._replace(token=bytes(16))
+    job.ranks[0]._peers.update(shared_reads._peers_at({1: stranger}))
+    assert job.read(job.ranks[0]) == job.data
+    (said,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "rank 1 (127.0.0.1:" in said.getMessage()
+    assert "DCP_DATASTATES_SECRET" in said.getMessage()
+
+
 # ---- a unit is read once, and kept until its readers have it, within bounds ----------------------------
 
 

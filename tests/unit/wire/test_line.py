@@ -20,15 +20,20 @@ from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import Server, listen
 
 
-@pytest.fixture
-def ends():
-    """A line, and the socket at its other end."""
+@contextlib.contextmanager
+def two_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = socket.create_connection(server.getsockname())
         line = Line(server.accept()[0])
-    yield line, other
-    line.close()
-    other.close()
+    with contextlib.closing(line), other:
+        yield line, other
+
+
+@pytest.fixture
+def ends():
+    """A line, and the socket at its other end."""
+    with two_ends() as ends:
+        yield ends
 
 
 def message(said: bytes, data: bytes = b"") -> bytearray:
@@ -159,15 +164,17 @@ def test_a_line_that_ended_in_time_has_time_for_the_next_message(ends):
         assert line.result() == ("that", b"")
 
 
-def test_a_line_that_carries_nothing_waits_for_a_request_without_a_limit(ends, monkeypatch):
+def test_a_line_that_carries_nothing_waits_for_a_request_without_a_limit(monkeypatch):
     monkeypatch.setattr(lines, "PROGRESS_SECONDS", 0.1)
-    line, other = ends
-    later = threading.Timer(0.4, other.sendall, args=(message(b'["at last"]')[:-3],))
-    later.start()
-    with pytest.raises(TimeoutError):  # its end does not come
-        next(line.requests())
-    other.sendall(message(b'["at last"]'))
-    later.join()
+    with two_ends() as (line, other):
+        later = threading.Timer(0.4, other.sendall, args=(message(b'["at last"]'),))
+        later.start()
+        requests = line.requests()
+        assert next(requests) == (["at last"], b"")
+        other.sendall(message(b'["cut"]')[:-3])
+        with pytest.raises(TimeoutError, match=r"within 0\.1 s"):  # its end does not come
+            next(requests)
+        later.join()
 
 
 # ---- a client: connections that are kept, that have ended, and servers that are gone -------------------
