@@ -102,11 +102,13 @@ class Server:
     def await_unused(self, seconds: float) -> bool:
         """Wait until no other process is connected, or for ``seconds``; return whether none is."""
         deadline = time.monotonic() + seconds
-        while self._lines:
+        while True:
+            with self._lock:  # a line may answer before the acceptor's thread has noted it
+                if not self._lines:
+                    return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOK_SECONDS)
-        return True
 
     def close(self) -> None:
         """End all connections, and take no more. Idempotent."""

@@ -57,10 +57,13 @@ def test_a_command_takes_urls(arguments, status, words, store):
     assert words in ended.stdout + ended.stderr
 
 
-def test_a_file_is_converted_into_a_store(store, tmp_path):
+def test_a_converted_checkpoint_is_copied_to_a_store_and_is_the_same_there(store, tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
-    ended = run_cli("convert", "in.pt", f"{ROOT}/step-12", "--json")
-    assert json.loads(ended.stdout)["path"] == f"{ROOT}/step-12"
+    refused = run_cli("convert", "in.pt", f"{ROOT}/step-12")
+    assert refused.returncode
+    assert "copy" in refused.stderr
+    run_cli("convert", "in.pt", "step-12")
+    run_cli("copy", "step-12", f"{ROOT}/step-12")
     assert torch.equal(load(f"{ROOT}/step-12")["w"], torch.ones(3))
     ended = run_cli("diff", "in.pt", f"{ROOT}/step-12", "--json")
     document = json.loads(ended.stdout)

@@ -274,6 +274,18 @@ def test_the_end_closes_all(server):
     await_that(lambda: not threads())
 
 
+def test_a_line_that_has_answered_is_in_use(server):
+    class SlowSet(set):
+        def add(self, line):
+            time.sleep(0.3)
+            super().add(line)
+
+    server._lines = SlowSet()
+    with contextlib.closing(connect(server.address)) as own:
+        assert asked(own, "there") == ("there", b"")
+        assert not server.await_unused(0.01)
+
+
 def test_a_forked_child_holds_no_socket(tmp_path):
     ended = run_script(
         """
