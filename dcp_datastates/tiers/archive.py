@@ -43,7 +43,6 @@ from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
 from dcp_datastates.tiers.node_store import NodeStore
-from dcp_datastates.tiers.run_identity import another_run, check_one_run
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Archive:
 
     def open(self, fast: Location) -> None:
         """Go on with the checkpoints below ``fast`` that are still to be archived. Every rank calls this, in the same
-        order.
+        order. Both directories are of one run: see :func:`~dcp_datastates.tiers.run_identity.check_one_run`.
         """
         with self._lock:
             if fast in self._opened:
@@ -175,8 +174,6 @@ class Archive:
         """On the first rank: the checkpoints that an earlier process has pinned, the oldest first, by their names and
         the numbers of their attempts. Removes the rests of copies that no fast tier has any more.
         """
-        if not check_one_run(fast, self.slow, [item.path for item in self.items]):
-            raise another_run(fast, self.slow)
         pinned = []
         for found in newest_first(checkpoints(fast)):
             for name in pins(found.path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -39,13 +39,13 @@ def loaded_from(places: Iterable[Location]) -> None:
     _loaded_from.update(place.parent for place in places)
 
 
-def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = ()) -> bool:
-    """Check that two directories of checkpoints belong to one run; a new one becomes the run's. One process calls this.
+def check_one_run(fast: Location, slow: Location) -> bool:
+    """Check that two directories of checkpoints belong to one run; a new one becomes the run's. One process calls this,
+    before the job's first save.
 
     Args:
         fast: The tier of the saves.
         slow: The archive.
-        ours: Checkpoints of the run, which this process has saved.
 
     Returns:
         Whether they do. False if ``fast`` is new, the archive was made by a run with another fast tier, and this
@@ -62,9 +62,9 @@ def check_one_run(fast: Location, slow: Location, ours: Collection[Location] = (
         )
     mine, theirs = _read(fast), _read(slow)
     if mine is not None and theirs is None:
-        _check_new(slow, fast, ours)
+        _check_new(slow, fast)
     if mine is None and theirs is not None:
-        _check_new(fast, slow, ours)
+        _check_new(fast, slow)
         if theirs.origin not in ("", _digest(fast)) and slow not in _loaded_from:
             return False
     # The fast tier's first: where this is cut off, it is not taken for another run's.
@@ -95,9 +95,8 @@ def another_run(fast: Location, slow: Location) -> ConfigurationError:
     )
 
 
-def _check_new(root: Location, other: Location, ours: Collection[Location]) -> None:
-    found = [path for path in checkpoints(root) if path not in ours]
-    if found:
+def _check_new(root: Location, other: Location) -> None:
+    if found := checkpoints(root):
         raise ConfigurationError(
             f"{str(root)!r} has checkpoints, such as {found[-1].name!r}, and does not say of which run; "
             f"{str(other)!r} does, in {IDENTITY_NAME}; use an empty directory, or, if it is the same run, copy that "

@@ -187,7 +187,9 @@ class Line:
         """As a client, shake hands for TLS."""
         with _explained(self._seconds):
             self._limit_time()
-            self._socket = closed_in_children(context.wrap_socket(self._socket))
+            encrypted = context.wrap_socket(self._socket, do_handshake_on_connect=False)
+            self._socket = closed_in_children(encrypted)
+            encrypted.do_handshake()
 
     def end(self) -> None:
         """End the connection. Idempotent; any thread. The one that uses the line finds that it has ended."""

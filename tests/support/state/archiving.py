@@ -22,7 +22,9 @@ from support.stores.server import use
 def archived_save(
     state: Any, path: str | Path, slow: str | Path, rate: int = 0, **options: Any
 ) -> Any:
-    """The handle of a save to ``path``, which is archived below ``slow`` as the manager does it."""
+    """The handle of a save to ``path``, which is archived below ``slow`` as the manager does it, after its check that
+    both are of one run.
+    """
     by = dcp_datastates.DataStatesWriter(path, **options)
     by.on_begin = lambda save: archive_save(save, locate(slow), rate)
     return dcp_datastates.async_save(state, writer=by)

@@ -235,12 +235,19 @@ def test_a_rate_holds_the_carrying_back(tmp_path, slow, monkeypatch):
 # ---- tiers of one run ------------------------------------------------------------------------------
 
 
+def _save_checked(path, slow):
+    """As the manager does it."""
+    if run_identity.of_another_run(path.parent, [locate(slow)]) is not None:
+        raise run_identity.another_run(path.parent, locate(slow))
+    return _save(path, slow)
+
+
 def test_a_reused_directory_is_of_another_run(tmp_path, slow):
-    _save(tmp_path / "fast/step-1", slow).archived.result(30)
-    _save(tmp_path / "reused/step-1", f"{slow}/other").archived.result(30)
+    _save_checked(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save_checked(tmp_path / "reused/step-1", f"{slow}/other").archived.result(30)
     restart()
     with pytest.raises(ConfigurationError, match="belongs to run"):
-        _save(tmp_path / "reused/step-2", slow).archived.result(30)
+        _save_checked(tmp_path / "reused/step-2", slow).archived.result(30)
     assert latest(slow).name == "step-1"
 
 
@@ -292,36 +299,36 @@ def test_what_is_no_identity_of_a_run_is_refused_immediately(kind, tmp_path):
 
 
 def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
-    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save_checked(tmp_path / "fast/step-1", slow).archived.result(30)
     load(locate(slow) / "step-1")
-    _save(tmp_path / "new-node/step-2", slow).archived.result(30)
+    _save_checked(tmp_path / "new-node/step-2", slow).archived.result(30)
     assert latest([tmp_path / "new-node", slow])[0] == tmp_path / "new-node/step-2"
 
 
 def test_the_same_fast_tier_joins_the_run_when_it_was_lost(tmp_path, slow):
-    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save_checked(tmp_path / "fast/step-1", slow).archived.result(30)
     shutil.rmtree(tmp_path / "fast")
-    _save(tmp_path / "fast/step-2", slow).archived.result(30)
+    _save_checked(tmp_path / "fast/step-2", slow).archived.result(30)
 
 
 def test_another_run_does_not_share_the_archive(tmp_path, slow):
     """Neither before anything is in the archive, nor later."""
-    first = _save(tmp_path / "one/step-1", slow)
+    first = _save_checked(tmp_path / "one/step-1", slow)
     first.archived.result(30)
     with pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"):
-        _save(tmp_path / "two/step-1", slow).archived.result(30)
+        _save_checked(tmp_path / "two/step-1", slow).archived.result(30)
     with pytest.raises(ConfigurationError, match="belongs to a run that saves elsewhere"):
-        _save(tmp_path / "two/step-2", slow).archived.result(30)
+        _save_checked(tmp_path / "two/step-2", slow).archived.result(30)
     assert latest(slow).name == "step-1"
 
 
 def test_checkpoints_of_no_known_run_do_not_join_one(tmp_path, slow):
-    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save_checked(tmp_path / "fast/step-1", slow).archived.result(30)
     save(STATE, tmp_path / "reused/step-7")
     with pytest.raises(ConfigurationError, match="does not say of which run"):
-        _save(tmp_path / "reused/step-8", slow).archived.result(30)
+        _save_checked(tmp_path / "reused/step-8", slow).archived.result(30)
 
 
 def test_the_archive_is_another_directory(tmp_path):
     with pytest.raises(ConfigurationError, match="is the directory of the saves"):
-        _save(tmp_path / "step-1", str(tmp_path)).archived.result(30)
+        _save_checked(tmp_path / "step-1", str(tmp_path)).archived.result(30)

@@ -92,7 +92,7 @@ def test_a_stranger_is_dropped_after_a_few_seconds(server, monkeypatch, says):
 
 
 def test_a_stranger_that_says_a_byte_now_and_then_is_dropped_as_soon(server, monkeypatch):
-    monkeypatch.setattr(servers, "STRANGER_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "STRANGER_SECONDS", 1.0)
     with stranger(server) as connection:
         connection.recv(CHALLENGE_BYTES)
         connection.settimeout(0.05)

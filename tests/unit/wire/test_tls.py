@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.jobs.scripts import run_script
 from support.stores.asking import asked
 from support.stores.certificates import Certificate
 from support.stores.nodes import Cluster
@@ -336,6 +337,31 @@ def test_the_end_of_the_server_wakes_those_who_wait(server):
         with pytest.raises(ConnectionError):
             asked(line, "gone")
     assert server.await_unused(5)
+
+
+def test_a_forked_child_holds_no_socket(own, tmp_path):
+    ended = run_script(
+        """
+        import socket
+        from dcp_datastates.wire.line import connect
+        from dcp_datastates.wire.server import Server, listen
+        from support.stores.asking import asked
+        server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
+        own = connect(server.address)
+        assert asked(own, "there")[0] == "there"
+        def sockets():
+            held = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+            return [each for each in held if os.path.islink(each) and "socket:" in os.readlink(each)]
+        assert len(sockets()) == 3
+        child = os.fork()
+        if child == 0:
+            os._exit(len(sockets()))
+        assert os.waitpid(child, 0)[1] == 0
+        assert asked(own, "still there")[0] == "still there"
+        """,
+        tmp_path / "scratch",
+    )
+    ended.assert_clean()
 
 
 # ---- the file ----------------------------------------------------------------------------------------
