@@ -29,12 +29,11 @@ from dcp_datastates.storage import (
     decisions,
     local_store,
     operations,
-    readme,
 )
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.local import METADATA_NAME, write_readme
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
@@ -287,7 +286,7 @@ class Place:
         """
         directory = self._directory
         if directory.is_local:
-            readme.write(Path(str(directory)))
+            write_readme(Path(str(directory)))
         if data is None:  # the publication was settled
             data = decisions.committed_metadata(directory, attempt)
             if data is None:

@@ -28,7 +28,7 @@ from dcp_datastates.io.requests import Request
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Progress, work
-from dcp_datastates.storage import local, operations, readme
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import DECISION_NAME
@@ -80,7 +80,7 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     def finish() -> None:
         write_small_file(attempt / DECISION_NAME, metadata)
         write_small_file(folder / local.METADATA_NAME, metadata)
-        readme.write(folder)
+        local.write_readme(folder)
 
     return Output([partial(file.write, source) for file in files], finish)
 
