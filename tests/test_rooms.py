@@ -51,7 +51,7 @@ BUDGETS = {
     "cli": 1_003,
     "commit": 1_575,
     "conversion": 2_560,
-    "dcp": 2_075,
+    "dcp": 2_074,
     "deepspeed": 730,
     "format": 2_962,
     "huggingface": 1_123,
@@ -64,7 +64,7 @@ BUDGETS = {
     "planning": 2_505,
     "process": 930,
     "ranks": 2_133,
-    "saving": 2_278,
+    "saving": 2_270,
     "sharing": 745,
     "staging": 1_986,
     "storage": 3_746,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_168}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_160}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -39,10 +39,9 @@ from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.admission import Saves
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.start import check_path, prepare, stage_save, writable
+from dcp_datastates.saving.start import Saves, check_path, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 

@@ -38,7 +38,6 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.futures import AskedFuture, when_done
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
-from dcp_datastates.saving.admission import finish_saves
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,
     GATE_SECONDS_AFTER_A_MISS,
@@ -49,7 +48,7 @@ from dcp_datastates.saving.agreement import (
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.start import check_path
+from dcp_datastates.saving.start import check_path, finish_saves
 from dcp_datastates.saving.write import begin_write, fail_write
 from dcp_datastates.storage.attempt import Ticket
 
