@@ -53,7 +53,7 @@ BUDGETS = {
     "conversion": 2_560,
     "dcp": 2_074,
     "deepspeed": 730,
-    "format": 2_962,
+    "format": 2_955,
     "huggingface": 1_123,
     "io": 2_395,
     "lightning": 672,

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes, Slab
 from dcp_datastates.config import EAGER_BELOW_BYTES, Reads
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
-from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.stored_names import WRAPPER
+from dcp_datastates.format.values import HAS_STRIDES
 from dcp_datastates.io.devices import (
     HOST,
     THROUGH_TORCH,
