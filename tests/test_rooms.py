@@ -64,7 +64,7 @@ BUDGETS = {
     "planning": 2_505,
     "process": 930,
     "ranks": 2_133,
-    "saving": 2_270,
+    "saving": 2_264,
     "sharing": 745,
     "staging": 1_986,
     "storage": 3_746,
