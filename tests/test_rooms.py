@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_264,
     "sharing": 745,
     "staging": 1_986,
-    "storage": 3_746,
+    "storage": 3_747,
     "tiers": 2_279,
     "torchtitan": 506,
     "wire": 600,

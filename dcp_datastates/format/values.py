@@ -196,8 +196,8 @@ def _integer(digits: str) -> int:
 # ---- the fields of DCP's dataclasses -------------------------------------------------------------
 
 
-# Those of torch 2.11 to 2.15. A newer torch may add fields. Checkpoints leave these out, and one line of the log says so
-# (``dcp/tested.py``).
+# Those of torch 2.11 to 2.15. A newer torch may add fields. Checkpoints leave these out, and one line of the log says
+# so (``dcp/tested.py``).
 _FIELDS: Final[Mapping[Any, tuple[str, ...]]] = {
     TensorProperties: (
         *("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
