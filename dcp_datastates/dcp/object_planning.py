@@ -22,8 +22,8 @@ from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import Compose, Document, Trace
-from dcp_datastates.planning.global_plan import note_of
 from dcp_datastates.planning.messages import Report
+from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState

@@ -32,8 +32,8 @@ from dcp_datastates.planning.messages import (
     RankReport,
     Report,
 )
-from dcp_datastates.planning.part_files import KnownFiles
-from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, StateKey
+from dcp_datastates.planning.part_files import KnownFiles, KnownState
+from dcp_datastates.planning.plan_cache import Agreed, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
