@@ -1,4 +1,4 @@
-"""``async_save`` with its handle, ``save`` and ``prime``: they provide the writer, the planner and the planning thread.
+"""``async_save`` with its handle, ``save`` and ``prime``: they bring the planner and the planning thread.
 
 The training thread stages the state. The planning thread of the rank set does the rest (``rank_context.py``).
 """
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import WriterOptions, check_options
+from dcp_datastates.config import WriterConfig, WriterOptions, check_options
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import (
     DataStatesSavePlanner,
@@ -27,7 +27,7 @@ from dcp_datastates.dcp.planner import (
     plan_in_columns,
 )
 from dcp_datastates.dcp.turn import end_here
-from dcp_datastates.dcp.writer import DataStatesWriter
+from dcp_datastates.dcp.writer import NO_PATH, DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.plan_cache import PlanCache
@@ -39,7 +39,7 @@ from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.rank_context import RankContext, context_of
-from dcp_datastates.saving.start import stage_save, state_to_plan
+from dcp_datastates.saving.start import prepare, stage_save, state_to_plan, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
@@ -70,7 +70,7 @@ def async_save(
         state_dict: Names and values, nested to any depth: tensors, DTensors, picklable objects, and objects with a
             ``state_dict()`` method, which this call calls.
         path: The checkpoint's directory, or a URL such as ``"s3://bucket/run/step-100"``. None if ``writer`` has one.
-        writer: A writer to reuse. None makes one from ``path`` and ``options``.
+        writer: A writer to reuse. None: the save has ``path`` and ``options``.
         planner: The planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
         process_group: The ranks that save; None means all. Only its list of ranks is used.
         metrics: Numbers by name, such as ``{"loss": 2.3}``, that are stored with the checkpoint's metadata; the first
@@ -189,19 +189,29 @@ def _call(
     end_here()
     context = context_of(commit_group(rank_set))
     try:
-        if writer is None:
+        if writer is None:  # one save needs no writer of its own
             check_options("async_save", options, WriterOptions)
-            writer = DataStatesWriter(process_group=process_group, **options)
-        writer.enter()
+            options.pop("no_dist", None)
+            storage_options = options.pop("storage_options", None)
+            config = WriterConfig.checked(**options)
+            prepare(rank_set, config)
+        else:
+            writer.enter()
+            config = writer.config
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
-        path = directory = writer.path_of(path)
+        if writer is not None:
+            path = directory = writer.path_of(path)
+        elif path is None:
+            raise ConfigurationError(NO_PATH)
+        else:
+            alone = rank_set is ALONE
+            path = directory = writable(path, config, alone, options=storage_options)
         in_columns = options_in_columns(planner) is not None
         origin, group = SaveOrigin.PACKAGE, context.group
-        save = stage_save(
-            group, writer.config, origin, directory, state, in_columns, numbers, stats=stats
-        )
-        writer.add(save)
+        save = stage_save(group, config, origin, directory, state, in_columns, numbers, stats=stats)
+        if writer is not None:
+            writer.add(save)
     except BaseException as error:
         conclude_call(SaveOrigin.PACKAGE, rank_set, path, stats, error)
         context.refuse(path, error)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -44,6 +44,8 @@ from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.start import Saves, check_path, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+
+NO_PATH: Final = "no path to save to: pass path, or a writer that has one"
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
@@ -341,7 +343,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if path is not None:
             return self._checked(path)
         if self._path is None:
-            raise ConfigurationError("no path to save to: pass path, or a writer that has one")
+            raise ConfigurationError(NO_PATH)
         return self._path
 
     def add(self, save: SaveOperation) -> None:
