@@ -107,7 +107,7 @@ class Round:
     report: bytes = b""
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
-    """Coordinator: makes the document of all ranks' reports."""
+    """Coordinator: makes the metadata of all ranks' reports."""
     archives: bool = False
     """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
     timeline: Timeline = field(default_factory=Timeline)

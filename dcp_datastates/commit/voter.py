@@ -272,7 +272,7 @@ class Voter:
         try:
             meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
             trace = save_trace.join(self._votes.traces, self._counted_at)
-            data = round_.compose(self._votes.reports)(meta, claim, trace)
+            data = round_.compose(self._votes.reports, meta, claim, trace)
             place = Place(directory)
             bounded(  # 8 to 10
                 "publishing", directory, round_.timeout, lambda: place.publish(round_, data)

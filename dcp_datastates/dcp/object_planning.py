@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
-from dcp_datastates.format.metadata_table import Compose, Document, Trace
+from dcp_datastates.format.metadata_table import Compose, Trace
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning
@@ -93,9 +93,11 @@ class ObjectPlanning(SavePlanning):
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
-        def compose(reports: Sequence[bytes]) -> Document:
+        def compose(
+            reports: Sequence[bytes], meta: StorageMeta, claim: Claim, trace: Trace
+        ) -> bytes:
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
-            return lambda meta, claim, trace: document(meta, claim, mine, found, metrics, trace)
+            return document(meta, claim, mine, found, metrics, trace)
 
         return compose
 

@@ -117,7 +117,7 @@ class ColumnPlanning(SavePlanning):
         self._taken: RankPlan | None = None  # this rank's share
         self._reported = b""  # digest of this rank's report that the coordinator has
         self._known: KnownState | None = None  # by which the state need not be flattened
-        self._composing: Callable[[Mapping[str, float]], Compose] | None = None
+        self._composing: Callable[..., bytes] | None = None
 
     @property
     def items(self) -> Sequence[WriteItem]:
@@ -202,7 +202,7 @@ class ColumnPlanning(SavePlanning):
         return RankReport(places.digest, samples, data).encode()
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        return None if self._composing is None else self._composing(metrics)
+        return None if self._composing is None else functools.partial(self._composing, metrics)
 
     # ---- within ------------------------------------------------------------------------------------
 

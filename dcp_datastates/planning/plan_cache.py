@@ -21,8 +21,6 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_table import (
     Catalog,
-    Compose,
-    Document,
     FileRecord,
     MetadataTable,
     Note,
@@ -153,19 +151,25 @@ class GlobalPlan:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
-    def compose(self, known: Sequence[Report | None], metrics: Mapping[str, float]) -> Compose:
-        """What makes the metadata of all ranks' reports, each in full or one of those ``known``. It raises
-        :class:`DataStatesError` if replicas differ, say.
+    def compose(
+        self,
+        known: Sequence[Report | None],
+        metrics: Mapping[str, float],
+        sent: Sequence[bytes],
+        meta: StorageMeta,
+        claim: Claim,
+        trace: Trace,
+    ) -> bytes:
+        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``. The last four arguments
+        are those of :data:`Compose`. Raises :class:`DataStatesError` if replicas differ, say.
         """
-
-        def compose(reports: Sequence[bytes]) -> Document:
-            sent = list(map(RankReport.decode, reports))
-            pairs = enumerate(zip(sent, known, strict=True))
-            places = [self._take(rank, *pair) for rank, pair in pairs]
-            self._samples.check([each.samples for each in sent])
-            return lambda meta, claim, trace: self._document(places, meta, claim, metrics, trace)
-
-        return compose
+        reports = list(map(RankReport.decode, sent))
+        pairs = enumerate(zip(reports, known, strict=True))
+        places = [self._take(rank, *pair) for rank, pair in pairs]
+        self._samples.check([each.samples for each in reports])
+        note = note_of(claim, places, metrics, trace)
+        placement = self._placement(places, claim.attempt.name)
+        return encode(MetadataTable(self.catalog, placement, note, meta))
 
     def _take(self, rank: int, sent: RankReport, known: Report | None) -> Report:
         """The report that ``rank`` sent, now or before."""
@@ -176,18 +180,6 @@ class GlobalPlan:
             )
         self._reports[rank] = report
         return report
-
-    def _document(
-        self,
-        places: Sequence[Report],
-        meta: StorageMeta,
-        claim: Claim,
-        metrics: Mapping[str, float],
-        trace: Trace,
-    ) -> bytes:
-        note = note_of(claim, places, metrics, trace)
-        placement = self._placement(places, claim.attempt.name)
-        return encode(MetadataTable(self.catalog, placement, note, meta))
 
     @functools.cached_property
     def _slots(self) -> list[Ints]:

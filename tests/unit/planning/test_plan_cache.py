@@ -180,13 +180,14 @@ def _sent(reports, by_digest=()):
     ]
 
 
-def _composed(whole, sent):
-    return whole.compose(whole.reports, {})(sent)
+def _composed(whole, sent, known=None):
+    known = whole.reports if known is None else known
+    return whole.compose(known, {}, sent, StorageMeta(), Claim(ATTEMPT, None), None)
 
 
 def _places(composed):
     """By name: the file, offset and length of each chunk or object."""
-    table = decode(composed(StorageMeta(), Claim(ATTEMPT, None), None), Path("m"))
+    table = decode(composed, Path("m"))
     placement = table.placement
     columns = (placement.files, placement.begins, placement.lengths)
     files, offsets, lengths = (column.tolist() for column in columns)
@@ -216,7 +217,7 @@ def test_a_report_by_digest_is_the_one_that_the_coordinator_has_named():
     named = whole.reports
     assert [each.report for each in whole.answers([b""] * 3, named)] == [r.digest for r in first]
     assert _places(_composed(whole, _sent(moved))) != in_full
-    again = whole.compose(named, {})(_sent(first, by_digest=(0, 1, 2)))
+    again = _composed(whole, _sent(first, by_digest=(0, 1, 2)), named)
     assert _places(again) == in_full, "though a report of another save has come meanwhile"
 
 
