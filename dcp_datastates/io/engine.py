@@ -50,7 +50,8 @@ _lock = threading.RLock()  # guards _engine
 _engine: Engine | None = None
 _config = EngineConfig()
 _too_small = False  # the log says so
-_orders = itertools.count(1)
+orders: Final = itertools.count(1)
+"""The sequence numbers of this process's saves. Older saves get cache segments first."""
 
 
 @public()
@@ -198,11 +199,6 @@ def fail(job: SaveJob | RestoreJob, error: BaseException, path: str) -> None:
     """Fail a streamed ``job``: the file at ``path`` could not be sent, or fetched."""
     number = getattr(error, "errno", None)
     job.fail(str(error) or repr(error), number if isinstance(number, int) else 0, path)
-
-
-def next_order() -> int:
-    """Draw the sequence number of this process's next save. Older saves get cache segments first."""
-    return next(_orders)
 
 
 def _tell(call: Callable[[Engine], None]) -> None:

@@ -107,12 +107,13 @@ class KnownFiles(PartFiles):
         self, items: Sequence[LayoutItem], rank: int, positions: Ints, begins: Sequence[int]
     ) -> None:
         super().__init__(items, rank)
-        self._names = [item.fqn for item in items]
+        self.objects: Final = {
+            number: WriteItem(MetadataIndex(item.fqn), WriteItemType.BYTE_IO)
+            for number, item in enumerate(items)
+            if item.dtype is None
+        }
+        """The items that are objects, by their numbers."""
         self._columns = [_columns(layout, positions, begins) for layout in self.layouts]
-
-    def object_item(self, number: int) -> WriteItem:
-        """The item with this number, which is an object."""
-        return WriteItem(MetadataIndex(self._names[number]), WriteItemType.BYTE_IO)
 
     def add_tensors(
         self, addresses: Ints, groups: Ints, devices: Ints | None, content: Transfer, file: int

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Final, Generic, TypeVar
 
@@ -69,16 +69,6 @@ class Listeners(Generic[Record]):
         self._functions.pop(key, None)
 
 
-@contextlib.contextmanager
-def resolving(future: object) -> Iterator[None]:
-    """Within this, ``future`` gets its outcome, which others may see, and then calls back."""
-    _resolving[future] = None
-    try:
-        yield
-    finally:
-        _resolving.pop(future, None)
-
-
 def finish_callbacks(seconds: float) -> bool:
     """Wait until all functions have run that were given before, or belong to a future that has its outcome, for at most
     ``seconds``. Returns whether they have.
@@ -125,21 +115,17 @@ class SharedFuture(Future[None]):
         refuse_in_child(_ASKING)
         return super().done()
 
-    def set_result(self, result: None) -> None:
-        with resolving(self):
-            super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        with resolving(self):
-            super().set_exception(exception)
-
     def settle(self, error: BaseException | None) -> None:
         """Resolve the future: with ``error``, if there is one. Of several threads' calls, the first counts."""
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.set_result(None)
-            else:
-                self.set_exception(error)
+        _resolving[self] = None  # others may see the outcome before the callbacks come
+        try:
+            with contextlib.suppress(InvalidStateError):
+                if error is None:
+                    self.set_result(None)
+                else:
+                    self.set_exception(error)
+        finally:
+            _resolving.pop(self, None)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""

@@ -7,6 +7,7 @@ leave a save out. The first message of planning tells the other ranks: if any ra
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -67,8 +68,8 @@ def writable(
     if isinstance(location, ObjectPath):
         check_prefix(location)
     elif alone:
-        directory, timeout = location, config.commit_timeout
-        bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
+        check = functools.partial(local.check_writable, location)
+        bounded("looking at", location, config.commit_timeout, check)
     return location
 
 
@@ -85,13 +86,6 @@ def archive_roots(
     return roots
 
 
-def check_at_call(location: Location | None, config: WriterConfig) -> None:
-    """Raise :class:`CheckpointExistsError` if the save may not replace what is in a directory. Asks no store."""
-    if isinstance(location, Path) and not config.overwrite:
-        directory, timeout = location, config.commit_timeout
-        bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))
-
-
 def check_path(save: SaveOperation) -> None:
     """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
     and in a store, whether it can be: ranks that asked it, too, would only cost requests.
@@ -99,8 +93,8 @@ def check_path(save: SaveOperation) -> None:
     hit("plan.before")
     location = save.resolved_path()
     if isinstance(location, Path):
-        directory = location
-        save.on_storage("looking at the path", lambda: local.check_writable(directory))
+        check = functools.partial(local.check_writable, location)
+        save.on_storage("looking at the path", check)
     hit("plan.after")
 
 
@@ -188,7 +182,9 @@ def _stage(
     in_columns: bool,
 ) -> None:
     config, stats = save.config, save.stats
-    check_at_call(save.path, config)
+    if isinstance(path := save.path, Path) and not config.overwrite:  # a store is not asked now
+        look = functools.partial(Place(path).check_overwrite, False)
+        bounded("looking at", path, config.commit_timeout, look)
     window = Window(deadline)
     ownership = Ownership(known_optimizers())  # with reads="blocking", the planner asks
     native = engine(config.host_cache_bytes)
@@ -242,31 +238,26 @@ def enter(save: SaveOperation) -> None:
         _saves.append(save)
 
 
-def await_room(limit: int) -> None:
-    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their read windows.
+def make_room(limit: int, mode: WhenBehind) -> bool:
+    """Apply ``when_behind`` (``mode``) before a call makes another save. Returns whether the caller must leave the new
+    save out.
 
-    A save without progress ends within its ``commit_timeout``, so this wait is bounded, too.
+    Only ``"wait"`` blocks, without the GIL, until fewer than ``limit`` saves are in flight, and opens their read
+    windows. A save without progress ends within its ``commit_timeout``, so this wait is bounded, too.
     """
+    waiting = in_flight()
+    if mode != "wait":
+        return len([s for s in waiting if not s.left_out and not s.committed.done()]) >= limit
     log = WaitLog(logger, "async_save")
-    while len(waiting := in_flight()) >= limit:
+    while len(waiting) >= limit:
         oldest = waiting[0]
         oldest.wait_briefly(_POLL_SECONDS)
         log.look(
             f"{len(waiting)} saves are in flight (max_in_flight={limit}), the oldest to {str(oldest.path)!r}: "
             f"{oldest.doing}"
         )
-
-
-def make_room(limit: int, mode: WhenBehind) -> bool:
-    """Apply ``when_behind`` (``mode``) before a call makes another save. Waits only for ``"wait"``.
-
-    Returns whether the caller must leave the new save out.
-    """
-    if mode == "wait":
-        await_room(limit)
-        return False
-    saves = [save for save in in_flight() if not save.left_out and not save.committed.done()]
-    return len(saves) >= limit
+        waiting = in_flight()
+    return False
 
 
 def finish_saves() -> None:

@@ -115,7 +115,7 @@ def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) 
     part: PartFiles
     item_of: Callable[[int], WriteItem]
     if known is not None:
-        part, item_of = known, known.object_item
+        part, item_of = known, known.objects.__getitem__
         add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
     else:
         items = planning.items
@@ -136,7 +136,8 @@ def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) 
         sources.keep.append((file.header, objects[number]))
         files.append(SaveFile(str(folder / layout.name), file.table_offset, content))
     readers = fences(sources.engine, sources.devices)
-    after = [*reads.fences, *readers]
+    staged = reads.kept
+    after = readers if staged is None else [*staged.fences, *readers]
     return WriteJob(
         sources.engine,
         folder,
@@ -192,8 +193,9 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         reads, stats = save.reads, save.stats
         window = reads.prepare(content.readers)
         samples = planning.sample(attempt)  # while the gate still holds
-        part = output.begin(content, stats, save.order, window, reads.expected)
-        save.follow(part.job)
+        expected = None if (staged := reads.kept) is None else staged.expected
+        part = output.begin(content, stats, save.order, window, expected)
+        save.job = part.job
         reads.hand_over(part.job)
         stats.timeline.begin("window")
         report = functools.partial(planning.report, attempt, content.report, samples)
@@ -208,16 +210,14 @@ def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> W
     look_for_nan(save)
     synced: list[str] = []
     if isinstance(folder, Path):
-        directory = folder
-        synced = save.on_storage(
-            "looking for the attempt", lambda: directories_to_sync(directory, rank)
-        )
+        look = functools.partial(directories_to_sync, folder, rank)
+        synced = save.on_storage("looking for the attempt", look)
     try:
         content = write_job(Sources(native, planning, reads, save.step), folder, rank, synced)
     except RuntimeError:  # the planner met a tensor that is not as planned
         reads.check_unchanged()
         raise
-    if reads.fences:  # from devices
+    if content.fences:  # from devices
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         grows = config.cache_grows
         most = largest_host_cache_bytes(ranks) if grows else config.host_cache_bytes

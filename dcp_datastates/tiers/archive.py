@@ -137,7 +137,7 @@ class Archive:
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
-            archived.set_exception(error or SaveAbandonedError("the save has no path"))
+            archived.settle(error or SaveAbandonedError("the save has no path"))
             return
         self.open(path.parent)
         item = _Item(path, attempt, archived, then)
@@ -239,10 +239,7 @@ class Archive:
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:
             self._items.remove(item)
-        if error is None:
-            item.archived.set_result(None)
-        else:
-            item.archived.set_exception(error)
+        item.archived.settle(error)
 
 
 def _has(slow: Location, path: Location, attempt: Attempt) -> bool:
@@ -306,10 +303,7 @@ def _both(one: Future[None], other: Future[None]) -> SharedFuture:
     both = SharedFuture()
 
     def end(_: object) -> None:
-        if (error := one.exception() or other.exception()) is not None:
-            both.set_exception(error)
-        else:
-            both.set_result(None)
+        both.settle(one.exception() or other.exception())
 
     when_done(one, lambda _: when_done(other, end))
     return both
