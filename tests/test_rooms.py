@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_225,
     "sharing": 745,
     "staging": 1_972,
-    "storage": 3_747,
+    "storage": 3_741,
     "tiers": 2_273,
     "torchtitan": 506,
     "wire": 600,
