@@ -74,6 +74,8 @@ class CommitGroup:
 
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
+        self.is_coordinator: Final = rank_set.rank == 0
+        """Whether this rank decides and publishes."""
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
         self._lock = threading.RLock()  # guards the next three, _drawn and _reading
         self._attached: AttachedContext | None = None
@@ -83,6 +85,8 @@ class CommitGroup:
         self._planning = ""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
+        self.name: Final = f"{self.first}/{rank_set.digest}"
+        """Identifies the group: unique within the process."""
         self._drawn = self.first
         self._worker = Worker("dcp_datastates-commit")
         self._expected: int | None = None  # the next round; commit thread only; None at first
@@ -100,16 +104,6 @@ class CommitGroup:
         self._voter = Voter(rank_set, self.detector, self._decisions)
 
     # ---- any thread --------------------------------------------------------------------------
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank decides and publishes."""
-        return self.rank_set.rank == 0
-
-    @property
-    def name(self) -> str:
-        """Identifies the group: unique within the process."""
-        return f"{self.first}/{self.rank_set.digest}"
 
     def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""

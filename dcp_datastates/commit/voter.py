@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -274,9 +275,8 @@ class Voter:
             trace = save_trace.join(self._votes.traces, self._counted_at)
             data = round_.compose(self._votes.reports, meta, claim, trace)
             place = Place(directory)
-            bounded(  # 8 to 10
-                "publishing", directory, round_.timeout, lambda: place.publish(round_, data)
-            )
+            publish = partial(place.publish, round_, data)
+            bounded("publishing", directory, round_.timeout, publish)  # 8 to 10
         except Exception as error:
             round_.failure = error
             if isinstance(error, HungError):
@@ -321,9 +321,8 @@ class Voter:
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
             place = Place(directory)
-            committed = bounded(
-                "settling the save", directory, patience, lambda: place.settle(attempt)
-            )
+            settle = partial(place.settle, attempt)
+            committed = bounded("settling the save", directory, patience, settle)
             unclear = "another job has committed there since, or the attempt was deleted"
         except Exception as failed:  # then this rank's files must stay
             committed, unclear = None, f"storage does not tell ({failed})"

@@ -18,6 +18,7 @@ Keys of dicts are strings: their hashes differ between processes, so a file cann
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -223,6 +224,7 @@ HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__
 """Whether the installed torch is 2.15 or newer: properties have the strides of a tensor's memory."""
 
 
+@functools.cache
 def carried(kind: type) -> tuple[str, ...]:
     """The fields of one of DCP's classes that are carried, if the installed torch has them."""
     return tuple([name for name in _FIELDS[kind] if name in kind.__dataclass_fields__])  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -164,12 +164,9 @@ class DeferredReads:
                 if (portion.on_device or not portion.settled)
                 and portion.ownership.is_gated_by(portion.group, optimizer)
             ],
-            lambda portion, stall: (
-                self._let_pass(portion, optimizer, on_host, stall)
-                if portion.on_device
-                else self._settle(portion, stall)
-            ),
             "optimizer.step()",
+            optimizer,
+            on_host,
         )
 
     def release_memory(self, storages: Iterable[torch.UntypedStorage], what: str) -> None:
@@ -183,13 +180,17 @@ class DeferredReads:
                 for portion in self._portions
                 if not (portion.read or storages.isdisjoint(portion.storages))
             ],
-            self._settle,
             what,
         )
 
     def _release(
-        self, portions: list[Portion], release: Callable[[Portion, Stall], None], what: str
+        self,
+        portions: list[Portion],
+        what: str,
+        optimizer: Optimizer | None = None,
+        on_host: bool = True,
     ) -> None:
+        """``optimizer``: the one that may change what devices read, as soon as its stream waits for them."""
         if not portions:
             return
         began = time.perf_counter()
@@ -198,7 +199,10 @@ class DeferredReads:
         try:
             self._await_hand_over(stall)
             for portion in portions:
-                release(portion, stall)
+                if optimizer is not None and portion.on_device:
+                    self._let_pass(portion, optimizer, on_host, stall)
+                else:
+                    self._settle(portion, stall)
         except DataStatesError as error:
             if isinstance(error, SaveStalledError):
                 logger.error("save %d is given up, and training goes on: %s", self.order, error)

@@ -51,13 +51,13 @@ from dcp_datastates.staging.traverse import (
     DeferredTensors,
     Fingerprint,
     Traversal,
-    fingerprint,
     traverse,
 )
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_INFERENCE: Final = torch.Tensor.is_inference
 _NBYTES: Final = operator.attrgetter("nbytes")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
@@ -131,10 +131,19 @@ class StagedState:
 
     def fingerprint(self) -> Fingerprint | None:
         """The state's fingerprint; None if it is not :attr:`is_cacheable`."""
-        columns = self.traversal.columns
-        if not self.is_cacheable or not _are_plain(self.traversal.structure, columns):
+        columns, structure = self.traversal.columns, self.traversal.structure
+        if not self.is_cacheable or not _are_plain(structure, columns):
             return None
-        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.strides)
+        forms = (
+            tuple(map(_SHAPE, columns.locals)),
+            tuple(map(_DTYPE, columns.locals)),
+            tuple(
+                map(_REQUIRES_GRAD, columns.tensors)
+            ),  # the DTensor's: its local tensor's may differ
+            tuple(self.strides),
+        )
+        specs = tuple([each._spec for each in columns.tensors if type(each) is DTensor])
+        return Fingerprint(tuple(structure), forms, specs)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
         """The items of a plan for this state, with the strides of its tensors as they were at the call.
