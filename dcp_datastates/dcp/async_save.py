@@ -26,7 +26,6 @@ from dcp_datastates.dcp.planner import (
     options_in_columns,
     plan_in_columns,
 )
-from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.dcp.writer import NO_PATH, DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import StateToPlan
@@ -39,7 +38,7 @@ from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.rank_context import RankContext, context_of
-from dcp_datastates.saving.start import prepare, stage_save, state_to_plan, writable
+from dcp_datastates.saving.start import end_here, prepare, stage_save, state_to_plan, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping

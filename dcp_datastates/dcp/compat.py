@@ -20,7 +20,7 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
-from dcp_datastates.dcp.turn import Turn, end_here
+from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
@@ -31,7 +31,7 @@ from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import stage_in_place, state_to_plan
+from dcp_datastates.saving.start import end_here, stage_in_place, state_to_plan
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, locate

@@ -33,7 +33,7 @@ from dcp_datastates.dcp.compat import (
     warn_if_shared,
 )
 from dcp_datastates.dcp.planner import WriterMeta
-from dcp_datastates.dcp.turn import Turn, end_here
+from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
@@ -41,7 +41,7 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.start import Saves, check_path, prepare, stage_save, writable
+from dcp_datastates.saving.start import Saves, check_path, end_here, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 

@@ -24,7 +24,7 @@ from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.column_planning import Paths, StateToPlan
-from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.ending import Phase, at_end, at_exit
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.waiting import WaitLog
@@ -209,6 +209,31 @@ def state_to_plan(
     """
     build = save.reads.state if built is None else lambda: built
     return StateToPlan(save.reads.staged, build, paths)
+
+
+# ---- the save of the calling thread --------------------------------------------------------------
+
+
+class _Here(threading.local):
+    save: SaveOperation | None = None
+
+
+here: Final = _Here()
+"""The save that DCP runs in the calling thread, until the thread makes another call."""
+
+
+def end_here(*, asynchronous: bool = True) -> None:
+    """End the part before the commit of the calling thread's save, when the thread makes another call or ends.
+
+    ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
+    """
+    save = here.save
+    if save is not None and (asynchronous or not save.asynchronous):
+        here.save = None
+        save.end()
+
+
+at_exit(end_here)  # else the process would wait for an interrupted synchronous save
 
 
 # ---- the saves that are in flight ----------------------------------------------------------------
