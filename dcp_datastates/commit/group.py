@@ -22,7 +22,7 @@ from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import end_requests
 from dcp_datastates.ranks.failure_detector import Beat, FailureDetector
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current

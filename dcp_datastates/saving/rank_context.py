@@ -35,8 +35,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.futures import AskedFuture, when_done
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import AskedFuture, Worker, when_done
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 T = TypeVar("T")
 

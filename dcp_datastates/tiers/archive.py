@@ -34,9 +34,8 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.futures import SharedFuture, when_done
+from dcp_datastates.process.futures import SharedFuture, Worker, when_done
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
