@@ -162,7 +162,8 @@ class CommitGroup:
             late = [each for each in ready if not self._worker.post(partial(self._run, each))]
         for each in late:
             each.part.cancel()
-            each.resolve(SaveFailedError(f"this save was not committed: {self._worker.refusal}"))
+            why = f"this save was not committed: {self._worker.refusal}"
+            each.committed.settle(SaveFailedError(why))
 
     def close(self) -> None:
         """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
@@ -199,7 +200,7 @@ class CommitGroup:
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
-            round_.resolve(error)
+            round_.committed.settle(error)
 
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
@@ -212,13 +213,13 @@ class CommitGroup:
             self._tidy(round_, decision.outcome)
         except Exception:  # the next commit removes the rest; the outcome stands
             logger.exception("could not tidy up after %s", round_)
-        round_.resolve(self._error(round_, decision))
+        failed = decision.outcome is not Outcome.COMMITTED
+        round_.committed.settle(self._error(round_, decision) if failed else None)
 
-    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
+    def _error(self, round_: Round, decision: Decision) -> BaseException:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
         error = decision.error(where, self.rank_set.world)
-        if error is None:
-            return None
+        assert error is not None
         cause = round_.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)

@@ -125,11 +125,6 @@ class Round:
     def __str__(self) -> str:
         return f"save {self.number - self.first}"
 
-    def resolve(self, error: BaseException | None) -> None:
-        """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
-        self.committed.settle(error)
-        self.trace = bytes  # it refers to the save, and the save to this
-
     @staticmethod
     def missing(number: int, first: int, timeout: float) -> Round:
         """A round that this rank knows nothing of: the rank votes no."""

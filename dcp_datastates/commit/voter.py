@@ -243,6 +243,8 @@ class Voter:
         if found is Count.UNANIMOUS:
             round_.timeline.begin("publishing")
         hit("vote.after")
+        if found is Count.UNANIMOUS:
+            return protocol.Counted(True)
         if found is Count.DIFFERENT:
             different = SaveFailedError(
                 f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
@@ -250,7 +252,7 @@ class Voter:
             )
             return protocol.Counted(False, {-1: Reason.of(different)})
         reasons = ({}, 0) if self._votes is None else self._votes.reasons()
-        return protocol.Counted(found is Count.UNANIMOUS, *reasons)
+        return protocol.Counted(False, *reasons)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
         """Send this rank's vote up the tree; the coordinator's count comes down it."""

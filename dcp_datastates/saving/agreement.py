@@ -135,7 +135,8 @@ def agree(
         failure, mine = error, Proposal(SaveName(""), reason=astuple(Reason.of(error)))
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
-    if reasons := assignment.reasons:
+    if assignment.refused:
+        reasons = assignment.reasons
         if any(each.kind == CheckpointSkipped.__name__ for each in reasons.values()):
             if planning is not None:
                 planning.left_out()

@@ -337,7 +337,8 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, error)
-            note_failure(record, self.path, self.group.detector)
+            if error is not None:
+                note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name

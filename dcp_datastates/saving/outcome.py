@@ -67,7 +67,7 @@ def record_of(
         world=rank_set.world,
         api=origin.value,
         attempt=attempt,
-        outcome=_outcome(error),
+        outcome="committed" if error is None else _outcome(error),
         error=None if error is None else f"{type(error).__name__}: {error}",
         began_at=timeline.began_at,
         seconds=seconds,
@@ -85,10 +85,8 @@ def record_of(
     )
 
 
-def _outcome(error: BaseException | None) -> Outcome:
+def _outcome(error: BaseException) -> Outcome:
     match error:
-        case None:
-            return "committed"
         case CheckpointSkipped():
             return "skipped"
         case SaveAbandonedError():

@@ -184,15 +184,13 @@ class Portion:
 def portions(staged: StagedState) -> list[Portion]:
     """One portion per group."""
     deferred, ownership, wrappers = staged.deferred, staged.ownership, staged.traversal.wrappers
-    groups = set(deferred.groups)
-    if len(groups) == 1:  # most often: no copies of the columns
-        return [Portion(group, deferred, ownership, wrappers) for group in groups]
-    return [
-        Portion(
-            group, deferred.where([each == group for each in deferred.groups]), ownership, wrappers
-        )
-        for group in groups
-    ]
+    made = []
+    for group in (groups := set(deferred.groups)):
+        of_group = deferred
+        if len(groups) > 1:  # most often there is one: no copies of the columns
+            of_group = deferred.where([each == group for each in deferred.groups])
+        made.append(Portion(group, of_group, ownership, wrappers))
+    return made
 
 
 def raise_change(job: SaveJob, portion: Portion, staged: StagedState) -> None:
