@@ -27,7 +27,6 @@ from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.wire.secret import signed, verified
 
@@ -83,13 +82,11 @@ class ObjectPlanning(SavePlanning):
     def release(self) -> None:
         self._planner = self._local_plan = self._staged = None  # they have the state
 
-    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
-        return _packed(([item.index for item in self.items], places.encoded))
-
-    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
+    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
+        report = _packed(([item.index for item in self.items], places.encoded))
         metadata = self._metadata
         if metadata is None:
-            return None
+            return report, None
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
@@ -99,7 +96,7 @@ class ObjectPlanning(SavePlanning):
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
             return document(meta, claim, mine, found, metrics, trace)
 
-        return compose
+        return report, compose
 
     @property
     def _held(self) -> SavePlanner:

@@ -276,7 +276,7 @@ class AskedFuture(SharedFuture):
 
     def peek(self) -> BaseException | None:
         """The error, if the future is done and has one. Does not count as asking."""
-        return super().exception(0) if self.done() else None
+        return Future.exception(self, 0) if self.done() else None
 
     def _ask(self) -> None:
         self.asked = True

@@ -315,11 +315,13 @@ class SaveOperation:
                 return
             self._ended.set()
             listens, self._listens = self._listens, False
-        error = self.error or SaveAbandonedError("DCP ended this save before its data were written")
-        self.reads.fail(error)
-        self.submit_failure(error)
-        if self.phase is not Phase.COMMITTING and not self.own:
-            self.fail(error)
+        if self.phase is not Phase.COMMITTING or not self.reads.captured.done():
+            early = "DCP ended this save before its data were written"
+            error = self.error or SaveAbandonedError(early)
+            self.reads.fail(error)
+            self.submit_failure(error)
+            if self.phase is not Phase.COMMITTING and not self.own:
+                self.fail(error)
         if listens and self.group_of_call.detector is not None:
             self.group_of_call.detector.save_ended(self._lost)
 

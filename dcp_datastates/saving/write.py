@@ -38,6 +38,7 @@ from dcp_datastates.format.layout import LayoutItem, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
@@ -192,14 +193,13 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         content = _content(save, planning, save.resolved_path() / attempt.name)
         reads, stats = save.reads, save.stats
         window = reads.prepare(content.readers)
-        samples = planning.sample(attempt)  # while the gate still holds
+        planning.sample(attempt)  # while the gate still holds
         expected = None if (staged := reads.kept) is None else staged.expected
         part = output.begin(content, stats, save.order, window, expected)
         save.job = part.job
         reads.hand_over(part.job)
         stats.timeline.begin("window")
-        report = functools.partial(planning.report, attempt, content.report, samples)
-        return functools.partial(_finish, save, planning, part, content.keep, report)
+        return functools.partial(_finish, save, planning, part, content.keep, content.report)
     finally:
         planning.release()
 
@@ -231,7 +231,7 @@ def _finish(
     planning: SavePlanning,
     part: WrittenPart,
     keep: list[Any],
-    report: Callable[[], bytes],
+    places: Report,
 ) -> None:
     try:
         try:
@@ -247,7 +247,7 @@ def _finish(
     save.stats.timeline.begin("reading", part.job.read_seconds)
     save.stats.timeline.begin("flushing")
     keep.clear()  # all is read: release the copies and the tensors
-    save.submit(part, report(), planning.compose(save.metrics))
+    save.submit(part, *planning.report(places, save.metrics))
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:

@@ -132,8 +132,12 @@ class StagedState:
     def fingerprint(self) -> Fingerprint | None:
         """The state's fingerprint; None if it is not :attr:`is_cacheable`."""
         columns, structure = self.traversal.columns, self.traversal.structure
-        if not self.is_cacheable or not _are_plain(structure, columns):
+        if not self.is_cacheable:
             return None
+        kinds = list(chain.from_iterable(types for _, types in structure))
+        all_seen = sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
+        if not all_seen or any(map(_is_peculiar, set(kinds))):
+            return None  # DCP will see tensors that are not in the columns
         forms = (
             tuple(map(_SHAPE, columns.locals)),
             tuple(map(_DTYPE, columns.locals)),
@@ -321,14 +325,6 @@ def _is_peculiar(kind: type) -> bool:
         or (issubclass(kind, list) and kind is not list)
         or hasattr(kind, "__create_write_items__")
     )
-
-
-def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) -> bool:
-    """Whether every tensor that DCP will see is one of ``columns``."""
-    kinds = list(chain.from_iterable(types for _, types in structure))
-    if any(map(_is_peculiar, set(kinds))):
-        return False
-    return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
 def _no_address(columns: Columns, devices: list[int]) -> Sequence[bool]:

@@ -27,15 +27,13 @@ METADATA_NAME: Final = ".metadata"
 _SCHEME: Final = re.compile("(s3a?|gs|gcs|az|azure|adl|abfss?|hdfs|memory):")
 
 
-def _check_is_path(path: object, name: str) -> None:
-    if isinstance(path, (str, os.PathLike)):
-        return
-    given, hint = f"={reprlib.repr(path)}", ""
-    if isinstance(path, Mapping):
-        given = f" is a {type(path).__name__}, and"
+def _no_path(given: object, name: str) -> ConfigurationError:
+    said, hint = f"={reprlib.repr(given)}", ""
+    if isinstance(given, Mapping):
+        said = f" is a {type(given).__name__}, and"
         hint = "; it is load(path, state) and save(state, path)"
-    raise ConfigurationError(
-        f"{name}{given} must be a str or os.PathLike of a directory, or a URL{hint}"
+    return ConfigurationError(
+        f"{name}{said} must be a str or os.PathLike of a directory, or a URL{hint}"
     )
 
 
@@ -48,7 +46,8 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
 
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
-    _check_is_path(path, name)
+    if not isinstance(path, (str, os.PathLike)):
+        raise _no_path(path, name)
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{name}={path!r} must name a directory")

@@ -49,7 +49,7 @@ def trace_path() -> str:
 
 def _trace(operation: str, path: Path, **more: Any) -> None:
     trace = trace_path()
-    if trace and _current_phase() != SELF_TEST:
+    if trace and _current.phase != SELF_TEST:
         record = {"op": operation, "path": str(path), **more}
         line = json.dumps(record, default=memoryview.hex, ensure_ascii=False) + "\n"
         descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -67,7 +67,15 @@ def tell(path: Path, attempt: str) -> None:
 SELF_TEST: Final = "self-test"
 """A phase that leaves nothing, and is not recorded."""
 
-_current: Final = threading.local()
+
+class _Current(threading.local):
+    phase = "store"
+    """The phase to which the operations of a store belong in this thread."""
+    held: tuple[Path, int] | None = None
+    """The folder of :func:`during`, and its descriptor."""
+
+
+_current: Final = _Current()
 
 
 @contextlib.contextmanager
@@ -100,10 +108,10 @@ def reached(path: Path) -> Iterator[tuple[str, int | None]]:
     """A name of ``path``, and the descriptor of the directory that it is in: those of the folder that :func:`during`
     holds, if it lies below that. Else the path itself, and None.
     """
-    folder, descriptor = getattr(_current, "held", (path, None))
-    if descriptor is None or folder not in path.parents:
+    if _current.held is None or _current.held[0] not in path.parents:
         yield str(path), None
         return
+    folder, descriptor = _current.held
     with contextlib.ExitStack() as opened:
         *between, name = path.relative_to(folder).parts
         for each in between:
@@ -112,14 +120,10 @@ def reached(path: Path) -> Iterator[tuple[str, int | None]]:
         yield name, descriptor
 
 
-def _current_phase() -> str:
-    return getattr(_current, "phase", "store")
-
-
 @contextlib.contextmanager
 def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]:
     """Around one system call: its failpoints, and its record once it has returned."""
-    phase = phase or _current_phase()
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.{name}.before")
     yield
@@ -135,7 +139,7 @@ def make_directory(path: Path, phase: str = "") -> None:
 
 def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> None:
     """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
-    phase = phase or _current_phase()
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.create.before")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -260,7 +264,7 @@ def sync_directory(path: Path, phase: str = "") -> None:
 
 
 def _sync(descriptor: int, path: Path, phase: str, name: str) -> None:
-    phase = phase or _current_phase()
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.{name}.before")
     number = f"{os.getpid()}.{next(_sync_ids)}"
