@@ -109,23 +109,9 @@ class Voter:
         self._why = ""
         if self._detector is not None:
             self._detector.expect_votes(True)
-        try:
-            return self._follow_protocol(round_)
-        finally:
-            number = round_.number
-            self._votes = None
-            self._show(doing="idle", voted=number, ended=number, gave_up=self._why)
-            self.round = None
-            if self._detector is not None:
-                self._detector.expect_votes(False)
-
-    def close(self) -> None:
-        self._tree.close()
-
-    def _follow_protocol(self, round_: Round) -> Decision:
         steps = protocol.lead() if self._is_coordinator else protocol.follow()
-        action = next(steps)
         try:
+            action = next(steps)
             while True:
                 try:
                     event = self._do(action, round_)
@@ -138,6 +124,16 @@ class Voter:
         except StopIteration as ended:
             decision: Decision = ended.value
             return decision
+        finally:
+            number = round_.number
+            self._votes = None
+            self._show(doing="idle", voted=number, ended=number, gave_up=self._why)
+            self.round = None
+            if self._detector is not None:
+                self._detector.expect_votes(False)
+
+    def close(self) -> None:
+        self._tree.close()
 
     def _do(self, action: protocol.Action, round_: Round) -> protocol.Event:
         match action:

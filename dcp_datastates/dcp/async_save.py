@@ -38,7 +38,7 @@ from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.rank_context import RankContext, context_of
-from dcp_datastates.saving.start import end_here, prepare, stage_save, state_to_plan, writable
+from dcp_datastates.saving.start import end_here, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
@@ -216,15 +216,19 @@ def _call(
         context.refuse(path, error)
         raise
     try:
-        cache, plan = context.planner, _planning
-        context.submit(
-            save, lambda it: plan(cache, planner, state_to_plan(it), str(it.directory()))
-        )
+        context.submit(save, functools.partial(_planning_of, context.planner, planner))
     except BaseException as error:  # an interrupt: the planning thread may not have the save
         save.fail(save.record_error(error))
         save.end()
         raise
     return save
+
+
+def _planning_of(
+    default: PlanCache, planner: SavePlanner | None, save: SaveOperation
+) -> SavePlanning:
+    state = StateToPlan(save.reads.staged, save.reads.state)
+    return _planning(default, planner, state, str(save.directory()))
 
 
 def _planning(

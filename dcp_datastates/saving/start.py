@@ -23,7 +23,6 @@ from dcp_datastates.config import Reads, WhenBehind, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator, open_used
 from dcp_datastates.io.engine import engine
-from dcp_datastates.planning.column_planning import Paths, StateToPlan
 from dcp_datastates.process.ending import Phase, at_end, at_exit
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.garbage import collection_paused
@@ -196,19 +195,6 @@ def _stage(
     stats.deferred_bytes = sum(staged.deferred.sizes)
     if deadline and staged.deferred.sizes and not step_gate.arm_backward():
         window.open()
-
-
-def state_to_plan(
-    save: SaveOperation, built: dict[Any, Any] | None = None, paths: Paths | None = None
-) -> StateToPlan:
-    """The staged state of ``save``, for planning in columns.
-
-    Args:
-        built: the state with all its tensors, if it is built already.
-        paths: the path of each of its keys, if it is flattened already.
-    """
-    build = save.reads.state if built is None else lambda: built
-    return StateToPlan(save.reads.staged, build, paths)
 
 
 # ---- the save of the calling thread --------------------------------------------------------------
