@@ -82,7 +82,8 @@ class CommitGroup:
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self._calls = {True: 0, False: 0}  # by ``own``: see count_call
-        self._planning = ""
+        self.planning = ""
+        """What the planning thread is doing, for this rank's beat; empty if it is idle."""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
         self.name: Final = f"{self.first}/{rank_set.digest}"
@@ -131,10 +132,6 @@ class CommitGroup:
             self._calls[own] += more
             return self._calls[own]
 
-    def tell_planning(self, doing: str) -> None:
-        """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
-        self._planning = doing
-
     def reading(self, progress: Progress, active: bool) -> None:
         """Let the ``progress`` of a save that this rank reads, or of a load, count in its beat while it is
         ``active``.
@@ -182,8 +179,8 @@ class CommitGroup:
     def _status(self) -> Beat:
         beat, reading = self._voter.beat, self._reading
         progress, doing = beat.progress, beat.doing
-        if self._planning and self._voter.round is None:
-            doing = self._planning
+        if self.planning and self._voter.round is None:
+            doing = self.planning
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
         calls, dcp_calls = self._calls[True], self._calls[False]

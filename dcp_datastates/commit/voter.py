@@ -154,8 +154,14 @@ class Voter:
             case protocol.Look():
                 self._found = None  # what was not there before may be there now
                 return self._find(round_) or protocol.DecisionFound(None)
-            case protocol.Note(decision):
-                self._note(round_, decision)
+            case protocol.Note(decision):  # 11
+                try:
+                    if self._decisions is not None:
+                        self._decisions.note(round_.number, decision)
+                except RuntimeError as error:  # the decision log keeps it, and writes it later
+                    logger.warning(
+                        "%s: the decision is not in the ranks' store yet: %s", round_, error
+                    )
             case protocol.GiveUp(why):
                 self._why = why.message[:_LONGEST_WHY]
             case protocol.Leave():
@@ -283,13 +289,6 @@ class Voter:
             outcome = Outcome.UNKNOWN if unknown else Outcome.FAILED
             return protocol.Decided(Decision(outcome, {0: Reason.of(error)}))
         return protocol.Decided(Decision(Outcome.COMMITTED))
-
-    def _note(self, round_: Round, decision: Decision) -> None:  # 11
-        try:
-            if self._decisions is not None:
-                self._decisions.note(round_.number, decision)
-        except RuntimeError as error:  # the decision log keeps it, and writes it later
-            logger.warning("%s: the decision is not in the ranks' store yet: %s", round_, error)
 
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
         round_.timeline.begin("ending")

@@ -123,7 +123,7 @@ class Catalog:
         chosen = sums(self.ndims, (self.shapes == 0).astype(np.int64)) == 0
         return list(compress(self.names, chosen.tolist()))
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         """The number of chunks."""
         return int(self.counts.sum())

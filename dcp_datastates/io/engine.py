@@ -127,7 +127,7 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                     host_cache_bytes,
                     **dataclasses.asdict(_config),
                     failpoints=failpoints.current(),
-                    trace_path=operations.trace_path(),
+                    trace_path=os.environ.get(operations.TRACE_VARIABLE, ""),
                 )
                 _name_interventions()
             else:

@@ -253,7 +253,7 @@ class PeerWatch:
 
         def answering(messages: T) -> R:
             self._all_are_here = True
-            self._group.tell_planning(_ALL_ARE_HERE)
+            self._group.planning = _ALL_ARE_HERE
             return answer(messages)
 
         return answering
@@ -271,7 +271,7 @@ class PeerWatch:
         detector = self._group.detector
         assert detector is not None
         what = self._waited_for(detector)
-        self._group.tell_planning(what)
+        self._group.planning = what
         if self._save is not None:
             self._save.doing = what
         self._log.look(what)

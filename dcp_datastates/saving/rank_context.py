@@ -196,7 +196,7 @@ class RankContext:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
             )
-            group.tell_planning("")
+            group.planning = ""
         if refusal is not None:
             try:
                 raise refusal

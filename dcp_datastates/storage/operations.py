@@ -26,6 +26,7 @@ from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
+"""Has the path of the trace; empty, or unset, if there is no trace."""
 
 NO_RENAME_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What :func:`exchange` and :func:`rename_new` raise where the file system knows no such renames."""
@@ -42,13 +43,8 @@ _RENAME_EXCHANGE: Final = 2
 _sync_ids = itertools.count(1)
 
 
-def trace_path() -> str:
-    """The path of the trace; empty if there is no trace."""
-    return os.environ.get(TRACE_VARIABLE, "")
-
-
 def _trace(operation: str, path: Path, **more: Any) -> None:
-    trace = trace_path()
+    trace = os.environ.get(TRACE_VARIABLE, "")
     if trace and _current.phase != SELF_TEST:
         record = {"op": operation, "path": str(path), **more}
         line = json.dumps(record, default=memoryview.hex, ensure_ascii=False) + "\n"
