@@ -35,6 +35,8 @@ from dcp_datastates.dcp.compat import (
 from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.io.devices import open_used
+from dcp_datastates.io.engine import engine
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
@@ -154,6 +156,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self.on_begin: Callable[[SaveOperation], object] = lambda save: None
         """Called with each save that begins, before it is planned. The manager's: it may archive the save."""
         prepare(self.rank_set, self.config).count_unused(1)
+        open_used(engine(self.config.host_cache_bytes))
 
     # ---- for the user --------------------------------------------------------------------------
 

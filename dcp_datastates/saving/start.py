@@ -21,7 +21,7 @@ from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
 from dcp_datastates.config import Reads, WhenBehind, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
-from dcp_datastates.io.devices import accelerator, open_used
+from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import engine
 from dcp_datastates.process.ending import Phase, at_end, at_exit
 from dcp_datastates.process.futures import finish_callbacks
@@ -98,8 +98,8 @@ def check_path(save: SaveOperation) -> None:
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
-    """The commit group for saves of these ranks, and the engine that they use."""
-    open_used(engine(config.host_cache_bytes))
+    """The commit group for saves of these ranks. Makes the engine that they use."""
+    engine(config.host_cache_bytes)
     group = commit_group(rank_set)
     if group.detector is not None:
         # From then on the other ranks see immediately if this process dies. Done once, by the detector's thread.
