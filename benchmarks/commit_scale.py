@@ -29,18 +29,19 @@ import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.dcp.object_planning import document
-from dcp_datastates.format.metadata_table import Document
+from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
 from dcp_datastates.ranks.connection import Client
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 from dcp_datastates.ranks.meetings import Meetings
 from dcp_datastates.ranks.rank_set import RankSet, of_store
+from dcp_datastates.storage.claims import Claim
 from machine import describe
 
 RECKONED = 16_384
@@ -136,8 +137,8 @@ def _connections(port: int) -> int:
     return there[f"{port:04X}"]
 
 
-def _compose(reports: Sequence[bytes]) -> Document:
-    return lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {}, trace)
+def _compose(reports: Sequence[bytes], meta: StorageMeta, claim: Claim, trace: Trace) -> bytes:
+    return document(meta, claim, Metadata({}), [], {}, trace)
 
 
 def _save(groups: list[CommitGroup], number: int, root: Path) -> None:

@@ -46,10 +46,10 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from dcp_datastates import errors as errors
+from dcp_datastates.dcp.async_save import SaveHandle as SaveHandle
 from dcp_datastates.dcp.async_save import async_save as async_save
 from dcp_datastates.dcp.async_save import prime as prime
 from dcp_datastates.dcp.async_save import save as save
-from dcp_datastates.dcp.handle import SaveHandle as SaveHandle
 from dcp_datastates.dcp.planner import DataStatesSavePlanner as DataStatesSavePlanner
 from dcp_datastates.dcp.writer import DataStatesWriter as DataStatesWriter
 from dcp_datastates.io.engine import configure_engine as configure_engine

@@ -123,8 +123,11 @@ class Timeline:
     def phases(self) -> dict[str, float]:
         """The seconds of each phase that has begun, in order. Their sum is :attr:`seconds`."""
         end = self.began + self.seconds
-        marks = [*((phase, min(since, end)) for phase, since in self._marks), ("", end)]
-        return {phase: until - since for (phase, since), (_, until) in pairwise(marks)}
+        marks = [*self._marks, ("", end)]  # a phase may begin after the end
+        return {
+            phase: min(until, end) - min(since, end)
+            for (phase, since), (_, until) in pairwise(marks)
+        }
 
 
 class _Measured:

@@ -46,36 +46,36 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_497,
+    "": 1_500,
     "checkpoints": 2_730,
     "cli": 1_002,
-    "commit": 1_576,
+    "commit": 1_558,
     "conversion": 2_187,
-    "dcp": 2_104,
-    "deepspeed": 731,
-    "format": 2_970,
+    "dcp": 2_090,
+    "deepspeed": 730,
+    "format": 2_965,
     "huggingface": 1_123,
-    "io": 2_513,
+    "io": 2_509,
     "lightning": 722,
     "loading": 1_915,
-    "manager": 3_875,
-    "megatron": 288,
+    "manager": 3_873,
+    "megatron": 287,
     "monitoring": 224,
-    "planning": 2_505,
-    "process": 930,
+    "planning": 2_495,
+    "process": 906,
     "ranks": 2_133,
-    "saving": 2_278,
+    "saving": 2_235,
     "sharing": 751,
-    "staging": 1_986,
-    "storage": 3_754,
-    "tiers": 2_269,
+    "staging": 1_944,
+    "storage": 3_743,
+    "tiers": 2_268,
     "torchtitan": 506,
     "wire": 665,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_636}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 53_621}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

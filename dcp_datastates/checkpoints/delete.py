@@ -24,7 +24,7 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
-from dcp_datastates.storage import attempts, local, local_store, operations, readme
+from dcp_datastates.storage import attempts, local, local_store, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Contents
 from dcp_datastates.storage.decisions import State, mark_deleted, withdraw
@@ -170,7 +170,7 @@ def _remove(
     """Remove the attempts, none of which can be loaded; returns whether nothing of them is left."""
     path.store.delete([(path / local.METADATA_NAME).key])
     if path.is_local:
-        readme.remove(Path(str(path)))
+        local.remove_readme(Path(str(path)))
     decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]
     attempts.remove(path, there, decided)
     if not path.is_local:

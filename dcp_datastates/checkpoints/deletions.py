@@ -13,7 +13,7 @@ from typing import Final
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import end_requests
 from dcp_datastates.ranks.failure_detector import Beat, FailureDetector
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
@@ -74,15 +74,20 @@ class CommitGroup:
 
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
+        self.is_coordinator: Final = rank_set.rank == 0
+        """Whether this rank decides and publishes."""
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
         self._lock = threading.RLock()  # guards the next three, _drawn and _reading
         self._attached: AttachedContext | None = None
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self._calls = {True: 0, False: 0}  # by ``own``: see count_call
-        self._planning = ""
+        self.planning = ""
+        """What the planning thread is doing, for this rank's beat; empty if it is idle."""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
+        self.name: Final = f"{self.first}/{rank_set.digest}"
+        """Identifies the group: unique within the process."""
         self._drawn = self.first
         self._worker = Worker("dcp_datastates-commit")
         self._expected: int | None = None  # the next round; commit thread only; None at first
@@ -100,16 +105,6 @@ class CommitGroup:
         self._voter = Voter(rank_set, self.detector, self._decisions)
 
     # ---- any thread --------------------------------------------------------------------------
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank decides and publishes."""
-        return self.rank_set.rank == 0
-
-    @property
-    def name(self) -> str:
-        """Identifies the group: unique within the process."""
-        return f"{self.first}/{self.rank_set.digest}"
 
     def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
@@ -136,10 +131,6 @@ class CommitGroup:
         with self._lock:
             self._calls[own] += more
             return self._calls[own]
-
-    def tell_planning(self, doing: str) -> None:
-        """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
-        self._planning = doing
 
     def reading(self, progress: Progress, active: bool) -> None:
         """Let the ``progress`` of a save that this rank reads, or of a load, count in its beat while it is
@@ -168,7 +159,8 @@ class CommitGroup:
             late = [each for each in ready if not self._worker.post(partial(self._run, each))]
         for each in late:
             each.part.cancel()
-            each.resolve(SaveFailedError(f"this save was not committed: {self._worker.refusal}"))
+            why = f"this save was not committed: {self._worker.refusal}"
+            each.committed.settle(SaveFailedError(why))
 
     def close(self) -> None:
         """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
@@ -187,8 +179,8 @@ class CommitGroup:
     def _status(self) -> Beat:
         beat, reading = self._voter.beat, self._reading
         progress, doing = beat.progress, beat.doing
-        if self._planning and self._voter.round is None:
-            doing = self._planning
+        if self.planning and self._voter.round is None:
+            doing = self.planning
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
         calls, dcp_calls = self._calls[True], self._calls[False]
@@ -205,7 +197,7 @@ class CommitGroup:
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
-            round_.resolve(error)
+            round_.committed.settle(error)
 
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
@@ -218,13 +210,13 @@ class CommitGroup:
             self._tidy(round_, decision.outcome)
         except Exception:  # the next commit removes the rest; the outcome stands
             logger.exception("could not tidy up after %s", round_)
-        round_.resolve(self._error(round_, decision))
+        failed = decision.outcome is not Outcome.COMMITTED
+        round_.committed.settle(self._error(round_, decision) if failed else None)
 
-    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
+    def _error(self, round_: Round, decision: Decision) -> BaseException:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
         error = decision.error(where, self.rank_set.world)
-        if error is None:
-            return None
+        assert error is not None
         cause = round_.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)

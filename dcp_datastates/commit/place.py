@@ -8,6 +8,7 @@ decision (``storage/decisions.py``), and the checkpoint at a path is the newest 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
@@ -29,15 +30,14 @@ from dcp_datastates.storage import (
     decisions,
     local_store,
     operations,
-    readme,
 )
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.local import METADATA_NAME, write_readme
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
-from dcp_datastates.storage.self_test import Findings, Operation, what_works_for
+from dcp_datastates.storage.self_test import Operation, what_works_for
 
 logger = logging.getLogger(__name__)
 
@@ -108,27 +108,22 @@ class Round:
     report: bytes = b""
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
-    """Coordinator: makes the document of all ranks' reports."""
+    """Coordinator: makes the metadata of all ranks' reports."""
     archives: bool = False
     """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
     timeline: Timeline = field(default_factory=Timeline)
     """When the phases of the save began."""
     trace: Callable[[], bytes] = bytes
     """Makes what this rank tells of the save's cost with its vote."""
+    committed: SharedFuture = field(default_factory=SharedFuture)
+    """The commit thread settles it with the outcome on this rank. It is the save's, which may have failed before."""
     published: bytes | None = field(init=False, default=None)
     """Coordinator: the metadata that were committed, until the round is over."""
     failure: BaseException | None = field(init=False, default=None)
     """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
-    committed: SharedFuture = field(init=False, default_factory=SharedFuture)
-    """The commit thread resolves it with the round's outcome on this rank."""
 
     def __str__(self) -> str:
         return f"save {self.number - self.first}"
-
-    def resolve(self, error: BaseException | None) -> None:
-        """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
-        self.committed.settle(error)
-        self.trace = bytes  # it refers to the save, and the save to this
 
     @staticmethod
     def missing(number: int, first: int, timeout: float) -> Round:
@@ -147,19 +142,15 @@ class Place:
         self._directory: Final = stored(location)
 
     @property
-    def _findings(self) -> Findings:
-        return what_works_for(self._directory)
-
-    @property
     def _creates_once(self) -> bool:
-        return self._findings.works(Operation.CREATE_ONCE)
+        return what_works_for(self._directory).works(Operation.CREATE_ONCE)
 
     @property
     def _deletes(self) -> bool:
         """Whether this process may delete there. If not, that was said once, and nothing is removed. (In a directory,
         each deletion that is refused is said.)
         """
-        return self._directory.is_local or self._findings.works(Operation.DELETE)
+        return self._directory.is_local or what_works_for(self._directory).works(Operation.DELETE)
 
     def check_overwrite(self, overwrite: bool) -> None:
         """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
@@ -169,7 +160,12 @@ class Place:
     def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
         """Coordinator: claim a new attempt. May raise as :meth:`check_overwrite` does."""
         # The first save tries what storage can do now, where nothing waits for it.
-        return claims.claim(self._directory, neighbours, overwrite, lambda: self._findings)
+        return claims.claim(
+            self._directory,
+            neighbours,
+            overwrite,
+            functools.partial(what_works_for, self._directory),
+        )
 
     # ---- publishing ------------------------------------------------------------------------------
 
@@ -287,7 +283,7 @@ class Place:
         """
         directory = self._directory
         if directory.is_local:
-            readme.write(Path(str(directory)))
+            write_readme(Path(str(directory)))
         if data is None:  # the publication was settled
             data = decisions.committed_metadata(directory, attempt)
             if data is None:

@@ -51,15 +51,13 @@ class RankVote:
 
     def encode(self) -> bytes:
         """Yes or no, a digest of the save, the trace, and the report, or the reason."""
-        told = self.report if self.no is None else json.dumps(astuple(self.no)).encode()
-        return _VOTE.pack(self.no is None, self._digest(), len(self.trace)) + self.trace + told
-
-    def _digest(self) -> bytes:
         # Only the last part of the path: other machines may mount the directory elsewhere.
         name = b"" if self.directory is None else os.fsencode(self.directory.name)
         attempt = None if self.attempt is None else astuple(self.attempt)
         save = repr((self.number, attempt, name, self.world))
-        return hashlib.sha1(save.encode()).digest()
+        digest = hashlib.sha1(save.encode()).digest()
+        told = self.report if self.no is None else json.dumps(astuple(self.no)).encode()
+        return _VOTE.pack(self.no is None, digest, len(self.trace)) + self.trace + told
 
 
 class Count(Enum):

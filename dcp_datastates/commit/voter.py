@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -108,23 +109,9 @@ class Voter:
         self._why = ""
         if self._detector is not None:
             self._detector.expect_votes(True)
-        try:
-            return self._follow_protocol(round_)
-        finally:
-            number = round_.number
-            self._votes = None
-            self._show(doing="idle", voted=number, ended=number, gave_up=self._why)
-            self.round = None
-            if self._detector is not None:
-                self._detector.expect_votes(False)
-
-    def close(self) -> None:
-        self._tree.close()
-
-    def _follow_protocol(self, round_: Round) -> Decision:
         steps = protocol.lead() if self._is_coordinator else protocol.follow()
-        action = next(steps)
         try:
+            action = next(steps)
             while True:
                 try:
                     event = self._do(action, round_)
@@ -137,6 +124,16 @@ class Voter:
         except StopIteration as ended:
             decision: Decision = ended.value
             return decision
+        finally:
+            number = round_.number
+            self._votes = None
+            self._show(doing="idle", voted=number, ended=number, gave_up=self._why)
+            self.round = None
+            if self._detector is not None:
+                self._detector.expect_votes(False)
+
+    def close(self) -> None:
+        self._tree.close()
 
     def _do(self, action: protocol.Action, round_: Round) -> protocol.Event:
         match action:
@@ -157,8 +154,14 @@ class Voter:
             case protocol.Look():
                 self._found = None  # what was not there before may be there now
                 return self._find(round_) or protocol.DecisionFound(None)
-            case protocol.Note(decision):
-                self._note(round_, decision)
+            case protocol.Note(decision):  # 11
+                try:
+                    if self._decisions is not None:
+                        self._decisions.note(round_.number, decision)
+                except RuntimeError as error:  # the decision log keeps it, and writes it later
+                    logger.warning(
+                        "%s: the decision is not in the ranks' store yet: %s", round_, error
+                    )
             case protocol.GiveUp(why):
                 self._why = why.message[:_LONGEST_WHY]
             case protocol.Leave():
@@ -242,6 +245,8 @@ class Voter:
         if found is Count.UNANIMOUS:
             round_.timeline.begin("publishing")
         hit("vote.after")
+        if found is Count.UNANIMOUS:
+            return protocol.Counted(True)
         if found is Count.DIFFERENT:
             different = SaveFailedError(
                 f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
@@ -249,7 +254,7 @@ class Voter:
             )
             return protocol.Counted(False, {-1: Reason.of(different)})
         reasons = ({}, 0) if self._votes is None else self._votes.reasons()
-        return protocol.Counted(found is Count.UNANIMOUS, *reasons)
+        return protocol.Counted(False, *reasons)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
         """Send this rank's vote up the tree; the coordinator's count comes down it."""
@@ -272,11 +277,10 @@ class Voter:
         try:
             meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
             trace = save_trace.join(self._votes.traces, self._counted_at)
-            data = round_.compose(self._votes.reports)(meta, claim, trace)
+            data = round_.compose(self._votes.reports, meta, claim, trace)
             place = Place(directory)
-            bounded(  # 8 to 10
-                "publishing", directory, round_.timeout, lambda: place.publish(round_, data)
-            )
+            publish = partial(place.publish, round_, data)
+            bounded("publishing", directory, round_.timeout, publish)  # 8 to 10
         except Exception as error:
             round_.failure = error
             if isinstance(error, HungError):
@@ -285,13 +289,6 @@ class Voter:
             outcome = Outcome.UNKNOWN if unknown else Outcome.FAILED
             return protocol.Decided(Decision(outcome, {0: Reason.of(error)}))
         return protocol.Decided(Decision(Outcome.COMMITTED))
-
-    def _note(self, round_: Round, decision: Decision) -> None:  # 11
-        try:
-            if self._decisions is not None:
-                self._decisions.note(round_.number, decision)
-        except RuntimeError as error:  # the decision log keeps it, and writes it later
-            logger.warning("%s: the decision is not in the ranks' store yet: %s", round_, error)
 
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
         round_.timeline.begin("ending")
@@ -321,9 +318,8 @@ class Voter:
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
             place = Place(directory)
-            committed = bounded(
-                "settling the save", directory, patience, lambda: place.settle(attempt)
-            )
+            settle = partial(place.settle, attempt)
+            committed = bounded("settling the save", directory, patience, settle)
             unclear = "another job has committed there since, or the attempt was deleted"
         except Exception as failed:  # then this rank's files must stay
             committed, unclear = None, f"storage does not tell ({failed})"

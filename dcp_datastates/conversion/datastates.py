@@ -24,7 +24,7 @@ from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.work import Unit
-from dcp_datastates.storage import local, operations, readme
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import DECISION_NAME
@@ -103,6 +103,6 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     def finish() -> None:
         write_small_file(folder / attempt.name / DECISION_NAME, metadata)
         write_small_file(folder / local.METADATA_NAME, metadata)
-        readme.write(folder)
+        local.write_readme(folder)
 
     return Output(units, finish)

@@ -20,18 +20,19 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
-from dcp_datastates.dcp.turn import Turn, end_here
+from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
+from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import stage_in_place, state_to_plan
+from dcp_datastates.saving.start import end_here, stage_in_place
 from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, locate
@@ -109,9 +110,11 @@ class DcpSave:
             state, paths = planned_state(planner)
             if not save.asynchronous:
                 stage_in_place(save, state)
-                state_of_call = state_to_plan(save, paths=paths)
+                state_of_call = StateToPlan(save.reads.staged, save.reads.state, paths)
             else:  # it was staged at the call, as the program has it
-                state_of_call = state_to_plan(save, self._state)
+                built = self._state
+                assert built is not None, "DCP has read it"
+                state_of_call = StateToPlan(save.reads.staged, lambda: built)
             return plan_in_columns(planner, context_of(save.group).planner, state_of_call)
         except Exception as error:
             save.record_error(error)  # the ranks agree first: others wait for this one

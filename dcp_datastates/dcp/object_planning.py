@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
-from dcp_datastates.format.metadata_table import Compose, Document, Trace
-from dcp_datastates.planning.global_plan import note_of
+from dcp_datastates.format.metadata_table import Compose, Trace
 from dcp_datastates.planning.messages import Report
+from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.wire.secret import signed, verified
 
@@ -83,21 +82,21 @@ class ObjectPlanning(SavePlanning):
     def release(self) -> None:
         self._planner = self._local_plan = self._staged = None  # they have the state
 
-    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
-        return _packed(([item.index for item in self.items], places.encoded))
-
-    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
+    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
+        report = _packed(([item.index for item in self.items], places.encoded))
         metadata = self._metadata
         if metadata is None:
-            return None
+            return report, None
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
-        def compose(reports: Sequence[bytes]) -> Document:
+        def compose(
+            reports: Sequence[bytes], meta: StorageMeta, claim: Claim, trace: Trace
+        ) -> bytes:
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
-            return lambda meta, claim, trace: document(meta, claim, mine, found, metrics, trace)
+            return document(meta, claim, mine, found, metrics, trace)
 
-        return compose
+        return report, compose
 
     @property
     def _held(self) -> SavePlanner:

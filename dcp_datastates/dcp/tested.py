@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.fields import new_fields
+from dcp_datastates.format.values import new_fields
 from dcp_datastates.process.job_log import once_per_job
 
 logger = logging.getLogger("dcp_datastates")

@@ -21,11 +21,11 @@ from concurrent.futures import Future
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
-from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.saving.agreement import GATE_SECONDS
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.rank_context import context_of
+from dcp_datastates.saving.start import end_here, here
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Turn:
         :meth:`wait`.
         """
         end_here()
-        _here.save = self.save
+        here.save = self.save
         self.thread = threading.current_thread()
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
@@ -187,24 +187,3 @@ def _watch() -> None:
                 except Exception:  # from a callback of a future, say
                     logger.exception("a save could not be ended")
         _release_gates()
-
-
-class _Here(threading.local):
-    save: SaveOperation | None = None
-
-
-_here = _Here()
-
-
-def end_here(*, asynchronous: bool = True) -> None:
-    """End the part before the commit of the calling thread's save, when the thread makes another call or ends.
-
-    ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
-    """
-    save = _here.save
-    if save is not None and (asynchronous or not save.asynchronous):
-        _here.save = None
-        save.end()
-
-
-at_exit(end_here)  # else the process would wait for an interrupted synchronous save

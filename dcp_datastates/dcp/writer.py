@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -33,18 +33,21 @@ from dcp_datastates.dcp.compat import (
     warn_if_shared,
 )
 from dcp_datastates.dcp.planner import WriterMeta
-from dcp_datastates.dcp.turn import Turn, end_here
+from dcp_datastates.dcp.turn import Turn
 from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.io.devices import open_used
+from dcp_datastates.io.engine import engine
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.admission import Saves
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.start import check_path, prepare, stage_save, writable
+from dcp_datastates.saving.start import Saves, check_path, end_here, prepare, stage_save, writable
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+
+NO_PATH: Final = "no path to save to: pass path, or a writer that has one"
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
@@ -153,6 +156,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self.on_begin: Callable[[SaveOperation], object] = lambda save: None
         """Called with each save that begins, before it is planned. The manager's: it may archive the save."""
         prepare(self.rank_set, self.config).count_unused(1)
+        open_used(engine(self.config.host_cache_bytes))
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -342,7 +346,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if path is not None:
             return self._checked(path)
         if self._path is None:
-            raise ConfigurationError("no path to save to: pass path, or a writer that has one")
+            raise ConfigurationError(NO_PATH)
         return self._path
 
     def add(self, save: SaveOperation) -> None:

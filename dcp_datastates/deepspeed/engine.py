@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import Reads, WriterConfig, check_names, parse_size
-from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.deepspeed.export import (
     LATEST,
     is_placeholder,

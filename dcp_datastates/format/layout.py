@@ -13,6 +13,7 @@ one entry per name). Each file is one sequential stream and a valid safetensors 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -135,7 +136,7 @@ class SealedFile:
     object_sizes: tuple[int, ...]
     table_offset: int
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The size of the file in bytes, checksum table included."""
         return file_bytes(self.table_offset)

@@ -79,7 +79,6 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import values
-from dcp_datastates.format.fields import fields_from_json, fields_to_json, properties_from_json
 from dcp_datastates.format.metadata_check import check
 from dcp_datastates.format.metadata_table import (
     CATALOG,
@@ -94,7 +93,13 @@ from dcp_datastates.format.metadata_table import (
     once,
 )
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.format.values import ValueRefused, described
+from dcp_datastates.format.values import (
+    ValueRefused,
+    described,
+    fields_from_json,
+    fields_to_json,
+    properties_from_json,
+)
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.local import METADATA_NAME

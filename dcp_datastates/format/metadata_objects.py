@@ -26,12 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.fields import fields_to_json
 from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
 from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
-from dcp_datastates.format.values import ValueRefused, described
+from dcp_datastates.format.values import ValueRefused, described, fields_to_json
 from dcp_datastates.process.garbage import collection_paused
 
 _TABLE: Final = "dcp_datastates"

@@ -123,7 +123,7 @@ class Catalog:
         chosen = sums(self.ndims, (self.shapes == 0).astype(np.int64)) == 0
         return list(compress(self.names, chosen.tolist()))
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         """The number of chunks."""
         return int(self.counts.sum())
@@ -179,11 +179,10 @@ class Placement:
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
 
-Document = Callable[[StorageMeta, Claim, Trace], bytes]
-"""Makes the bytes of ``.metadata``, once the attempt is claimed and it is known what the save has cost."""
-
-Compose = Callable[[Sequence[bytes]], Document]
-"""Makes the document of all ranks' reports, which came with their votes."""
+Compose = Callable[[Sequence[bytes], StorageMeta, Claim, Trace], bytes]
+"""Makes the bytes of ``.metadata``: of all ranks' reports, which came with their votes, of DCP's description of the
+storage, of how the attempt was claimed, and of what the save has cost.
+"""
 
 
 @dataclass(frozen=True)

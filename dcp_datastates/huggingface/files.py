@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.storage import local, presence, readme
+from dcp_datastates.storage import local, presence
 from dcp_datastates.storage.attempt import Attempt
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def read_others(directory: Path) -> dict[str, bytes]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (local.METADATA_NAME, readme.NAME) or (
+    return name in (local.METADATA_NAME, local.README_NAME) or (
         Attempt.parse(name.removeprefix(".")) is not None
     )
 

@@ -50,7 +50,8 @@ _lock = threading.RLock()  # guards _engine
 _engine: Engine | None = None
 _config = EngineConfig()
 _too_small = False  # the log says so
-_orders = itertools.count(1)
+orders: Final = itertools.count(1)
+"""The sequence numbers of this process's saves. Older saves get cache segments first."""
 
 
 @public()
@@ -126,7 +127,7 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                     host_cache_bytes,
                     **dataclasses.asdict(_config),
                     failpoints=failpoints.current(),
-                    trace_path=operations.trace_path(),
+                    trace_path=os.environ.get(operations.TRACE_VARIABLE, ""),
                 )
                 _name_interventions()
             else:
@@ -198,11 +199,6 @@ def fail(job: SaveJob | RestoreJob, error: BaseException, path: str) -> None:
     """Fail a streamed ``job``: the file at ``path`` could not be sent, or fetched."""
     number = getattr(error, "errno", None)
     job.fail(str(error) or repr(error), number if isinstance(number, int) else 0, path)
-
-
-def next_order() -> int:
-    """Draw the sequence number of this process's next save. Older saves get cache segments first."""
-    return next(_orders)
 
 
 def _tell(call: Callable[[Engine], None]) -> None:

@@ -19,8 +19,8 @@ from typing_extensions import Buffer
 from dcp_datastates._native import ReadRequest, RestoreJob, SaveJob, Segment
 from dcp_datastates.errors import StorageError, release_frames
 from dcp_datastates.io.engine import fail
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.work import Done, Unit, work
-from dcp_datastates.process.worker import Worker
 
 MOST_FILES_AT_ONCE: Final = 4
 

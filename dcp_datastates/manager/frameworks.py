@@ -17,8 +17,7 @@ from typing_extensions import Unpack
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import BackgroundOptions, WriterConfig
-from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.tested import minor
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed

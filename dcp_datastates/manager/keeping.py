@@ -13,7 +13,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import check_count
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.save_tracker import SaveTracker

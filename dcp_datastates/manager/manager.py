@@ -17,8 +17,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import WriterOptions, check_options, parse_flag, parse_rate
-from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.config import check_count
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple, SupportsIndex
 
 from dcp_datastates.config import parse_duration
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.process.job_log import once_per_job

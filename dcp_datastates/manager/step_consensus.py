@@ -19,8 +19,8 @@ from typing import Final
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.ending import at_exit
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.failure_detector import LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet

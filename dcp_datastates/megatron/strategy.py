@@ -55,8 +55,7 @@ from torch.distributed.checkpoint.planner import (
 from typing_extensions import Unpack
 
 from dcp_datastates.config import BackgroundOptions, WriterConfig, check_options
-from dcp_datastates.dcp.async_save import async_save, save
-from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.async_save import SaveHandle, async_save, save
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.frameworks import is_ours_here
 from dcp_datastates.planning.column_planning import serialize

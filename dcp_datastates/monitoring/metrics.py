@@ -11,8 +11,8 @@ from typing import Any, Final
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.loading.record import listeners as of_loads
 from dcp_datastates.results import LOAD_PHASES, PHASES, LoadRecord, SaveRecord
-from dcp_datastates.saving.admission import in_flight
 from dcp_datastates.saving.outcome import listeners as of_saves
+from dcp_datastates.saving.start import in_flight
 from dcp_datastates.tiers.archive import archive_lag
 
 _BUCKETS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

@@ -32,8 +32,8 @@ from dcp_datastates.planning.messages import (
     RankReport,
     Report,
 )
-from dcp_datastates.planning.part_files import KnownFiles
-from dcp_datastates.planning.plan_cache import Agreed, KnownState, PlanCache, StateKey
+from dcp_datastates.planning.part_files import KnownFiles, KnownState
+from dcp_datastates.planning.plan_cache import Agreed, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
@@ -115,9 +115,10 @@ class ColumnPlanning(SavePlanning):
         self._rank = 0
         self._offered: _Offered | None = None
         self._taken: RankPlan | None = None  # this rank's share
+        self._samples = b""
         self._reported = b""  # digest of this rank's report that the coordinator has
         self._known: KnownState | None = None  # by which the state need not be flattened
-        self._composing: Callable[[Mapping[str, float]], Compose] | None = None
+        self._composing: Callable[..., bytes] | None = None
 
     @property
     def items(self) -> Sequence[WriteItem]:
@@ -187,22 +188,20 @@ class ColumnPlanning(SavePlanning):
             return self._flat().tensor(write_item)
         return io.BytesIO(serialize(self._object(write_item.index)))
 
-    def sample(self, attempt: Attempt) -> bytes:
-        if self._taken is None or not len(self._taken.shared):
-            return b""
-        held, _keep = self._replicas()
-        seed = attempt.incarnation ^ attempt.sequence
-        return sample(self._taken, held, seed, self._words())
+    def sample(self, attempt: Attempt) -> None:
+        if len(self._share.shared):
+            held, _keep = self._replicas()
+            seed = attempt.incarnation ^ attempt.sequence
+            self._samples = sample(self._share, held, seed, self._words())
 
     def release(self) -> None:
         self._state = self._flattened = None
 
-    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
+    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
         data = b"" if places.digest == self._reported else places.encoded
-        return RankReport(places.digest, samples, data).encode()
-
-    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        return None if self._composing is None else self._composing(metrics)
+        report = RankReport(places.digest, self._samples, data).encode()
+        composing = self._composing
+        return report, None if composing is None else functools.partial(composing, metrics)
 
     # ---- within ------------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_datastates.format.fields import carried
 from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import Ints, positions, starts_of, volumes
+from dcp_datastates.format.values import carried
 from dcp_datastates.planning.packing import Message, Named
 
 OBJECT, TENSOR, SHARD = 0, 1, 2

@@ -22,9 +22,9 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format import values
-from dcp_datastates.format.fields import fields_to_json, properties_from_json
 from dcp_datastates.format.metadata_table import STORED, narrowed
 from dcp_datastates.format.ragged import Ints
+from dcp_datastates.format.values import fields_to_json, properties_from_json
 
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")

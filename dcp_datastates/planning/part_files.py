@@ -1,25 +1,30 @@
 """The files of one rank's part of a checkpoint, laid out.
 
 If a part is written again and again, its layout is kept (:class:`KnownFiles`), with each tensor's position in the
-state: then a save only looks up the tensors' present addresses, in a few operations on arrays. Of plans and files,
-those that were used last are kept (:class:`Recent`).
+state (:class:`KnownState`): then a save only looks up the tensors' present addresses, in a few operations on arrays. Of
+plans and files, those that were used last are kept (:class:`Recent`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import Transfer
+from dcp_datastates.format.key_paths import key_of
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.messages import Report
+from dcp_datastates.io.devices import HOST
+from dcp_datastates.planning.messages import OBJECT, LocalPlan, RankPlan, Report
+from dcp_datastates.planning.samples import Held
+from dcp_datastates.staging.stage import StagedState
 
 KEPT: Final = 8
 """How many values are kept: a job may save several state dicts in turn, each with plans of its own."""
@@ -102,12 +107,13 @@ class KnownFiles(PartFiles):
         self, items: Sequence[LayoutItem], rank: int, positions: Ints, begins: Sequence[int]
     ) -> None:
         super().__init__(items, rank)
-        self._names = [item.fqn for item in items]
+        self.objects: Final = {
+            number: WriteItem(MetadataIndex(item.fqn), WriteItemType.BYTE_IO)
+            for number, item in enumerate(items)
+            if item.dtype is None
+        }
+        """The items that are objects, by their numbers."""
         self._columns = [_columns(layout, positions, begins) for layout in self.layouts]
-
-    def object_item(self, number: int) -> WriteItem:
-        """The item with this number, which is an object."""
-        return WriteItem(MetadataIndex(self._names[number]), WriteItemType.BYTE_IO)
 
     def add_tensors(
         self, addresses: Ints, groups: Ints, devices: Ints | None, content: Transfer, file: int
@@ -148,3 +154,94 @@ def report_of(layouts: Sequence[FileLayout], sealed: Sequence[SealedFile], count
     pairs = zip(layouts, sealed, strict=True)
     files = tuple([(layout.name, file.nbytes, file.table_offset) for layout, file in pairs])
     return Report(files, *places)
+
+
+# ---- states whose plans are known ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class KnownState:
+    """The plan of states with one :data:`StateKey`, and where its items are in such a state. A state that is known so
+    is not flattened, planned or laid out again.
+    """
+
+    plan: LocalPlan
+    positions: Ints
+    """By item: the tensor's position in the traversal; -1 for an object."""
+    paths: dict[str, tuple[Any, ...]]
+    """For each object: the keys of its path."""
+    files_of_shares: Recent[bytes, KnownFiles] = field(default_factory=Recent)
+    """By the share's digest."""
+
+    @staticmethod
+    def of(
+        plan: LocalPlan, staged: StagedState, state: Any, paths: Mapping[str, Sequence[Any]]
+    ) -> KnownState | None:
+        """Where the plan's items are in the state that was planned; None if names do not identify them.
+
+        ``state`` has all its tensors, and ``paths`` are those in it (``key_paths.py``).
+        """
+        columns = staged.traversal.columns
+        # By name: one tensor may occur in several places, where the next state may have different tensors.
+        place = {columns.name(position): position for position in range(len(columns.keys))}
+        if len(place) != len(columns.keys):
+            return None
+        names, is_tensor = plan.head.names, plan.head.kinds != OBJECT
+        positions = np.array([place.get(name, -1) for name in names], np.int64)
+        positions[~is_tensor] = -1
+        if (positions[is_tensor] < 0).any():
+            return None  # these are not the staged tensors
+        keys = {}
+        for name in compress(names, ~is_tensor):
+            path = _real_path(state, paths.get(name, (name,)))
+            if path is None:
+                return None
+            keys[name] = path
+        return KnownState(plan, positions, keys)
+
+    def object(self, staged: StagedState, name: str) -> Any:
+        """The object with this name in ``staged``."""
+        value: Any = staged.root
+        for key in self.paths[name]:
+            value = value[key]
+        return value
+
+    def files(self, share: RankPlan, rank: int) -> KnownFiles:
+        """The files of a share of the plan, laid out once."""
+        files = self.files_of_shares.get(share.digest)
+        if files is None:
+            items, begins = share.layout_items(self.plan), share.begins.tolist()
+            files = KnownFiles(items, rank, self.positions[share.items], begins)
+            self.files_of_shares.put(share.digest, files)
+        return files
+
+    def held(self, staged: StagedState, items: Ints) -> Held:
+        """The addresses of the tensors of these items, after waiting for their eager copies; of objects, none."""
+        staged.copying.wait()
+        positions = self.positions[items]
+        tensors = np.flatnonzero(positions >= 0)
+        positions = positions[tensors]
+        held = Held(np.zeros(len(items), np.int64), np.zeros(len(items), np.int64))
+        addresses, _, devices = staged.bases()
+        sizes = self.plan.nbytes(items[tensors])
+        if devices is not None:
+            sizes[devices[positions] != HOST] = 0
+        held.addresses[tensors], held.sizes[tensors] = addresses[positions], sizes
+        return held
+
+
+def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The actual keys of a path, which may have a key as a string that cannot be stored."""
+    keys: list[Any] = []
+    value = root
+    for part in map(key_of, path):
+        if isinstance(value, list) or part in value:
+            key = part
+        else:
+            named = [other for other in value if str(other) == part]
+            if len(named) != 1:
+                return None
+            key = named[0]
+        keys.append(key)
+        value = value[key]
+    return tuple(keys)

@@ -1,4 +1,5 @@
-"""The plan cache: what a rank and the coordinator keep of plans, so that an unchanged one is named by its digest.
+"""The plan cache: what a rank and the coordinator keep of plans, so that an unchanged one is named by its digest. The
+coordinator's global plan has every rank's share, and makes the metadata of what the ranks report.
 
 What the other side has, it has said itself: a rank offers its plan with the digest of the share that it has for it, and
 the coordinator answers with the digest of the report that it has from this rank. Only of plans must a rank know what
@@ -8,24 +9,38 @@ answer; and if a save's planning breaks off, it forgets what the coordinator has
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
-from typing import Any
+from typing import Final
 
 import numpy as np
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.key_paths import key_of
-from dcp_datastates.format.metadata_table import Catalog
+from dcp_datastates.format.metadata import encode
+from dcp_datastates.format.metadata_table import (
+    Catalog,
+    FileRecord,
+    MetadataTable,
+    Note,
+    Placement,
+    Trace,
+)
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.io.devices import HOST
-from dcp_datastates.planning.global_plan import GlobalPlan
-from dcp_datastates.planning.messages import OBJECT, Head, LocalPlan, Offer, RankPlan
-from dcp_datastates.planning.part_files import KnownFiles, Recent
-from dcp_datastates.planning.samples import Held
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.planning.messages import (
+    Answer,
+    Head,
+    LocalPlan,
+    Offer,
+    RankPlan,
+    RankReport,
+    Report,
+)
+from dcp_datastates.planning.part_files import KnownState, Recent
+from dcp_datastates.planning.samples import Samples
 from dcp_datastates.staging.traverse import Fingerprint
+from dcp_datastates.storage.claims import Claim
 
 Agreed = Recent[bytes, RankPlan]
 """Of a rank's plans that the coordinator has, by digest: the latest share."""
@@ -35,94 +50,6 @@ StateKey = tuple[str, int, Fingerprint, tuple[bool, ...]]
 """What a state's plan follows from: the group, this rank's number in it, the state's fingerprint, and which tensors
 optimizers own.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class KnownState:
-    """The plan of states with one :data:`StateKey`, and where its items are in such a state. A state that is known so
-    is not flattened, planned or laid out again.
-    """
-
-    plan: LocalPlan
-    positions: Ints
-    """By item: the tensor's position in the traversal; -1 for an object."""
-    paths: dict[str, tuple[Any, ...]]
-    """For each object: the keys of its path."""
-    files_of_shares: Recent[bytes, KnownFiles] = field(default_factory=Recent)
-    """By the share's digest."""
-
-    @staticmethod
-    def of(
-        plan: LocalPlan, staged: StagedState, state: Any, paths: Mapping[str, Sequence[Any]]
-    ) -> KnownState | None:
-        """Where the plan's items are in the state that was planned; None if names do not identify them.
-
-        ``state`` has all its tensors, and ``paths`` are those in it (``key_paths.py``).
-        """
-        columns = staged.traversal.columns
-        # By name: one tensor may occur in several places, where the next state may have different tensors.
-        place = {columns.name(position): position for position in range(len(columns.keys))}
-        if len(place) != len(columns.keys):
-            return None
-        names, is_tensor = plan.head.names, plan.head.kinds != OBJECT
-        positions = np.array([place.get(name, -1) for name in names], np.int64)
-        positions[~is_tensor] = -1
-        if (positions[is_tensor] < 0).any():
-            return None  # these are not the staged tensors
-        keys = {}
-        for name in compress(names, ~is_tensor):
-            path = _real_path(state, paths.get(name, (name,)))
-            if path is None:
-                return None
-            keys[name] = path
-        return KnownState(plan, positions, keys)
-
-    def object(self, staged: StagedState, name: str) -> Any:
-        """The object with this name in ``staged``."""
-        value: Any = staged.root
-        for key in self.paths[name]:
-            value = value[key]
-        return value
-
-    def files(self, share: RankPlan, rank: int) -> KnownFiles:
-        """The files of a share of the plan, laid out once."""
-        files = self.files_of_shares.get(share.digest)
-        if files is None:
-            items, begins = share.layout_items(self.plan), share.begins.tolist()
-            files = KnownFiles(items, rank, self.positions[share.items], begins)
-            self.files_of_shares.put(share.digest, files)
-        return files
-
-    def held(self, staged: StagedState, items: Ints) -> Held:
-        """The addresses of the tensors of these items, after waiting for their eager copies; of objects, none."""
-        staged.copying.wait()
-        positions = self.positions[items]
-        tensors = np.flatnonzero(positions >= 0)
-        positions = positions[tensors]
-        held = Held(np.zeros(len(items), np.int64), np.zeros(len(items), np.int64))
-        addresses, _, devices = staged.bases()
-        sizes = self.plan.nbytes(items[tensors])
-        if devices is not None:
-            sizes[devices[positions] != HOST] = 0
-        held.addresses[tensors], held.sizes[tensors] = addresses[positions], sizes
-        return held
-
-
-def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The actual keys of a path, which may have a key as a string that cannot be stored."""
-    keys: list[Any] = []
-    value = root
-    for part in map(key_of, path):
-        if isinstance(value, list) or part in value:
-            key = part
-        else:
-            named = [other for other in value if str(other) == part]
-            if len(named) != 1:
-                return None
-            key = named[0]
-        keys.append(key)
-        value = value[key]
-    return tuple(keys)
 
 
 Assign = Callable[[Sequence[LocalPlan]], tuple[list[RankPlan], Catalog]]
@@ -175,3 +102,115 @@ class PlanCache:
             )
         known.put(offer.digest, plan)
         return plan
+
+
+# ---- the global plan -----------------------------------------------------------------------------
+
+
+def note_of(
+    claim: Claim, reports: Sequence[Report], metrics: Mapping[str, float], trace: Trace
+) -> Note:
+    """What the metadata tell of the attempt and its files, which all ranks have reported."""
+    files = {}
+    for report in reports:
+        for name, nbytes, table_offset in report.files:
+            path = f"{claim.attempt.name}/{name}"
+            files[path] = FileRecord(path, nbytes, table_offset)
+    return Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
+
+
+class GlobalPlan:
+    """One global plan, with the latest report of each rank. Any thread may use it."""
+
+    def __init__(
+        self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan], catalog: Catalog
+    ) -> None:
+        self.shares: Final = shares
+        self.catalog: Final = catalog
+        self._locals = locals_
+        self._reports: list[Report | None] = [None] * len(shares)
+
+    @property
+    def reports(self) -> Sequence[Report | None]:
+        """The latest report of each rank, as they are now."""
+        return tuple(self._reports)
+
+    def answers(self, known: Sequence[bytes], reports: Sequence[Report | None]) -> list[Answer]:
+        """The answers to ranks that have the shares with these digests, where the coordinator has the ``reports``."""
+        return [
+            Answer(
+                share.digest,
+                b"" if report is None else report.digest,
+                b"" if share.digest == digest else share.encoded,
+            )
+            for share, digest, report in zip(self.shares, known, reports, strict=True)
+        ]
+
+    @functools.cached_property
+    def _samples(self) -> Samples:
+        """Compares the ranks' samples of the same tensors."""
+        return Samples(self._locals, self.shares)
+
+    def compose(
+        self,
+        known: Sequence[Report | None],
+        metrics: Mapping[str, float],
+        sent: Sequence[bytes],
+        meta: StorageMeta,
+        claim: Claim,
+        trace: Trace,
+    ) -> bytes:
+        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``. The last four arguments
+        are those of :data:`Compose`. Raises :class:`DataStatesError` if replicas differ, say.
+        """
+        reports = list(map(RankReport.decode, sent))
+        pairs = enumerate(zip(reports, known, strict=True))
+        places = [self._take(rank, *pair) for rank, pair in pairs]
+        self._samples.check([each.samples for each in reports])
+        note = note_of(claim, places, metrics, trace)
+        placement = self._placement(places, claim.attempt.name)
+        return encode(MetadataTable(self.catalog, placement, note, meta))
+
+    def _take(self, rank: int, sent: RankReport, known: Report | None) -> Report:
+        """The report that ``rank`` sent, now or before."""
+        report = Report.decode(sent.data) if sent.data else known
+        if report is None or report.digest != sent.digest:
+            raise DataStatesError(
+                f"rank {rank} sent the digest of a report that the coordinator does not have"
+            )
+        self._reports[rank] = report
+        return report
+
+    @functools.cached_property
+    def _slots(self) -> list[Ints]:
+        """For each rank, its items' rows in the placement."""
+        catalog = self.catalog
+        first: Ints = np.cumsum(catalog.counts) - catalog.counts
+        objects = catalog.chunks + np.cumsum(catalog.properties < 0) - 1
+        position = {name: index for index, name in enumerate(catalog.names)}
+        of_names: dict[int, Ints] = {}
+        slots = []
+        for local, share in zip(self._locals, self.shares, strict=True):
+            names = of_names.get(id(local.head))
+            if names is None:
+                names = np.array([position[name] for name in local.head.names], np.int64)
+                of_names[id(local.head)] = names
+            mine = names[share.items]
+            slots.append(
+                np.where(share.hints >= 0, first[mine] + share.hints, objects[mine])
+                if len(mine)
+                else mine
+            )
+        return slots
+
+    def _placement(self, reports: Sequence[Report], prefix: str) -> Placement:
+        """The place of every item, with the data files below ``prefix``."""
+        rows = self.catalog.chunks + int((self.catalog.properties < 0).sum())
+        placed = [np.zeros(rows, np.int64) for _ in range(3)]
+        paths: list[str] = []
+        for slots, report in zip(self._slots, reports, strict=True):
+            columns = (report.numbers + len(paths), report.offsets, report.lengths)
+            paths += [f"{prefix}/{name}" for name, _, _ in report.files]
+            for target, source in zip(placed, columns, strict=True):
+                target[slots] = source
+        return Placement(tuple(paths), *placed)

@@ -55,18 +55,16 @@ class SavePlanning(Protocol):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item."""
 
-    def sample(self, attempt: Attempt) -> bytes:
-        """Samples of what this rank shares with others, for :meth:`report`. The state must still be as at the call."""
-        return b""
+    def sample(self, attempt: Attempt) -> None:
+        """Take samples of what this rank shares with others, for :meth:`report`. The state must still be as at the
+        call.
+        """
+        return
 
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
 
-    def report(self, attempt: Attempt, places: Report, samples: bytes) -> bytes:
-        """What the coordinator must know of this rank's files; ``places`` are those of its items."""
-
-    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        """What makes the metadata of all ranks' reports; None on other ranks than the coordinator, and if the metadata
-        come from elsewhere.
+    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
+        """What the coordinator must know of this rank's files, whose items have these ``places``; and on the
+        coordinator, what makes the metadata of all ranks' reports, with its ``metrics``.
         """
-        return None

@@ -1,5 +1,5 @@
-"""The futures of a save, which users have, too; waiting starts the reads. Users' functions, of futures and of
-listeners, run in one thread that no save waits for.
+"""Threads that run functions in order, and the futures of a save, which users have, too: waiting starts the reads.
+Users' functions, of futures and of listeners, run in one thread that no save waits for.
 """
 
 from __future__ import annotations
@@ -8,17 +8,118 @@ import contextlib
 import copy
 import functools
 import logging
+import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Final, Generic, TypeVar
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.process.forks import public, refuse_in_child
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.forks import enter, public, refuse_in_child
 
 logger = logging.getLogger(__name__)
+
+ENDING: Final = "the process is ending"
+
+
+class Worker:
+    """A thread that starts with the first function posted and ends with :meth:`close`.
+
+    A daemon thread rather than a ``ThreadPoolExecutor``: while the interpreter joins DCP's threads at exit, these may
+    still post work, which an executor would refuse. The owner closes it at exit.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.RLock()  # guards _thread, and that no thread starts after _closed
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._ended = False
+        """The thread runs no more than what is in the queue now."""
+        self._refusal = ENDING
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+
+    def post(self, work: Callable[[], object]) -> bool:
+        """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start:
+        :attr:`refusal` then says which. Any thread may call it.
+        """
+        enter(f"work for {self._name}")
+        if self._closed or not (self._thread is not None or self._start()):
+            return False
+        # Without the lock: a signal handler that comes now may wait for what another thread posts here.
+        self._work.put(work)
+        if self._ended:  # a close has come in between, and the thread may be gone
+            self._run_rest()
+        return True
+
+    @property
+    def refusal(self) -> str:
+        """Why :meth:`post` returned False, in words."""
+        return ENDING if self._closed else self._refusal
+
+    def _start(self) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    logger.warning("%s cannot start: %s", self._name, error)
+                    if not sys.is_finalizing() and "shutdown" not in str(error):
+                        self._refusal = (
+                            f"the system starts no more threads ({error}): raise the limit on processes "
+                            f"(ulimit -u, or pids.max of the container), or start fewer threads"
+                        )
+                    return False
+                self._thread = thread
+        return True
+
+    def finish(self) -> None:
+        """Accept no more work. The thread ends when all posted work is done. Idempotent; does not wait."""
+        with self._lock:
+            self._closed = True
+        self._work.put(None)
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Call :meth:`finish`, and wait until the thread has ended, or for ``seconds``. Returns whether it has ended.
+        Idempotent.
+        """
+        self.finish()
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._call(work)
+            del work  # release what it holds while waiting for the next
+        self._ended = True
+        self._run_rest()
+
+    def _run_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (work := self._work.get_nowait()) is not None:
+                    self._call(work)
+                del work
+
+    def _call(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException:
+            logger.exception("unexpected error in %s", self._name)
+        finally:
+            del work  # an error that a program keeps may keep this frame
+
+
+# ---- futures, and functions of users -------------------------------------------------------------
+
 
 _NAME: Final = "dcp_datastates-callbacks"
 
@@ -69,16 +170,6 @@ class Listeners(Generic[Record]):
         self._functions.pop(key, None)
 
 
-@contextlib.contextmanager
-def resolving(future: object) -> Iterator[None]:
-    """Within this, ``future`` gets its outcome, which others may see, and then calls back."""
-    _resolving[future] = None
-    try:
-        yield
-    finally:
-        _resolving.pop(future, None)
-
-
 def finish_callbacks(seconds: float) -> bool:
     """Wait until all functions have run that were given before, or belong to a future that has its outcome, for at most
     ``seconds``. Returns whether they have.
@@ -125,21 +216,17 @@ class SharedFuture(Future[None]):
         refuse_in_child(_ASKING)
         return super().done()
 
-    def set_result(self, result: None) -> None:
-        with resolving(self):
-            super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        with resolving(self):
-            super().set_exception(exception)
-
     def settle(self, error: BaseException | None) -> None:
         """Resolve the future: with ``error``, if there is one. Of several threads' calls, the first counts."""
-        with contextlib.suppress(InvalidStateError):
-            if error is None:
-                self.set_result(None)
-            else:
-                self.set_exception(error)
+        _resolving[self] = None  # others may see the outcome before the callbacks come
+        try:
+            with contextlib.suppress(InvalidStateError):
+                if error is None:
+                    self.set_result(None)
+                else:
+                    self.set_exception(error)
+        finally:
+            _resolving.pop(self, None)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
         """Call ``fn`` with this future when it is done, in the thread of callbacks, one after another."""
@@ -189,7 +276,7 @@ class AskedFuture(SharedFuture):
 
     def peek(self) -> BaseException | None:
         """The error, if the future is done and has one. Does not count as asking."""
-        return super().exception(0) if self.done() else None
+        return Future.exception(self, 0) if self.done() else None
 
     def _ask(self) -> None:
         self.asked = True

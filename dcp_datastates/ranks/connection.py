@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 logger = logging.getLogger(__name__)
 

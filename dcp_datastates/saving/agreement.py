@@ -135,7 +135,8 @@ def agree(
         failure, mine = error, Proposal(SaveName(""), reason=astuple(Reason.of(error)))
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
-    if reasons := assignment.reasons:
+    if assignment.refused:
+        reasons = assignment.reasons
         if any(each.kind == CheckpointSkipped.__name__ for each in reasons.values()):
             if planning is not None:
                 planning.left_out()
@@ -252,7 +253,7 @@ class PeerWatch:
 
         def answering(messages: T) -> R:
             self._all_are_here = True
-            self._group.tell_planning(_ALL_ARE_HERE)
+            self._group.planning = _ALL_ARE_HERE
             return answer(messages)
 
         return answering
@@ -270,7 +271,7 @@ class PeerWatch:
         detector = self._group.detector
         assert detector is not None
         what = self._waited_for(detector)
-        self._group.tell_planning(what)
+        self._group.planning = what
         if self._save is not None:
             self._save.doing = what
         self._log.look(what)

@@ -32,7 +32,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import save_trace
 from dcp_datastates.format.metadata_table import Compose
-from dcp_datastates.io.engine import next_order
+from dcp_datastates.io.engine import orders
 from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
@@ -85,9 +85,13 @@ class SaveOperation:
         self.origin: Final = origin
         self.stats: Final = stats
         self.metrics: Final = metrics
-        self.working_directory: Final = local.working_directory()
-        """The process's, at the call."""
-        self.order: Final = next_order()
+        self.own: Final = origin is SaveOrigin.PACKAGE
+        """Whether this package runs the save, rather than DCP."""
+        self.asynchronous: Final = origin is not SaveOrigin.DCP
+        """Whether the call returns before the save is committed."""
+        self.working_directory: Final = None if self.own else local.working_directory()
+        """The process's, at the call, for a path that DCP passes later."""
+        self.order: Final = next(orders)
         self.unused_writers: Final = 0 if self.own else group.unused_writers
         """For a save that DCP runs: how many writers the program had made and not used."""
         self.number: Final = group.count_call(self.own)
@@ -101,7 +105,8 @@ class SaveOperation:
         self._until = time.monotonic() + config.read_deadline
         """Until then, waiting for the read window counts as progress."""
         self._steps = 0
-        self._job: SaveJob | None = None
+        self.job: SaveJob | None = None
+        """The native job, from its start on: its progress counts as the save's."""
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
         self.path = path
@@ -110,28 +115,18 @@ class SaveOperation:
         # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = group.rank_set.store
         self._lock = threading.RLock()  # guards what follows
-        self._phase = Phase.STAGED
-        self._error: BaseException | None = None
+        self.phase = Phase.STAGED
+        self.error: BaseException | None = None
+        """The error with which planning fails on this rank; None if there is none so far."""
         self._listens = False  # whether the failure detector calls _lost()
         self._ended = threading.Event()  # the part before the commit
         self._given_up = False
         self._ticket: Ticket | None = None
         self._claim: Claim | None = None
-        self._round: Round | None = None
         self._record: SaveRecord | None = None
         when_done(self.committed, self._told)
 
     # ---- any thread ----------------------------------------------------------------------------------
-
-    @property
-    def own(self) -> bool:
-        """Whether this package runs the save, rather than DCP."""
-        return self.origin is SaveOrigin.PACKAGE
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the call returns before the save is committed."""
-        return self.origin is not SaveOrigin.DCP
 
     @property
     def attempt(self) -> Attempt | None:
@@ -139,20 +134,11 @@ class SaveOperation:
         return None if self._ticket is None else self._ticket.attempt
 
     @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
     def value(self) -> int:
         """A number that changes while this rank makes progress in reading its part, for the other ranks to see."""
-        job = self._job
+        job = self.job
         moved = 0 if job is None else job.bytes_read + job.bytes_written
         return self._steps + moved + int(10 * min(time.monotonic(), self._until))
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error with which planning fails on this rank; None if there is none so far."""
-        return self._error
 
     @property
     def record(self) -> SaveRecord | None:
@@ -174,8 +160,8 @@ class SaveOperation:
     def record_error(self, error: BaseException) -> BaseException:
         """Let planning fail with ``error`` on this rank, unless it has failed; returns the error that counts."""
         with self._lock:
-            self._error = self._error or error
-            return self._error
+            self.error = self.error or error
+            return self.error
 
     def fail(self, error: BaseException) -> None:
         """Set ``error`` as the outcome on this rank, if none is known yet."""
@@ -204,7 +190,7 @@ class SaveOperation:
 
     def give_up(self, why: str) -> None:
         """End the save here, without waiting for the other ranks or storage."""
-        if self._phase < Phase.COMMITTING:
+        if self.phase < Phase.COMMITTING:
             self.fail(SaveAbandonedError(why))
         else:
             self.fail(CommitOutcomeUnknown(f"{why}. It may have been committed: latest() tells"))
@@ -216,7 +202,7 @@ class SaveOperation:
         """Start planning: all saves before it are planned."""
         detector = self.group.detector
         with self._lock:
-            self._phase = Phase.PLANNING
+            self.phase = Phase.PLANNING
             if self._ended.is_set():  # its thread came too late
                 return
             self._listens = detector is not None
@@ -236,8 +222,8 @@ class SaveOperation:
     def resolved_path(self) -> Location:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
         if self._resolved_path is None:
-            path = self.directory()
-            self._resolved_path = self.on_storage("resolving", lambda: resolved(path))
+            resolve = functools.partial(resolved, self.directory())
+            self._resolved_path = self.on_storage("resolving", resolve)
         return self._resolved_path
 
     def on_storage(self, what: str, function: Callable[[], T]) -> T:
@@ -250,10 +236,6 @@ class SaveOperation:
         """Count one more resolved item as progress."""
         self._steps += 1
 
-    def follow(self, job: SaveJob) -> None:
-        """Include the progress of the native ``job`` from now on."""
-        self._job = job
-
     def save_alone(self) -> None:
         """Save with this process alone, whatever the group of the call."""
         self.group.count_call(self.own, -1)  # other ranks need not make such a call
@@ -262,8 +244,8 @@ class SaveOperation:
     def draw_ticket(self) -> Ticket:
         """Coordinator: claim an attempt at the path."""
         place, group = Place(self.resolved_path()), self.group
-        overwrite = self.config.overwrite
-        claimed = self.on_storage("claiming", lambda: place.claim(group.neighbours, overwrite))
+        claim = functools.partial(place.claim, group.neighbours, self.config.overwrite)
+        claimed = self.on_storage("claiming", claim)
         ticket = Ticket(claimed.attempt, group.draw(), group.first)
         self.agree(ticket, claimed)
         return ticket
@@ -276,16 +258,16 @@ class SaveOperation:
             # It may have ended, by a save that a signal handler made meanwhile, say.
             if not self._ended.is_set():
                 self.group.announce(ticket.number)  # first: another thread may vote immediately
-                self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
+                self.phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
 
     def ticket(self) -> Ticket:
         """The coordinator's ticket. Raises if the save was given up before it came."""
         if (error := self.committed.peek()) is not None:
             raise error
         if self._ticket is None:
-            raise self._error or SaveAbandonedError("this save was given up before it was planned")
+            raise self.error or SaveAbandonedError("this save was given up before it was planned")
         with self._lock:
-            if self._phase < Phase.COMMITTING:
+            if self.phase < Phase.COMMITTING:
                 self.group.reading(self, True)
         return self._ticket
 
@@ -295,22 +277,36 @@ class SaveOperation:
         The first part counts; any further part is cancelled. ``report`` and ``compose`` as in :class:`Round`.
         """
         with self._lock:
-            agreed = self._phase is Phase.AGREED
-            round_ = self._round_with(part, report, compose) if agreed else None
-            if round_ is not None:
-                self._phase, self._round, self._claim = Phase.COMMITTING, round_, None
-        if round_ is None:
+            ticket = self._ticket if self.phase is Phase.AGREED else None
+            if ticket is not None:
+                self.phase, claim, self._claim = Phase.COMMITTING, self._claim, None
+        if ticket is None:
             part.cancel()
             return
+        round_ = Round(
+            ticket.number,
+            ticket.attempt,
+            self._resolved_path or self.path,
+            part,
+            timeout=self.config.commit_timeout,
+            path=self.path,
+            claim=claim,
+            overwrite=self.config.overwrite,
+            first=ticket.first,
+            report=report,
+            compose=compose,
+            archives=self.archived is not None,
+            timeline=self.stats.timeline,
+            trace=lambda: save_trace.pack(self._recorded(None)),
+            committed=self.committed,
+        )
         self.group.reading(self, False)
-        when_done(round_.committed, lambda outcome: self.committed.settle(outcome.exception()))
         self.doing = "committing"
         self.group.submit(round_)
 
     def await_decision(self) -> None:
         """Coordinator: return when the save is committed, or raise why it is not."""
-        assert self._round is not None, "the part comes first"
-        self._round.committed.result()
+        Future.result(self.committed)  # without starting the reads of later saves
 
     def end(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""
@@ -319,13 +315,13 @@ class SaveOperation:
                 return
             self._ended.set()
             listens, self._listens = self._listens, False
-        error = self._error or SaveAbandonedError(
-            "DCP ended this save before its data were written"
-        )
-        self.reads.fail(error)
-        self.submit_failure(error)
-        if self._phase is not Phase.COMMITTING and not self.own:
-            self.fail(error)
+        if self.phase is not Phase.COMMITTING or not self.reads.captured.done():
+            early = "DCP ended this save before its data were written"
+            error = self.error or SaveAbandonedError(early)
+            self.reads.fail(error)
+            self.submit_failure(error)
+            if self.phase is not Phase.COMMITTING and not self.own:
+                self.fail(error)
         if listens and self.group_of_call.detector is not None:
             self.group_of_call.detector.save_ended(self._lost)
 
@@ -335,26 +331,6 @@ class SaveOperation:
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _round_with(self, part: Part, report: bytes, compose: Compose | None) -> Round:
-        ticket, config = self._ticket, self.config
-        assert ticket is not None
-        return Round(
-            ticket.number,
-            ticket.attempt,
-            self._resolved_path or self.path,
-            part,
-            timeout=config.commit_timeout,
-            path=self.path,
-            claim=self._claim,
-            overwrite=config.overwrite,
-            first=ticket.first,
-            report=report,
-            compose=compose,
-            archives=self.archived is not None,
-            timeline=self.stats.timeline,
-            trace=lambda: save_trace.pack(self._recorded(None)),
-        )
-
     def _told(self, committed: Future[None]) -> None:
         self._store = None
         error = self.committed.peek()
@@ -363,7 +339,8 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, error)
-            note_failure(record, self.path, self.group.detector)
+            if error is not None:
+                note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name
@@ -377,12 +354,12 @@ class SaveOperation:
         """
         if self.group is not self.group_of_call:
             return  # this process saves alone
-        if self._phase is Phase.COMMITTING or self.committed.done():
+        if self.phase is Phase.COMMITTING or self.committed.done():
             return
         error = RankLostError("; ".join(map(str, losses[:3])))
         with self._lock:
-            self._error = error
-            agreed = self._phase >= Phase.AGREED
+            self.error = error
+            agreed = self.phase >= Phase.AGREED
         if agreed:
             self.submit_failure(error)
         else:
@@ -393,7 +370,7 @@ class SaveOperation:
         threading.Thread(target=give_up, name="dcp_datastates-give-up").start()
 
     def __repr__(self) -> str:
-        return f"SaveOperation({self.order}, {self.path}, {self._phase.name})"
+        return f"SaveOperation({self.order}, {self.path}, {self.phase.name})"
 
 
 class Phase(IntEnum):

@@ -67,7 +67,7 @@ def record_of(
         world=rank_set.world,
         api=origin.value,
         attempt=attempt,
-        outcome=_outcome(error),
+        outcome="committed" if error is None else _outcome(error),
         error=None if error is None else f"{type(error).__name__}: {error}",
         began_at=timeline.began_at,
         seconds=seconds,
@@ -85,10 +85,8 @@ def record_of(
     )
 
 
-def _outcome(error: BaseException | None) -> Outcome:
+def _outcome(error: BaseException) -> Outcome:
     match error:
-        case None:
-            return "committed"
         case CheckpointSkipped():
             return "skipped"
         case SaveAbandonedError():
@@ -102,8 +100,16 @@ def conclude(record: SaveRecord, error: BaseException | None) -> None:
     """Log the outcome, committed or failed with ``error``, and tell the listeners. Never raises."""
     extra = {"save_record": record}
     if error is None:
-        level = logging.INFO if record.rank == 0 else logging.DEBUG
-        logger.log(level, "%s", _committed(record), extra=extra)
+        of = f" of {record.world} ranks" if record.world > 1 else ""
+        is_call = record.api == SaveOrigin.DCP.value
+        waited = "" if is_call else f", training waited {1e3 * record.stall_seconds:.1f} ms"
+        logger.log(
+            logging.INFO if record.rank == 0 else logging.DEBUG,
+            "%s",
+            f"committed {record.path!r}{of} in {record.seconds:.2f} s; this rank wrote "
+            f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){waited}",
+            extra=extra,
+        )
     else:
         text = str(error) or type(error).__name__
         if not text.startswith("the save to "):
@@ -161,13 +167,3 @@ def record_of_call(error: BaseException) -> SaveRecord | None:
     """The record of the call that raised ``error``; None if it was none for a save."""
     found: Any = vars(error).get(_RECORD)
     return found if isinstance(found, SaveRecord) else None
-
-
-def _committed(record: SaveRecord) -> str:
-    of = f" of {record.world} ranks" if record.world > 1 else ""
-    is_call = record.api == SaveOrigin.DCP.value
-    waited = "" if is_call else f", training waited {1e3 * record.stall_seconds:.1f} ms"
-    return (
-        f"committed {record.path!r}{of} in {record.seconds:.2f} s; this rank wrote "
-        f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){waited}"
-    )

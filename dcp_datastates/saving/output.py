@@ -74,11 +74,6 @@ class WriteJob:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.sealed)
 
-    def sizes(self) -> dict[str, int]:
-        """By name, the sizes of the files in bytes."""
-        pairs = zip(self.layouts, self.sealed, strict=True)
-        return {layout.name: file.nbytes for layout, file in pairs}
-
 
 class WrittenPart:
     """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
@@ -87,7 +82,8 @@ class WrittenPart:
         self.job = job
         self._stats = stats
         self._folder = content.folder
-        self._sizes = content.sizes()
+        pairs = zip(content.layouts, content.sealed, strict=True)
+        self._sizes = {layout.name: file.nbytes for layout, file in pairs}
 
     def wait(self, seconds: float) -> bool:
         job, stats = self.job, self._stats

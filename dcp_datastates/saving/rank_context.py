@@ -35,10 +35,8 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.futures import AskedFuture, when_done
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import AskedFuture, Worker, when_done
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
-from dcp_datastates.saving.admission import finish_saves
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,
     GATE_SECONDS_AFTER_A_MISS,
@@ -49,7 +47,7 @@ from dcp_datastates.saving.agreement import (
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.start import check_path
+from dcp_datastates.saving.start import check_path, finish_saves
 from dcp_datastates.saving.write import begin_write, fail_write
 from dcp_datastates.storage.attempt import Ticket
 
@@ -198,7 +196,7 @@ class RankContext:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
             )
-            group.tell_planning("")
+            group.planning = ""
         if refusal is not None:
             try:
                 raise refusal

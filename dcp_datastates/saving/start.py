@@ -1,24 +1,34 @@
-"""How a save starts: its path is checked, and the training thread stages its state; another thread plans it."""
+"""How a save starts: its path is checked, and the training thread stages its state; another thread plans it.
+
+And the saves that are in flight: what a call does when they come faster than they commit (wait, or skip itself), and
+how a process finishes the last ones before it ends, and before it destroys its process groups. A rank decides alone to
+leave a save out. The first message of planning tells the other ranks: if any rank leaves a save out, all do.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.place import Place
-from dcp_datastates.config import Reads, WriterConfig
+from dcp_datastates.config import Reads, WhenBehind, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
-from dcp_datastates.io.devices import accelerator, open_used
+from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import engine
-from dcp_datastates.planning.column_planning import Paths, StateToPlan
+from dcp_datastates.process.ending import Phase, at_end, at_exit
+from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
@@ -57,8 +67,8 @@ def writable(
     if isinstance(location, ObjectPath):
         check_prefix(location)
     elif alone:
-        directory, timeout = location, config.commit_timeout
-        bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
+        check = functools.partial(local.check_writable, location)
+        bounded("looking at", location, config.commit_timeout, check)
     return location
 
 
@@ -75,13 +85,6 @@ def archive_roots(
     return roots
 
 
-def check_at_call(location: Location | None, config: WriterConfig) -> None:
-    """Raise :class:`CheckpointExistsError` if the save may not replace what is in a directory. Asks no store."""
-    if isinstance(location, Path) and not config.overwrite:
-        directory, timeout = location, config.commit_timeout
-        bounded("looking at", directory, timeout, lambda: Place(directory).check_overwrite(False))
-
-
 def check_path(save: SaveOperation) -> None:
     """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
     and in a store, whether it can be: ranks that asked it, too, would only cost requests.
@@ -89,14 +92,14 @@ def check_path(save: SaveOperation) -> None:
     hit("plan.before")
     location = save.resolved_path()
     if isinstance(location, Path):
-        directory = location
-        save.on_storage("looking at the path", lambda: local.check_writable(directory))
+        check = functools.partial(local.check_writable, location)
+        save.on_storage("looking at the path", check)
     hit("plan.after")
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
-    """The commit group for saves of these ranks, and the engine that they use."""
-    open_used(engine(config.host_cache_bytes))
+    """The commit group for saves of these ranks. Makes the engine that they use."""
+    engine(config.host_cache_bytes)
     group = commit_group(rank_set)
     if group.detector is not None:
         # From then on the other ranks see immediately if this process dies. Done once, by the detector's thread.
@@ -178,7 +181,9 @@ def _stage(
     in_columns: bool,
 ) -> None:
     config, stats = save.config, save.stats
-    check_at_call(save.path, config)
+    if isinstance(path := save.path, Path) and not config.overwrite:  # a store is not asked now
+        look = functools.partial(Place(path).check_overwrite, False)
+        bounded("looking at", path, config.commit_timeout, look)
     window = Window(deadline)
     ownership = Ownership(known_optimizers())  # with reads="blocking", the planner asks
     native = engine(config.host_cache_bytes)
@@ -192,14 +197,148 @@ def _stage(
         window.open()
 
 
-def state_to_plan(
-    save: SaveOperation, built: dict[Any, Any] | None = None, paths: Paths | None = None
-) -> StateToPlan:
-    """The staged state of ``save``, for planning in columns.
+# ---- the save of the calling thread --------------------------------------------------------------
 
-    Args:
-        built: the state with all its tensors, if it is built already.
-        paths: the path of each of its keys, if it is flattened already.
+
+class _Here(threading.local):
+    save: SaveOperation | None = None
+
+
+here: Final = _Here()
+"""The save that DCP runs in the calling thread, until the thread makes another call."""
+
+
+def end_here(*, asynchronous: bool = True) -> None:
+    """End the part before the commit of the calling thread's save, when the thread makes another call or ends.
+
+    ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
     """
-    build = save.reads.state if built is None else lambda: built
-    return StateToPlan(save.reads.staged, build, paths)
+    save = here.save
+    if save is not None and (asynchronous or not save.asynchronous):
+        here.save = None
+        save.end()
+
+
+at_exit(end_here)  # else the process would wait for an interrupted synchronous save
+
+
+# ---- the saves that are in flight ----------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
+_FIRST_LINE_SECONDS: Final = 3.0
+_CALLBACK_SECONDS: Final = 10.0
+
+_lock = threading.RLock()  # guards _saves
+_saves: list[SaveOperation] = []
+
+
+def in_flight() -> list[SaveOperation]:
+    """This process's asynchronous saves whose outcome is not known, oldest first."""
+    global _saves
+    with _lock:
+        _saves = [save for save in _saves if not save.over]
+        return list(_saves)
+
+
+def enter(save: SaveOperation) -> None:
+    """Count ``save`` as in flight until it is over."""
+    with _lock:
+        _saves.append(save)
+
+
+def make_room(limit: int, mode: WhenBehind) -> bool:
+    """Apply ``when_behind`` (``mode``) before a call makes another save. Returns whether the caller must leave the new
+    save out.
+
+    Only ``"wait"`` blocks, without the GIL, until fewer than ``limit`` saves are in flight, and opens their read
+    windows. A save without progress ends within its ``commit_timeout``, so this wait is bounded, too.
+    """
+    waiting = in_flight()
+    if mode != "wait":
+        return len([s for s in waiting if not s.left_out and not s.committed.done()]) >= limit
+    log = WaitLog(logger, "async_save")
+    while len(waiting) >= limit:
+        oldest = waiting[0]
+        oldest.wait_briefly(_POLL_SECONDS)
+        log.look(
+            f"{len(waiting)} saves are in flight (max_in_flight={limit}), the oldest to {str(oldest.path)!r}: "
+            f"{oldest.doing}"
+        )
+        waiting = in_flight()
+    return False
+
+
+def finish_saves() -> None:
+    """Wait until no save is in flight, for each save at most its ``exit_timeout``, and until callbacks have run, for a
+    bounded time. Callbacks may save.
+
+    A save that is not over by then fails, which is logged. Never raises.
+    """
+    _finish_in_flight()
+    if not finish_callbacks(_CALLBACK_SECONDS):
+        logger.warning(
+            "callbacks of saves still run after %g s: the process goes on without them",
+            _CALLBACK_SECONDS,
+        )
+    _finish_in_flight()
+
+
+def _finish_in_flight() -> None:
+    began = time.monotonic()
+    log = WaitLog(logger, "the end of this process", _FIRST_LINE_SECONDS)
+    while saves := in_flight():
+        oldest = saves[0]
+        waited = time.monotonic() - began
+        if waited >= oldest.config.exit_timeout:
+            oldest.give_up(f"the process ends, and has waited for {waited:.0f} s: {oldest.doing}")
+            continue
+        oldest.wait_briefly(min(_POLL_SECONDS, oldest.config.exit_timeout - waited))
+        log.look("; ".join(f"{_named(save)} ({save.doing})" for save in saves[:3]))
+
+
+def _named(save: SaveOperation) -> str:
+    return f"the save to {str(save.path)!r}"
+
+
+at_end(finish_saves, Phase.FINISH)
+
+
+class Saves:
+    """The saves of one writer, and those of them whose outcome the caller does not know yet. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards what follows
+        self._kept: list[SaveOperation] = []
+        self._newest: SaveOperation | None = None
+
+    @property
+    def newest(self) -> SaveOperation | None:
+        return self._newest
+
+    def add(self, save: SaveOperation) -> None:
+        with self._lock:
+            self._newest = save
+            self._kept = [other for other in self._kept if not _is_told(other)]
+            self._kept.append(save)
+
+    def wait(self) -> None:
+        """Wait until every save is over. Raises the error of a failed save whose outcome the caller has not asked for.
+
+        Only saves that this package runs raise here: for the others, DCP's future or call raises.
+        """
+        with self._lock:
+            saves = list(self._kept)
+        for save in saves:
+            save.wait()
+        with self._lock:
+            self._kept = [save for save in self._kept if save not in saves]
+        for save in saves:
+            if save.own and not save.committed.asked:
+                save.committed.result()
+
+
+def _is_told(save: SaveOperation) -> bool:
+    return save.over and (not save.own or save.committed.asked or save.committed.peek() is None)

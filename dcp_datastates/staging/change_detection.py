@@ -79,20 +79,17 @@ class Portion:
         """Whether the gate must hold streams, and not only the host."""
         self.storages = dict.fromkeys(self.deferred.storages)
         """The tensors' storages. They compare by identity: torch keeps one object per storage."""
-        self._watched = self._writable()
-        self._versions = _versions(self._watched)
-        self._memory: list[tuple[int, int]] = []  # address and size of each storage, set by pin()
-
-    def _writable(self) -> list[torch.Tensor]:
-        """The tensors through which torch may write to the memory."""
         columns = self.deferred.columns
-        found = columns.locals + self.ownership.tensors_over(self.storages)
+        watched = columns.locals + self.ownership.tensors_over(self.storages)
         if set(map(type, columns.tensors)) != {torch.Tensor}:
-            found += [tensor for tensor in columns.tensors if type(tensor) is not torch.Tensor]
+            watched += [tensor for tensor in columns.tensors if type(tensor) is not torch.Tensor]
         for wrapper in self.wrappers:
             if any(inner.untyped_storage() in self.storages for inner in inner_tensors(wrapper)):
-                found += layers(wrapper)
-        return found
+                watched += layers(wrapper)
+        self._watched = watched
+        """The tensors through which torch may write to the memory."""
+        self._versions = _versions(self._watched)
+        self._memory: list[tuple[int, int]] = []  # address and size of each storage, set by pin()
 
     def pin(self) -> None:
         """Before the reads: note the address and size of each storage.
@@ -184,15 +181,13 @@ class Portion:
 def portions(staged: StagedState) -> list[Portion]:
     """One portion per group."""
     deferred, ownership, wrappers = staged.deferred, staged.ownership, staged.traversal.wrappers
-    groups = set(deferred.groups)
-    if len(groups) == 1:  # most often: no copies of the columns
-        return [Portion(group, deferred, ownership, wrappers) for group in groups]
-    return [
-        Portion(
-            group, deferred.where([each == group for each in deferred.groups]), ownership, wrappers
-        )
-        for group in groups
-    ]
+    made = []
+    for group in (groups := set(deferred.groups)):
+        of_group = deferred
+        if len(groups) > 1:  # most often there is one: no copies of the columns
+            of_group = deferred.where([each == group for each in deferred.groups])
+        made.append(Portion(group, of_group, ownership, wrappers))
+    return made
 
 
 def raise_change(job: SaveJob, portion: Portion, staged: StagedState) -> None:

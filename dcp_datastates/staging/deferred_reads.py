@@ -21,13 +21,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
-from dcp_datastates._native import DeviceEvent, ExpectedBytes, SaveJob, Window
+from dcp_datastates._native import DeviceEvent, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
@@ -72,7 +72,8 @@ class DeferredReads:
         self._timeout = timeout
         self._stats = stats
         self._window = Window(0.0)
-        self._staged: StagedState | None = None
+        self.kept: StagedState | None = None
+        """The staged state; None if there is none, or no longer."""
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
@@ -89,7 +90,7 @@ class DeferredReads:
         """The training thread, in the call: from now on the step gate holds optimizers that own deferred tensors of
         ``staged``. Their reads may start when the ``window`` opens.
         """
-        self._staged, self._window = staged, window
+        self.kept, self._window = staged, window
         try:
             self._portions = portions(staged)
             self._idle = places()
@@ -132,7 +133,7 @@ class DeferredReads:
         if self._job is not None:
             _stop(self._job)
         self._handed_over.set()
-        if (staged := self._staged) is not None:
+        if (staged := self.kept) is not None:
             with contextlib.suppress(DeviceError):  # one failure is enough
                 staged.await_copies()
         self._let_go()
@@ -143,7 +144,7 @@ class DeferredReads:
         step_gate.ungate(self)
         self._portions = []
         self._readers = []
-        staged, self._staged = self._staged, None
+        staged, self.kept = self.kept, None
         if staged is not None:
             staged.free()
 
@@ -163,12 +164,9 @@ class DeferredReads:
                 if (portion.on_device or not portion.settled)
                 and portion.ownership.is_gated_by(portion.group, optimizer)
             ],
-            lambda portion, stall: (
-                self._let_pass(portion, optimizer, on_host, stall)
-                if portion.on_device
-                else self._settle(portion, stall)
-            ),
             "optimizer.step()",
+            optimizer,
+            on_host,
         )
 
     def release_memory(self, storages: Iterable[torch.UntypedStorage], what: str) -> None:
@@ -182,13 +180,17 @@ class DeferredReads:
                 for portion in self._portions
                 if not (portion.read or storages.isdisjoint(portion.storages))
             ],
-            self._settle,
             what,
         )
 
     def _release(
-        self, portions: list[Portion], release: Callable[[Portion, Stall], None], what: str
+        self,
+        portions: list[Portion],
+        what: str,
+        optimizer: Optimizer | None = None,
+        on_host: bool = True,
     ) -> None:
+        """``optimizer``: the one that may change what devices read, as soon as its stream waits for them."""
         if not portions:
             return
         began = time.perf_counter()
@@ -197,7 +199,10 @@ class DeferredReads:
         try:
             self._await_hand_over(stall)
             for portion in portions:
-                release(portion, stall)
+                if optimizer is not None and portion.on_device:
+                    self._let_pass(portion, optimizer, on_host, stall)
+                else:
+                    self._settle(portion, stall)
         except DataStatesError as error:
             if isinstance(error, SaveStalledError):
                 logger.error("save %d is given up, and training goes on: %s", self.order, error)
@@ -276,7 +281,7 @@ class DeferredReads:
     @property
     def staged(self) -> StagedState:
         """The staged state. Raises :class:`SaveAbandonedError` if this save was given up."""
-        staged = self._staged
+        staged = self.kept
         if staged is None:
             raise self.failure or SaveAbandonedError("this save was given up before it was planned")
         return staged
@@ -302,7 +307,7 @@ class DeferredReads:
         self._readers = list(readers)
         for portion in self._portions:
             portion.pin()
-        if (staged := self._staged) is not None:
+        if (staged := self.kept) is not None:
             staged.copying.wait()
         self.raise_failure()
         return self._window
@@ -324,21 +329,6 @@ class DeferredReads:
         if (failure := self.failure) is not None:
             raise failure
 
-    @property
-    def kept(self) -> StagedState | None:
-        """The staged state; None if there is none, or no longer."""
-        return self._staged
-
-    @property
-    def expected(self) -> ExpectedBytes | None:
-        """What the engine compares with the bytes that it copies."""
-        return None if (staged := self._staged) is None else staged.expected
-
-    @property
-    def fences(self) -> list[DeviceEvent]:
-        """Events that device copies must wait for: all work that the streams had received at the call."""
-        return [] if (staged := self._staged) is None else staged.fences
-
     def settle(self, patience: float) -> None:
         """Wait until all data are read, and check that they are unchanged; then the state may change freely. The reads
         may begin only after ``patience`` seconds.
@@ -359,7 +349,7 @@ class DeferredReads:
             self._settle(portion, stall)
         if job.fault is not None:
             return
-        if (staged := self._staged) is not None:
+        if (staged := self.kept) is not None:
             staged.await_copies()  # done, since the reads are: their memory goes
         if self._end.setdefault(None, None) is not None:
             return

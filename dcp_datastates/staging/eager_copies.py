@@ -162,9 +162,14 @@ class Expectation:
             places = [buffer.data_ptr() + at for at in offsets]
             expected.add_whole(range(len(places)), columns.addresses, columns.sizes, places)
             return expected
-        for device, numbers in self._by_device():
-            addresses = [columns.addresses[number] for number in numbers]
-            sizes = [columns.sizes[number] for number in numbers]
+        kinds = set(columns.devices)
+        for device in sorted(kinds):
+            numbers: Sequence[int] = range(len(columns.devices))
+            addresses, sizes = columns.addresses, columns.sizes
+            if len(kinds) > 1:
+                numbers = [n for n, each in enumerate(columns.devices) if each == device]
+                addresses = [addresses[number] for number in numbers]
+                sizes = [sizes[number] for number in numbers]
             if device == HOST:
                 expected.add_words(numbers, addresses, sizes, seed)
                 continue
@@ -173,14 +178,6 @@ class Expectation:
             offset += len(numbers) * ExpectedBytes.MOST_WORD_BYTES
             copy_on_stream(engine, words, buffer, device, copying)
         return expected
-
-    def _by_device(self) -> Iterator[tuple[int, Sequence[int]]]:
-        devices = self.deferred.devices
-        if devices.count(HOST) == len(devices):
-            yield HOST, list(range(len(devices)))
-            return
-        for device in sorted(set(devices)):
-            yield device, [n for n, each in enumerate(devices) if each == device]
 
 
 def allocate(

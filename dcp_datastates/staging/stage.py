@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes, Slab
 from dcp_datastates.config import EAGER_BELOW_BYTES, Reads
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
-from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.stored_names import WRAPPER
+from dcp_datastates.format.values import HAS_STRIDES
 from dcp_datastates.io.devices import (
     HOST,
     THROUGH_TORCH,
@@ -51,13 +51,13 @@ from dcp_datastates.staging.traverse import (
     DeferredTensors,
     Fingerprint,
     Traversal,
-    fingerprint,
     traverse,
 )
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_INFERENCE: Final = torch.Tensor.is_inference
 _NBYTES: Final = operator.attrgetter("nbytes")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
@@ -131,10 +131,23 @@ class StagedState:
 
     def fingerprint(self) -> Fingerprint | None:
         """The state's fingerprint; None if it is not :attr:`is_cacheable`."""
-        columns = self.traversal.columns
-        if not self.is_cacheable or not _are_plain(self.traversal.structure, columns):
+        columns, structure = self.traversal.columns, self.traversal.structure
+        if not self.is_cacheable:
             return None
-        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.strides)
+        kinds = list(chain.from_iterable(types for _, types in structure))
+        all_seen = sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
+        if not all_seen or any(map(_is_peculiar, set(kinds))):
+            return None  # DCP will see tensors that are not in the columns
+        forms = (
+            tuple(map(_SHAPE, columns.locals)),
+            tuple(map(_DTYPE, columns.locals)),
+            tuple(
+                map(_REQUIRES_GRAD, columns.tensors)
+            ),  # the DTensor's: its local tensor's may differ
+            tuple(self.strides),
+        )
+        specs = tuple([each._spec for each in columns.tensors if type(each) is DTensor])
+        return Fingerprint(tuple(structure), forms, specs)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
         """The items of a plan for this state, with the strides of its tensors as they were at the call.
@@ -312,14 +325,6 @@ def _is_peculiar(kind: type) -> bool:
         or (issubclass(kind, list) and kind is not list)
         or hasattr(kind, "__create_write_items__")
     )
-
-
-def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) -> bool:
-    """Whether every tensor that DCP will see is one of ``columns``."""
-    kinds = list(chain.from_iterable(types for _, types in structure))
-    if any(map(_is_peculiar, set(kinds))):
-        return False
-    return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
 def _no_address(columns: Columns, devices: list[int]) -> Sequence[bool]:

@@ -112,7 +112,7 @@ class _Watch:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.fires = bool(parameters)
         """Whether to expect a gradient before the next step. The replay of a captured graph calls no hook, say."""
-        self._armed_at: int | None = None
+        self.armed_at: int | None = None
         self._handles: list[Any] = []
         for parameter in parameters:
             self._handles.append(on_gradient(parameter, _on_gradient))
@@ -123,13 +123,10 @@ class _Watch:
             for handle, parameter in zip(self._handles, parameters, strict=True)
         )
 
-    def arm(self) -> None:
-        self._armed_at = _gradients
-
     def stepped(self) -> None:
-        if self._armed_at is not None:
-            self.fires = _gradients != self._armed_at
-            self._armed_at = None
+        if self.armed_at is not None:
+            self.fires = _gradients != self.armed_at
+            self.armed_at = None
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -165,7 +162,7 @@ def arm_backward() -> bool:
         watch = _watches.get(optimizer)
         if watch is None or not watch.watches(parameters):
             watch = _watches[optimizer] = _Watch(parameters)
-        watch.arm()
+        watch.armed_at = _gradients
         expected = expected or watch.fires
     return expected
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import operator
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Final
@@ -222,12 +221,6 @@ class _Pickling(pickle.Pickler):
         return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None
 
 
-_DTYPE: Final = operator.attrgetter("dtype")
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
-_SHAPE: Final = operator.attrgetter("shape")
-_SPEC: Final = operator.attrgetter("_spec")
-
-
 @dataclass(frozen=True)
 class Fingerprint:
     """The fingerprint of a state. Hashable; holds no tensor."""
@@ -247,22 +240,3 @@ class Fingerprint:
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.structure, self.forms, len(self.specs)))
-
-
-def fingerprint(
-    structure: Iterable[Any],
-    tensors: Sequence[torch.Tensor],
-    locals_: Sequence[torch.Tensor],
-    strides: Sequence[tuple[int, ...]],
-) -> Fingerprint:
-    """The fingerprint of a state with these leaves, in the order of the traversal. All tensors are plain, and the
-    engine can read their memory. ``strides``: of each tensor, if plans have them.
-    """
-    forms = (
-        tuple(map(_SHAPE, locals_)),
-        tuple(map(_DTYPE, locals_)),
-        tuple(map(_REQUIRES_GRAD, tensors)),  # the DTensor's flag: its local tensor's may differ
-        tuple(strides),
-    )
-    specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))
-    return Fingerprint(tuple(structure), forms, specs)

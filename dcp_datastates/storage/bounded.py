@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 T = TypeVar("T")
 
@@ -151,21 +152,17 @@ def _start(function: Callable[[], T]) -> Future[T]:
 
     def run() -> None:
         try:
-            result = function()
+            settle = partial(done.set_result, function())
         except BaseException as error:
-            _rest(worker)
-            done.set_exception(error)
+            settle = partial(done.set_exception, error)
+        # First: the caller may have the next work for it immediately.
+        if _idle:
+            worker.finish()
         else:
-            _rest(worker)
-            done.set_result(result)
+            _idle.append(worker)
+        settle()
+        del settle  # the traceback of its error has this frame
 
     if not worker.post(run):  # no thread can start: better without a bound than not
         run()
     return done
-
-
-def _rest(worker: Worker) -> None:
-    if _idle:
-        worker.finish()
-    else:
-        _idle.append(worker)

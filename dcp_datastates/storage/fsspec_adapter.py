@@ -18,7 +18,8 @@ import fsspec
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage.object_store import Listing, ObjectMissingError, StoredObject, url_of
+from dcp_datastates.storage.object_path import url_of
+from dcp_datastates.storage.object_store import Listing, ObjectMissingError, StoredObject
 from dcp_datastates.storage.store_calls import LibraryStore
 
 T = TypeVar("T")

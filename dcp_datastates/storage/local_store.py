@@ -32,7 +32,6 @@ from dcp_datastates.storage.object_store import (
     ObjectMissingError,
     StoredObject,
 )
-from dcp_datastates.storage.operations import current_phase
 
 UNFINISHED: Final = re.compile(r"\.(.*)\.[0-9a-f]{16}~", re.DOTALL)
 """The name of a temporary file, which a killed process may leave."""
@@ -61,7 +60,7 @@ class LocalStore:
     def _replace(self, key: str, pieces: Iterable[Buffer], nbytes: int | None) -> None:
         path = _path(key)
         with _written(path, pieces, nbytes, renamed=True) as unfinished:
-            operations.rename(unfinished, path, current_phase())
+            operations.rename(unfinished, path)
         _sync_name(path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
@@ -133,7 +132,7 @@ class LocalStore:
         for key in keys:
             path = _path(key)
             with local.explained("deleting", path), contextlib.suppress(FileNotFoundError):
-                operations.unlink(path, current_phase())
+                operations.unlink(path)
 
 
 def make_folder(key: str, phase: str) -> bool:
@@ -153,10 +152,10 @@ def remove_folder(key: str, whole: bool = False) -> bool:
                 operations.remove_tree(Path(entry))
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    operations.unlink(Path(entry), current_phase())
+                    operations.unlink(Path(entry))
     with local.explained("deleting", path):
         try:
-            operations.remove_directory(path, current_phase())
+            operations.remove_directory(path)
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -164,7 +163,7 @@ def remove_folder(key: str, whole: bool = False) -> bool:
                 return False
             raise
         with contextlib.suppress(FileNotFoundError):
-            operations.sync_directory(path.parent, current_phase())
+            operations.sync_directory(path.parent)
     return True
 
 
@@ -179,14 +178,14 @@ def discard_folder(key: str) -> bool:
     gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("deleting", path):
         try:
-            operations.rename(path, gone, current_phase())
+            operations.rename(path, gone)
         except FileNotFoundError:
             return True
         except OSError as error:
             if error.errno not in _NO_RENAME:
                 raise
             return False
-        operations.sync_directory(path.parent, current_phase())
+        operations.sync_directory(path.parent)
         operations.remove_tree(gone, ignore_errors=True)
     return True
 
@@ -199,14 +198,14 @@ def put_copy(key: str, of: str, data: Buffer) -> None:
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("writing", path):
         try:
-            operations.link(_path(of), unfinished, current_phase())
+            operations.link(_path(of), unfinished)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             LocalStore().put(key, data)
             return
         try:
-            operations.rename(unfinished, path, current_phase())
+            operations.rename(unfinished, path)
         finally:  # a rename between two names of one file does nothing
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
@@ -247,13 +246,13 @@ def _written(
             raise
         if not renamed:
             with contextlib.suppress(OSError):
-                operations.unlink(unfinished, current_phase())
+                operations.unlink(unfinished)
 
 
 def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
     try:
         try:
-            operations.write_new_file(unfinished, pieces, current_phase())
+            operations.write_new_file(unfinished, pieces)
         except OSError as error:
             if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
                 raise
@@ -281,7 +280,7 @@ def _mark_at(path: Path) -> bytes | None:
 def _created(unfinished: Path, path: Path) -> bool:
     """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
-        operations.link(unfinished, path, current_phase())
+        operations.link(unfinished, path)
     except FileExistsError:
         # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
         return os.lstat(unfinished).st_nlink > 1
@@ -294,7 +293,7 @@ def _created(unfinished: Path, path: Path) -> bool:
 
 def _created_by_rename(unfinished: Path, path: Path) -> bool:
     try:
-        operations.rename_new(unfinished, path, current_phase())
+        operations.rename_new(unfinished, path)
     except FileExistsError:
         return False
     except OSError as error:
@@ -314,7 +313,7 @@ def _sync_name(path: Path, created: bool = False) -> None:
     ``created``: whether this call alone has made the name, by which others go from then on.
     """
     try:
-        operations.sync_directory(path.parent, current_phase())
+        operations.sync_directory(path.parent)
     except FileNotFoundError:
         if created:
             why = "it was created, and another process has removed its folder since"

@@ -12,10 +12,15 @@ from typing import Any, Final
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates.storage.local_store import LocalStore
-from dcp_datastates.storage.object_store import CopiedStore, ObjectStore, url_of
+from dcp_datastates.storage.object_store import CopiedStore, ObjectStore
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 _CREDENTIALS: Final = re.compile(r"(?i)\?.*(token|secret|passw|sig|key|credential)\w*=")
+
+
+def url_of(root: str, key: str) -> str:
+    """The URL of an object in the store at ``root``, which has no bucket if it is ``memory://``."""
+    return f"{root}/{key}" if key and not root.endswith("/") else root + key
 
 
 class ObjectPath:

@@ -122,11 +122,6 @@ class CopiedStore(Protocol):
         """By the names of the other nodes, the store as if each of these were alone."""
 
 
-def url_of(root: str, key: str) -> str:
-    """The URL of an object in the store at ``root``, which has no bucket if it is ``memory://``."""
-    return f"{root}/{key}" if key and not root.endswith("/") else root + key
-
-
 PART_BYTES: Final = 8 << 20
 """The smallest part of a large object: a segment of the host cache."""
 

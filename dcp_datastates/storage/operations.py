@@ -1,8 +1,9 @@
 """The file operations outside the native engine, one function each: so that tests can watch and break them.
 
-Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. None begins in work that was
-abandoned (``bounded.py``). CONTRIBUTING.md describes the trace (``DCP_DATASTATES_TRACE``), from which tests compute
-what a crash could leave behind. (Paths are the system's bytes: :func:`os.fsdecode` reads a line.)
+Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``; without a ``phase``, it belongs to
+that of :func:`during`. None begins in work that was abandoned (``bounded.py``). CONTRIBUTING.md describes the trace
+(``DCP_DATASTATES_TRACE``), from which tests compute what a crash could leave behind. (Paths are the system's bytes:
+:func:`os.fsdecode` reads a line.)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
+"""Has the path of the trace; empty, or unset, if there is no trace."""
 
 NO_RENAME_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """What :func:`exchange` and :func:`rename_new` raise where the file system knows no such renames."""
@@ -41,14 +43,9 @@ _RENAME_EXCHANGE: Final = 2
 _sync_ids = itertools.count(1)
 
 
-def trace_path() -> str:
-    """The path of the trace; empty if there is no trace."""
-    return os.environ.get(TRACE_VARIABLE, "")
-
-
 def _trace(operation: str, path: Path, **more: Any) -> None:
-    trace = trace_path()
-    if trace and current_phase() != SELF_TEST:
+    trace = os.environ.get(TRACE_VARIABLE, "")
+    if trace and _current.phase != SELF_TEST:
         record = {"op": operation, "path": str(path), **more}
         line = json.dumps(record, default=memoryview.hex, ensure_ascii=False) + "\n"
         descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -66,7 +63,15 @@ def tell(path: Path, attempt: str) -> None:
 SELF_TEST: Final = "self-test"
 """A phase that leaves nothing, and is not recorded."""
 
-_current: Final = threading.local()
+
+class _Current(threading.local):
+    phase = "store"
+    """The phase to which the operations of a store belong in this thread."""
+    held: tuple[Path, int] | None = None
+    """The folder of :func:`during`, and its descriptor."""
+
+
+_current: Final = _Current()
 
 
 @contextlib.contextmanager
@@ -99,10 +104,10 @@ def reached(path: Path) -> Iterator[tuple[str, int | None]]:
     """A name of ``path``, and the descriptor of the directory that it is in: those of the folder that :func:`during`
     holds, if it lies below that. Else the path itself, and None.
     """
-    folder, descriptor = getattr(_current, "held", (path, None))
-    if descriptor is None or folder not in path.parents:
+    if _current.held is None or _current.held[0] not in path.parents:
         yield str(path), None
         return
+    folder, descriptor = _current.held
     with contextlib.ExitStack() as opened:
         *between, name = path.relative_to(folder).parts
         for each in between:
@@ -111,14 +116,10 @@ def reached(path: Path) -> Iterator[tuple[str, int | None]]:
         yield name, descriptor
 
 
-def current_phase() -> str:
-    """The phase to which the operations of a store belong in this thread."""
-    return getattr(_current, "phase", "store")
-
-
 @contextlib.contextmanager
 def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]:
     """Around one system call: its failpoints, and its record once it has returned."""
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.{name}.before")
     yield
@@ -126,14 +127,15 @@ def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]
     hit(f"{phase}.{name}.after")
 
 
-def make_directory(path: Path, phase: str) -> None:
+def make_directory(path: Path, phase: str = "") -> None:
     """Create a directory (mkdir(2)); raises FileExistsError."""
     with _operation(phase, "mkdir", path), reached(path) as (name, folder):
         os.mkdir(name, dir_fd=folder)
 
 
-def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str) -> None:
+def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> None:
     """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.create.before")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -159,7 +161,7 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str) -> None:
         os.close(descriptor)
 
 
-def rename(path: Path, target: Path, phase: str) -> None:
+def rename(path: Path, target: Path, phase: str = "") -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
     with (
         _operation(phase, "rename", path, to=str(target)),
@@ -169,7 +171,7 @@ def rename(path: Path, target: Path, phase: str) -> None:
         os.rename(old, new, src_dir_fd=folder, dst_dir_fd=other)
 
 
-def link(path: Path, target: Path, phase: str) -> None:
+def link(path: Path, target: Path, phase: str = "") -> None:
     """Make ``target`` another name of ``path``, a file or a symbolic link (link(2)); raises FileExistsError."""
     with (
         _operation(phase, "link", path, to=str(target)),
@@ -179,7 +181,7 @@ def link(path: Path, target: Path, phase: str) -> None:
         os.link(old, new, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
 
 
-def rename_new(path: Path, target: Path, phase: str) -> None:
+def rename_new(path: Path, target: Path, phase: str = "") -> None:
     """Rename ``path`` to ``target``, atomically (renameat2(2)); raises FileExistsError, or an errno of
     :data:`NO_RENAME_FLAGS`.
     """
@@ -187,7 +189,7 @@ def rename_new(path: Path, target: Path, phase: str) -> None:
         _renameat2(path, target, _RENAME_NOREPLACE)
 
 
-def exchange(path: Path, target: Path, phase: str) -> None:
+def exchange(path: Path, target: Path, phase: str = "") -> None:
     """Exchange two entries, atomically (renameat2(2)); raises an errno of :data:`NO_RENAME_FLAGS`."""
     with _operation(phase, "exchange", path, to=str(target)):
         _renameat2(path, target, _RENAME_EXCHANGE)
@@ -208,13 +210,13 @@ def _at(folder: int | None) -> int:
     return _AT_FDCWD if folder is None else folder
 
 
-def unlink(path: Path, phase: str) -> None:
+def unlink(path: Path, phase: str = "") -> None:
     """Remove a file (unlink(2))."""
     with _operation(phase, "unlink", path), reached(path) as (name, folder):
         os.unlink(name, dir_fd=folder)
 
 
-def remove_directory(path: Path, phase: str) -> None:
+def remove_directory(path: Path, phase: str = "") -> None:
     """Remove a directory if it is empty (rmdir(2))."""
     with _operation(phase, "rmdir", path), reached(path) as (name, folder):
         os.rmdir(name, dir_fd=folder)
@@ -244,7 +246,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def sync_directory(path: Path, phase: str) -> None:
+def sync_directory(path: Path, phase: str = "") -> None:
     """Make the entries of a directory durable (fsync(2)), where the file system knows that."""
     with reached(path) as (name, folder):
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
@@ -258,6 +260,7 @@ def sync_directory(path: Path, phase: str) -> None:
 
 
 def _sync(descriptor: int, path: Path, phase: str, name: str) -> None:
+    phase = phase or _current.phase
     step()
     hit(f"{phase}.{name}.before")
     number = f"{os.getpid()}.{next(_sync_ids)}"

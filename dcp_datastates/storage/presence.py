@@ -17,8 +17,9 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError, ObjectStore
@@ -58,24 +59,17 @@ def asked(operation: Callable[[], T]) -> T:
     A :class:`StorageError` is final: whoever raised it, an object store for one, has tried as often as it should.
     """
     global _failed_at
-    pauses = () if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES
-    for pause in pauses:
+    pauses = iter(() if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES)
+    while True:
         try:
             return operation()
         except OSError as error:
-            if not _passes(error):
+            if error.errno not in _PASSING or isinstance(error, StorageError):
+                raise
+            if (pause := next(pauses, None)) is None:
+                _failed_at = time.monotonic()
                 raise
         time.sleep(pause)
-    try:
-        return operation()
-    except OSError as error:
-        if _passes(error):
-            _failed_at = time.monotonic()
-        raise
-
-
-def _passes(error: OSError) -> bool:
-    return error.errno in _PASSING and not isinstance(error, StorageError)
 
 
 def look_at_each(look: Callable[[K], T], places: Iterable[K], few: int = _FEW) -> list[T]:
@@ -115,9 +109,10 @@ def unjudged(error: OSError, path: str | os.PathLike[str]) -> StorageError:
     return StorageError(error.errno, f"what is there is unknown: {cause}; {way_out}", str(path))
 
 
-def _judged(operation: Callable[[], T], path: str | os.PathLike[str]) -> T | None:
+def _judged(look: Callable[[Any], T], path: str | os.PathLike[str]) -> T | None:
+    """What ``look`` tells of ``path``; None for nothing. Raises :class:`StorageError`."""
     try:
-        return asked(operation)
+        return asked(partial(look, path))
     except OSError as error:
         if is_missing(error, path):
             return None
@@ -127,7 +122,7 @@ def _judged(operation: Callable[[], T], path: str | os.PathLike[str]) -> T | Non
 def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
     """The status of what ``path`` leads to; None for nothing, and a circle of links. Raises :class:`StorageError`."""
     try:
-        return _judged(lambda: os.stat(path), path)
+        return _judged(os.stat, path)
     except StorageError as error:
         if error.errno == errno.ELOOP and is_link(path):
             return None
@@ -136,7 +131,7 @@ def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a name of anything, a symbolic link that leads nowhere too. Raises :class:`StorageError`."""
-    return _judged(lambda: os.lstat(path), path) is not None
+    return _judged(os.lstat, path) is not None
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
@@ -153,7 +148,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 def is_link(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
-    status = _judged(lambda: os.lstat(path), path)
+    status = _judged(os.lstat, path)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
@@ -191,14 +186,14 @@ def web_page(path: object) -> StorageError:
 
 def names_in(directory: str | os.PathLike[str]) -> list[str]:
     """The names in a directory; none if there is no directory. Raises :class:`StorageError`."""
-    return _judged(lambda: os.listdir(directory), directory) or []
+    return _judged(os.listdir, directory) or []
 
 
 def entries_in(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
     """:func:`names_in`, with what the system tells of each."""
+    return _judged(_scanned, directory) or []
 
-    def scan() -> list[os.DirEntry[str]]:
-        with os.scandir(directory) as entries:
-            return list(entries)
 
-    return _judged(scan, directory) or []
+def _scanned(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        return list(entries)

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage.bounded import step, troubled
-from dcp_datastates.storage.object_store import url_of
+from dcp_datastates.storage.object_path import url_of
 
 logger = logging.getLogger(__name__)
 

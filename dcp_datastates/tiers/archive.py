@@ -34,9 +34,8 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.process.ending import Phase, at_end
-from dcp_datastates.process.futures import SharedFuture, when_done
+from dcp_datastates.process.futures import SharedFuture, Worker, when_done
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -136,7 +135,7 @@ class Archive:
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
-            archived.set_exception(error or SaveAbandonedError("the save has no path"))
+            archived.settle(error or SaveAbandonedError("the save has no path"))
             return
         self.open(path.parent)
         item = _Item(path, attempt, archived, then)

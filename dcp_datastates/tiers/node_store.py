@@ -30,12 +30,12 @@ from typing_extensions import Buffer
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.attempts import rank_of
 from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import url_of
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
     ObjectStore,
     StoredObject,
-    url_of,
 )
 from dcp_datastates.tiers.node import Node, Writing
 from dcp_datastates.tiers.node_files import Entry

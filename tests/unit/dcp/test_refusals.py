@@ -34,7 +34,7 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
-from dcp_datastates.format.fields import HAS_STRIDES
+from dcp_datastates.format.values import HAS_STRIDES
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import DataStatesReader, DataStatesSavePlanner
 from dcp_datastates.dcp.tested import TESTED, tell_if_untested
-from dcp_datastates.format.fields import HAS_STRIDES, new_fields
+from dcp_datastates.format.values import HAS_STRIDES, new_fields
 
 
 def _run(script: str, path: Path, *arguments: str, ranks: int = 0, fails: bool = False) -> str:
@@ -249,7 +249,7 @@ import logging, sys, torch
 logging.basicConfig(stream=sys.stdout)
 torch.__version__ = "2.99.0"
 import dcp_datastates
-import dcp_datastates.format.fields
+import dcp_datastates.format.values
 """
 
 

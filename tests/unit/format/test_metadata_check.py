@@ -23,10 +23,10 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.format import metadata_check
-from dcp_datastates.format.fields import HAS_STRIDES
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import MetadataTable
+from dcp_datastates.format.values import HAS_STRIDES
 
 PATH = Path("c/.metadata")
 HUGE = 1 << 62

@@ -140,8 +140,8 @@ def test_the_end_of_the_process_says_what_it_waits_for(tmp_path):
     ended = run_script(
         """
         import dcp_datastates
-        from dcp_datastates.saving import admission
-        admission._FIRST_LINE_SECONDS = 0.5
+        from dcp_datastates.saving import start
+        start._FIRST_LINE_SECONDS = 0.5
         os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.decide.before=sleep:2"
         dcp_datastates.async_save({"w": torch.ones(10)}, path)
         """,

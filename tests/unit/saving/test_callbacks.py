@@ -129,7 +129,7 @@ def test_the_callbacks_of_a_future_that_has_just_its_outcome_are_waited_for(monk
     future, goes_on, called = SharedFuture(), threading.Event(), []
     when_done(future, lambda _: goes_on.wait(60))  # the thread that resolves it stands here
     future.add_done_callback(lambda _: called.append(True))
-    thread = threading.Thread(target=future.set_result, args=(None,))
+    thread = threading.Thread(target=future.settle, args=(None,))
     thread.start()
     future.result(60)
     monkeypatch.setattr(futures.time, "sleep", lambda seconds: goes_on.set())

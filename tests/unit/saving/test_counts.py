@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_datastates
 from dcp_datastates import DataStatesSavePlanner, DataStatesWriter
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 SIZES = (100, 300)
 STEADY = 4

@@ -13,7 +13,7 @@ from support.waiting import lines
 import dcp_datastates as ds
 from dcp_datastates import CheckpointManager
 from dcp_datastates.errors import ConfigurationError, SaveFailedError
-from dcp_datastates.saving import not_a_number
+from dcp_datastates.saving import write
 
 SMALL, LARGE = (7,), (200, 200)
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -22,7 +22,7 @@ SAYS = "NaN"
 
 @pytest.fixture(autouse=True)
 def _not_said_yet():
-    not_a_number._warn.cache_clear()
+    write._warn.cache_clear()
 
 
 def a_model(kind, shape, defer):

@@ -6,7 +6,7 @@ import pytest
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.futures import AskedFuture
-from dcp_datastates.saving.admission import Saves
+from dcp_datastates.saving.start import Saves
 
 
 class _Save:

@@ -9,7 +9,7 @@ import torch
 from support.state.checkpoints import load_everything, save
 
 from dcp_datastates import delete
-from dcp_datastates.storage import readme
+from dcp_datastates.storage import local
 from dcp_datastates_cli.main import main
 
 
@@ -75,5 +75,5 @@ def test_one_that_cannot_be_written_or_read_fails_nothing(tmp_path):
     (tmp_path / "ckpt" / "README").mkdir(parents=True)
     save({"w": torch.ones(5)}, tmp_path / "ckpt")
     delete(tmp_path / "ckpt")
-    assert (tmp_path / "ckpt" / readme.NAME).is_dir()
+    assert (tmp_path / "ckpt" / local.README_NAME).is_dir()
     assert list((tmp_path / "ckpt").iterdir()) == [tmp_path / "ckpt" / "README"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcp_datastates.process.worker import Worker
+from dcp_datastates.process.futures import Worker
 
 
 def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
