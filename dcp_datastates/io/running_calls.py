@@ -30,6 +30,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Final
 
+from dcp_datastates.process.garbage import collection_paused
+
 Places = dict[int, tuple[int, int]]
 """For each thread (``threading.get_ident()``) that may be in an operation, its innermost frame and instruction."""
 
@@ -107,11 +109,14 @@ class RunningCalls:
 def places() -> Places:
     """Where all other threads may be in an operation."""
     me = threading.get_ident()
-    return {
-        thread: (id(innermost), innermost.f_lasti)
-        for thread, innermost in sys._current_frames().items()
-        if thread != me and not _never_operates(innermost.f_code)
-    }
+    # Python 3.11 holds a lock while it lists the frames, and a thread that ends waits for this lock with the GIL. If a
+    # collection ran a finalizer here, it might let go of the GIL: neither thread would ever go on.
+    with collection_paused():
+        return {
+            thread: (id(innermost), innermost.f_lasti)
+            for thread, innermost in sys._current_frames().items()
+            if thread != me and not _never_operates(innermost.f_code)
+        }
 
 
 def _never_operates(code: CodeType) -> bool:

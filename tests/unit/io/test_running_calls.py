@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -176,3 +177,18 @@ def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for() ->
             assert tensor._version > versions[0]
     finally:
         torch.set_num_threads(threads)
+
+
+def test_no_collection_runs_while_frames_are_listed(monkeypatch):
+    """It could let go of the GIL, under a lock that a thread which ends waits for with the GIL."""
+    frames, enabled = sys._current_frames, []
+
+    def listed():
+        enabled.append(gc.isenabled())
+        return frames()
+
+    assert gc.isenabled()
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    running_calls.places()
+    assert enabled == [False]
+    assert gc.isenabled()
