@@ -166,6 +166,16 @@ def test_a_state_without_values(to, tmp_path):
         assert torch.load(tmp_path / "back") == {}
 
 
+def test_a_tuple_with_tensors_in_it_is_an_object_as_in_a_save(tmp_path):
+    state = {"pair": (filled((3,), torch.float32, 1), 3), "w": torch.zeros(2)}
+    torch.save(state, tmp_path / "in")
+    save(state, tmp_path / "saved")
+    done = convert(tmp_path / "in", tmp_path / "out", **SMALL)
+    assert (done.tensors, done.objects) == (1, 1)
+    assert dcp_datastates.diff(tmp_path / "saved", tmp_path / "out").same
+    assert_same(dcp_datastates.load(tmp_path / "out"), state)
+
+
 def test_a_dtype_that_only_torch_has(tmp_path):
     wide = filled((5, 3), torch.complex128)
     save({"wide": wide}, tmp_path / "in")
