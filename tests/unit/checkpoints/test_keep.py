@@ -124,18 +124,10 @@ def test_a_damaged_checkpoint_is_not_the_best(run):
     assert steps(run) == [400, 500]
 
 
-def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
-    for step, loss in ((1, math.nan), (2, 7.0), (3, math.nan)):
+@pytest.mark.parametrize("losses", [(math.nan, 7.0, math.nan), (1.0, 1.0, 2.0)])
+def test_the_best_is_a_number_and_of_two_equals_the_newer(losses, tmp_path):
+    for step, loss in enumerate(losses, start=1):
         ds.save({"step": step}, tmp_path / f"step-{step}", metrics={"loss": loss})
-    retain(tmp_path, keep=Keep(best=("loss", "min")))
-    assert steps(tmp_path) == [2, 3]
-
-
-def test_of_two_equals_the_newer_is_better(tmp_path):
-    for step in (1, 2, 3):
-        ds.save(
-            {"step": step}, tmp_path / f"step-{step}", metrics={"loss": 1.0 if step < 3 else 2.0}
-        )
     retain(tmp_path, keep=Keep(best=("loss", "min")))
     assert steps(tmp_path) == [2, 3]
 

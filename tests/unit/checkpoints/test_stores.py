@@ -12,7 +12,7 @@ from support.state.checkpoints import load_everything, raises, save
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import delete, latest, pin, retain, unpin, verify
+from dcp_datastates import delete, latest, retain, verify
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.object_path import locate
@@ -20,11 +20,6 @@ from dcp_datastates.storage.object_path import locate
 
 def state(seed: int) -> dict[str, torch.Tensor]:
     return {"w": filled((300_000,), torch.float32, seed)}
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture
@@ -189,38 +184,6 @@ def test_a_deletion_that_is_cut_off_leaves_a_whole_checkpoint_or_none(store, thr
     assert not _keys(store, f"{three}/step-3")
     assert not [key for key in store.objects if key.endswith(".step-3")], "its entry in the index"
     assert str(latest(three)) == f"{three}/step-1"
-
-
-def test_a_pin_and_a_deletion_at_once_do_not_both_succeed(store, three):
-    """At each request of the deletion, a pin comes in between."""
-    path = f"{three}/step-3"
-    for at in range(20):
-        calls, pinned = 0, False
-
-        def fate(request: Request, at: int = at) -> Fate:
-            nonlocal calls, pinned
-            calls += 1
-            if calls == at + 1:
-                store.on_request = lambda request: Fate.DONE
-                try:
-                    pin(path)
-                    pinned = True
-                except (CheckpointNotFoundError, StorageError):
-                    pass
-            return Fate.DONE
-
-        store.on_request = fate
-        try:
-            delete(path)
-            deleted = True
-        except StorageError:
-            deleted = False
-        store.on_request = lambda request: Fate.DONE
-        assert not (pinned and deleted), f"both at request {at}"
-        if deleted:
-            save(state(7), path)
-        else:
-            unpin(path)
 
 
 def test_retain_removes_what_a_killed_save_has_left(store, three):
