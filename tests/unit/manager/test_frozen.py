@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.state.checkpoints import CACHE
-from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_datastates as ds
-from dcp_datastates.errors import SnapshotTornError
 
 ROWS = 160  # 100 KiB: deferred
 LATER = {"reads": 600.0, "host_cache_size": CACHE}
@@ -107,63 +103,3 @@ def _check(path: Path, expected: dict[str, torch.Tensor]) -> None:
     for name, weight in expected.items():
         dense = weight.full_tensor() if isinstance(weight, DTensor) else weight
         assert torch.equal(found[name], dense), name
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _swap(parameter: torch.Tensor) -> None:
-    parameter.data = parameter.data * 2
-
-
-WRITES: dict[str, Callable[[torch.Tensor], object]] = {
-    "add": lambda p: p.add_(1),
-    "copy": lambda p: p.copy_(p * 2),
-    "one row": lambda p: _local(p)[3].mul_(2),
-    "all of .data": lambda p: p.data.mul_(2),
-    "all of .data's local": lambda p: _local(p.data).mul_(2),
-    "another tensor": _swap,
-    "train it": lambda p: p.requires_grad_(True),
-    "freeze it": lambda p: p.requires_grad_(False),
-    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
-}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("seed", sampled(range(40), keep=lambda seed: seed < 3))
-def test_what_is_committed_is_the_state_at_the_call(
-    seed: int, sharded: bool, tmp_path: Path
-) -> None:
-    """Random writes to frozen parameters, before a call, after it, or neither."""
-    draws = random.Random(seed)
-    model, optimizer = made(sharded)
-    ds.track(optimizer, also=frozen(model))
-    committed = 0
-    with ds.CheckpointManager(tmp_path, every=1, **LATER) as manager:
-        for number in range(8):
-            if draws.random() < 0.3:
-                _write(model, draws)
-            expected = {
-                name: parameter.detach().clone() for name, parameter in model.named_parameters()
-            }
-            handle = manager.save(number, {"model": model, "optimizer": optimizer})
-            assert handle is not None
-            if draws.random() < 0.3:
-                _write(model, draws)
-            step(model, optimizer)
-            try:
-                handle.result()
-            except SnapshotTornError:
-                ds.track(
-                    optimizer, also=frozen(model)
-                )  # defers again, so that the next rounds ask something
-            else:
-                _check(tmp_path / f"step-{number}", expected)
-                committed += 1
-    assert committed >= 3
-
-
-def _write(model: Adapted, draws: random.Random) -> None:
-    with torch.no_grad():
-        WRITES[draws.choice(list(WRITES))](draws.choice(list(model.base)))

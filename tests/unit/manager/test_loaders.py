@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_datastates import CheckpointManager, RngState
+from dcp_datastates import CheckpointManager, RngState, inspect
 
 loaders = pytest.importorskip("torchdata.stateful_dataloader")
 samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
@@ -69,6 +69,8 @@ def test_the_order_over_epochs(kind, same_order, same_draws, stop, tmp_path, cap
     seen, draws, after, again = [], [], [], []
     with CheckpointManager(tmp_path, every=1000) as manager:
         epochs({"loader": _loader(kind), "rng": RngState()}, manager, seen, draws)
+    objects = [each.name for each in inspect(tmp_path / f"step-{stop}").objects]
+    assert "loader.rank-0" in objects, "each rank has its own"
     warned = [each for each in caplog.records if "will not be the same" in each.getMessage()]
     assert (len(warned) == 0) is same_order, "once, where it is another"
     torch.manual_seed(123)
