@@ -36,7 +36,7 @@ def _owned(mebibytes, tensors=6, seed=0):
 
 @pytest.mark.parametrize("reads", sampled([60, "immediate", "blocking"], keep=[60, "blocking"]))
 def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
-    state, optimizer = _owned(256)
+    state, optimizer = _owned(128)
     expected = clone(state)
     future = async_save(state, tmp_path, host_cache_size="32MiB", reads=reads)
     optimizer.step()
@@ -45,7 +45,7 @@ def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
 
 
 def test_a_synchronous_save_larger_than_the_host_cache_is_right(tmp_path):
-    state = large(200)
+    state = large(100)
     save(state, tmp_path, host_cache_size="32MiB")
     assert_same(load(zeros(state), tmp_path), state)
 
@@ -111,7 +111,7 @@ def _resident_mebibytes():
 
 @pytest.mark.parametrize("how", ["one writer", "a writer per save"])
 def test_fifty_saves_leak_no_memory_and_no_descriptors(how, tmp_path):
-    state, optimizer = _owned(16)
+    state, optimizer = _owned(4)
     ours = writer() if how == "one writer" else None
 
     def saves(count):
@@ -126,7 +126,7 @@ def test_fifty_saves_leak_no_memory_and_no_descriptors(how, tmp_path):
     memory, descriptors = saves(10)
     memory_later, descriptors_later = saves(50)
     assert memory_later - memory < 48, (
-        f"{memory_later - memory:.0f} MiB grew over 50 saves of 16 MiB"
+        f"{memory_later - memory:.0f} MiB grew over 50 saves of 4 MiB"
     )
     assert descriptors_later <= descriptors
     stats = engine_module.stats()

@@ -106,24 +106,23 @@ def test_an_upload_that_fails_leaves_nothing(store, bucket, proxy, method_and_pa
     assert bucket.uploads() == []
 
 
-def failing_pieces():
-    yield from PIECES
-    raise OSError("the engine's own")
+@pytest.mark.parametrize("aborts", [True, False])
+def test_pieces_that_fail_leave_no_upload_and_an_abort_that_fails_does_not_hide_why(
+    aborts, store, bucket, proxy
+):
+    def pieces():
+        yield from PIECES
+        raise OSError("the engine's own")
 
-
-def test_pieces_that_fail_leave_no_upload(store, bucket):
+    refused = answered(404, "NoSuchUpload")
+    injected = proxy.inject(refused, "DELETE", "uploadId", times=0 if aborts else 9)
     with pytest.raises(OSError, match="the engine's own"):
-        stream(store, failing_pieces())
+        stream(store, pieces())
     assert bucket.keys() == []
-    assert bucket.uploads() == []
-
-
-def test_an_abort_that_fails_does_not_hide_why_pieces_failed(store, bucket, proxy):
-    injected = proxy.inject(answered(404, "NoSuchUpload"), "DELETE", "uploadId", times=9)
-    with pytest.raises(OSError, match="the engine's own"):
-        stream(store, failing_pieces())
-    assert injected.seen
-    assert bucket.keys() == []
+    if aborts:
+        assert bucket.uploads() == []
+    else:
+        assert injected.seen
 
 
 @pytest.mark.parametrize(
