@@ -103,19 +103,14 @@ def test_within_keeps_by_this_hosts_clock_if_the_newest_is_of_the_future(run):
     assert retain(run, keep=Keep(within="7d")) == []
 
 
-def test_within_a_time_everything_stays(run):
+@pytest.mark.parametrize("copied", [False, True])
+def test_within_a_time_since_its_commit_everything_stays(copied, run, tmp_path_factory):
     _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
-    retain(run, keep=Keep(within="7d"))
-    assert steps(run) == [300, 400, 500]
-
-
-def test_within_counts_by_the_commits_of_copied_checkpoints(run, tmp_path_factory):
-    _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
-    copied = tmp_path_factory.mktemp("copied")
-    for path in sorted(run.iterdir(), reverse=True):
-        shutil.copytree(path, copied / path.name, copy_function=shutil.copyfile)
-    retain(copied, keep=Keep(within="7d"))
-    assert steps(copied) == [300, 400, 500]
+    root = tmp_path_factory.mktemp("copied") if copied else run
+    for path in sorted(run.iterdir(), reverse=True) if copied else ():
+        shutil.copytree(path, root / path.name, copy_function=shutil.copyfile)
+    retain(root, keep=Keep(within="7d"))
+    assert steps(root) == [300, 400, 500]
 
 
 def test_a_damaged_checkpoint_is_not_the_best(run):
