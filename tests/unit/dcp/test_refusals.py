@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +28,6 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
     IncompatibleStateError,
-    StorageError,
     UnsupportedStateError,
     UnsupportedTensorError,
 )
@@ -74,12 +71,6 @@ def test_an_unparsable_size_is_refused(size, tmp_path):
 def test_a_host_cache_below_a_few_segments_is_refused_with_the_minimum(size, tmp_path):
     with raises(ConfigurationError, f"host_cache_size={size!r}", "32MiB", "4 segments"):
         DataStatesWriter(tmp_path, host_cache_size=size)
-
-
-def test_a_host_cache_no_machine_has_is_refused_by_its_size(tmp_path):
-    with raises((DataStatesError, MemoryError), "host_cache_size"):
-        save({"w": torch.ones(1)}, tmp_path, host_cache_size="900000TB")
-    save({"w": torch.ones(1)}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +117,6 @@ def test_no_path_at_all_is_refused_at_the_save_with_the_way_out():
         dcp.save({"w": torch.ones(1)}, storage_writer=writer(), no_dist=True)
     with raises(ConfigurationError, "path", "checkpoint_id"):
         async_save({"w": torch.ones(1)}, None).result(60)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_directory_is_refused(tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    with raises(StorageError, str(locked)):
-        save({"w": torch.ones(1)}, locked / "c")
-
-
-def test_a_directory_on_a_read_only_file_system_is_refused():
-    with raises(StorageError, "/proc/"):
-        save({"w": torch.ones(1)}, "/proc/checkpoint")
 
 
 def test_an_existing_checkpoint_is_refused_without_overwrite(tmp_path):

@@ -6,14 +6,12 @@ import threading
 
 import pytest
 import torch
-from support.state.checkpoints import assert_same, async_save, clone, committed, load, raises, zeros
+from support.state.checkpoints import assert_same, async_save, clone, load, raises, zeros
 from support.state.loops import TrainingRun
 from support.tiers import sampled
 
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.staging.change_detection import Portion
-
-deferring = pytest.mark.parametrize("reads", [3600, "blocking"])
 
 
 def _add_to_one(run):
@@ -77,32 +75,6 @@ def test_a_torn_save_names_the_way_out_and_leaves_the_old_checkpoint_and_the_nex
     run.step()
     future.result(60)
     assert_same(load(zeros(expected), tmp_path), expected)
-
-
-@deferring
-@pytest.mark.parametrize("seed", sampled(range(3), keep=[0]))
-def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
-    reads, seed, tmp_path
-):
-    run = TrainingRun(seed=seed)
-    run.step()
-    run.forward_backward()
-    expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, reads=reads)
-    for parameter in run.model.parameters():
-        parameter.data = torch.full_like(parameter.data, 5.0)
-    garbage = [
-        torch.full((256, 256), 9.0) for _ in range(32)
-    ]  # reuses memory that was let go too early
-    run.optimizer.step()
-    assert garbage
-    try:
-        future.result(60)
-    except BaseException:
-        assert reads != "blocking"
-        assert not committed(tmp_path)
-    else:
-        assert_same(load(zeros(expected), tmp_path), expected)
 
 
 @pytest.mark.parametrize(
