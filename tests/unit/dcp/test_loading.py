@@ -187,14 +187,6 @@ def test_stateful_objects_are_given_what_was_loaded(tmp_path):
     assert found.loaded == 1
 
 
-def test_keys_keep_the_rest_of_a_state_as_it_is(path):
-    target = {**zeros({"model": _state()["model"]}), "step": -1}
-    load(path, target, only="model")
-    assert_same(target, {"model": _state()["model"], "step": -1})
-    with pytest.raises(IncompatibleStateError, match="did you mean 'model'"):
-        load(path, target, only="modle")
-
-
 def test_errors_are_the_packages_own_not_wrapped(path):
     wrong = {"model": {"scale": torch.zeros((), dtype=torch.float32)}}
     with pytest.raises(IncompatibleStateError, match="cast"):

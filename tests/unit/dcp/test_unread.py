@@ -25,29 +25,21 @@ def _trained():
     return model, optimizer
 
 
+def _state(model, optimizer):
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {**states, "empty": torch.empty(0, 3), "step": 3}
+
+
 @pytest.fixture
 def path(tmp_path):
-    model, optimizer = _trained()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "empty": torch.empty(0, 3),
-        "step": 3,
-    }
-    save(state, tmp_path / "c")
+    save(_state(*_trained()), tmp_path / "c")
     return tmp_path / "c"
 
 
 def _fresh():
     """What a resume has before its first step."""
     model = torch.nn.Linear(30, 20)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "empty": torch.empty(0, 3),
-        "step": 0,
-    }
+    return _state(model, torch.optim.AdamW(model.parameters()))
 
 
 def _said(caplog):
