@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,14 @@ def s3_root(tmp_path: Path) -> str:
 
     use(endpoint())
     return f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+
+
+@pytest.fixture
+def store() -> Any:
+    """An object store in memory."""
+    from support.simulated.object_stores import MemoryStore
+
+    return MemoryStore()
 
 
 @pytest.fixture(scope="module")

@@ -156,11 +156,11 @@ def _pause(seconds: float) -> None:
 _DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)
 _CODE_AND_MESSAGE: Final = re.compile(r"<(?:Code|Message)>(.*?)</(?:Code|Message)>", re.DOTALL)
 _QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
-_USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
-_NAME = r"\w*(?:secret|token|passw(?:or)?d|pwd|signature|credential|authorization|private_key)\w*"
+_USER: Final = re.compile(r"(\b\w+://)[^/\s@]+@")  # \b: else a long word takes quadratic time
+_NAME = r"\b\w*(?:secret|token|passw(?:or)?d|pwd|signature|credential|authorization|private_key)\w*"
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'[^']*'"
 _SECRET: Final = re.compile(
-    rf"(?i)((?:{_NAME}|\w*key(?:_id)?|sig)[\"']?\s*[=:]\s*)"
+    rf"(?i)((?:{_NAME}|\b\w*key(?:_id)?|sig)[\"']?\s*[=:]\s*)"
     rf"(?:Some\()?(?:(?:Bearer|Basic)\s+)?(?:{_QUOTED}|[^\s\"',;)&]+)"
     rf"|({_NAME}\s+)(?:{_QUOTED}|(?=[^\s\"',;)&]*\d)[^\s\"',;)&]{{8,}})"
 )

@@ -11,12 +11,38 @@ import numpy as np
 import torch
 from torch import nn
 
-from dcp_datastates import CheckpointManager, RngState
+from dcp_datastates import CheckpointManager, RngState, track
 from support.state.checkpoints import CACHE
 
 
 def manager(root: Path, every: Any = 1, **options: Any) -> CheckpointManager:
     return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})
+
+
+class Stateful:
+    """An object with a state, which it gives and takes as it is."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loaded = 0
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded += 1
+        self.state = state
+
+
+def owned(
+    elements: int = 1_000_000, value: float = 1.0
+) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
+    """A parameter, which is read later, and its optimizer, with a gradient of 1 for its next step."""
+    parameter = torch.nn.Parameter(torch.full((elements,), value))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    track(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    return {"w": parameter.detach()}, optimizer
 
 
 class Loop:

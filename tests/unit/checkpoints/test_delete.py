@@ -10,13 +10,12 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import committed, load_everything, raises, save
 from support.state.files import flip_bit
 from support.state.metadata import decision_of, with_format
-from support.state.roots import NEWER, OLDER, uncommitted
+from support.state.roots import NEWER, OLDER, save_stock, uncommitted
 
-from dcp_datastates import delete, pin, unpin
+from dcp_datastates import delete, pin, retain, unpin
 from dcp_datastates.checkpoints.delete import delete_committed
 from dcp_datastates.checkpoints.find import open_found
 from dcp_datastates.commit.place import EndedPart, Place, Round
@@ -94,8 +93,14 @@ class _Crash(BaseException):
     pass
 
 
-def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(path, monkeypatch):
+@pytest.mark.parametrize(
+    "finish", [delete, lambda path: retain(path.parent, keep=1)], ids=["delete", "retain"]
+)
+def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
+    finish, path, monkeypatch
+):
     """It is deleted with the rename that replaces the decision, and not before."""
+    save({"w": torch.ones(3)}, path.with_name("step-4"))
     kept = path.parent.with_name("kept")
     shutil.copytree(path, kept)
 
@@ -113,7 +118,7 @@ def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(pat
         if stays[-1]:
             assert load_everything(path)["step"] == 3, step
         if path.exists() and os.listdir(path):
-            delete(path)
+            finish(path)
         assert not path.exists() or not os.listdir(path), step
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(kept, path)
@@ -239,7 +244,7 @@ def test_what_is_no_checkpoint_is_left_alone_and_named(path, tmp_path):
 
 def test_a_stock_checkpoint_is_left_alone(path, tmp_path):
     stock = tmp_path / "stock"
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=stock, no_dist=True)
+    save_stock(stock)
     uncommitted(stock, OLDER)
     before = sorted(stock.rglob("*"))
     with pytest.raises(ForeignCheckpointError):

@@ -103,19 +103,14 @@ def test_within_keeps_by_this_hosts_clock_if_the_newest_is_of_the_future(run):
     assert retain(run, keep=Keep(within="7d")) == []
 
 
-def test_within_a_time_everything_stays(run):
+@pytest.mark.parametrize("copied", [False, True])
+def test_within_a_time_since_its_commit_everything_stays(copied, run, tmp_path_factory):
     _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
-    retain(run, keep=Keep(within="7d"))
-    assert steps(run) == [300, 400, 500]
-
-
-def test_within_counts_by_the_commits_of_copied_checkpoints(run, tmp_path_factory):
-    _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
-    copied = tmp_path_factory.mktemp("copied")
-    for path in sorted(run.iterdir(), reverse=True):
-        shutil.copytree(path, copied / path.name, copy_function=shutil.copyfile)
-    retain(copied, keep=Keep(within="7d"))
-    assert steps(copied) == [300, 400, 500]
+    root = tmp_path_factory.mktemp("copied") if copied else run
+    for path in sorted(run.iterdir(), reverse=True) if copied else ():
+        shutil.copytree(path, root / path.name, copy_function=shutil.copyfile)
+    retain(root, keep=Keep(within="7d"))
+    assert steps(root) == [300, 400, 500]
 
 
 def test_a_damaged_checkpoint_is_not_the_best(run):
@@ -124,18 +119,10 @@ def test_a_damaged_checkpoint_is_not_the_best(run):
     assert steps(run) == [400, 500]
 
 
-def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
-    for step, loss in ((1, math.nan), (2, 7.0), (3, math.nan)):
+@pytest.mark.parametrize("losses", [(math.nan, 7.0, math.nan), (1.0, 1.0, 2.0)])
+def test_the_best_is_a_number_and_of_two_equals_the_newer(losses, tmp_path):
+    for step, loss in enumerate(losses, start=1):
         ds.save({"step": step}, tmp_path / f"step-{step}", metrics={"loss": loss})
-    retain(tmp_path, keep=Keep(best=("loss", "min")))
-    assert steps(tmp_path) == [2, 3]
-
-
-def test_of_two_equals_the_newer_is_better(tmp_path):
-    for step in (1, 2, 3):
-        ds.save(
-            {"step": step}, tmp_path / f"step-{step}", metrics={"loss": 1.0 if step < 3 else 2.0}
-        )
     retain(tmp_path, keep=Keep(best=("loss", "min")))
     assert steps(tmp_path) == [2, 3]
 

@@ -28,10 +28,6 @@ ATTEMPT = "18ea000000000000-00000001"
 FAR = "ffffffffffffffff-00000001"
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     here = os.open(".", os.O_RDONLY)
     os.chdir(path.parent)  # a socket's path must be short
@@ -43,59 +39,46 @@ def _socket(path: Path) -> None:
         os.close(here)
 
 
-def _endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def _terabyte(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
 
 
-def _directory(path: Path) -> None:
-    path.mkdir()
+THINGS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "terabyte": _terabyte,
+    "directory": Path.mkdir,
+    "cycle": lambda path: path.symlink_to(path.name),
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "empty": Path.touch,
+}
 
 
-def _cycle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def _empty(path: Path) -> None:
-    path.touch()
-
-
-THINGS: tuple[Callable[[Path], None], ...] = (
-    *(_pipe, _socket, _endless, _terabyte, _directory, _cycle, _dangling, _empty),
-)
-
-
-def _as_metadata(make: Callable[[Path], None], odd: Path) -> None:
+def _as_metadata(make: Callable[[Path], object], odd: Path) -> None:
     odd.mkdir()
     make(odd / ".metadata")
 
 
-def _as_metadata_of_ours(make: Callable[[Path], None], odd: Path) -> None:
+def _as_metadata_of_ours(make: Callable[[Path], object], odd: Path) -> None:
     (odd / ATTEMPT).mkdir(parents=True)
     make(odd / ".metadata")
 
 
-def _as_data(make: Callable[[Path], None], odd: Path) -> None:
+def _as_data(make: Callable[[Path], object], odd: Path) -> None:
     shutil.copytree(odd.with_name("step-9"), odd)
     file = data_files(odd)[0]
     file.unlink()
     make(file)
 
 
-def _as_attempt(make: Callable[[Path], None], odd: Path) -> None:
+def _as_attempt(make: Callable[[Path], object], odd: Path) -> None:
     shutil.copytree(odd.with_name("step-9"), odd)
     make(odd / ATTEMPT)
 
 
-def _as_checkpoint(make: Callable[[Path], None], odd: Path) -> None:
+def _as_checkpoint(make: Callable[[Path], object], odd: Path) -> None:
     make(odd)
 
 
@@ -118,8 +101,8 @@ def _linked_attempt(odd: Path) -> None:
 
 PLACES = (_as_metadata, _as_metadata_of_ours, _as_data, _as_attempt, _as_checkpoint)
 ENTRIES: dict[str, Callable[[Path], None]] = {
-    f"{make.__name__[1:]}{place.__name__}": lambda odd, make=make, place=place: place(make, odd)
-    for make, place in itertools.product(THINGS, PLACES)
+    f"{name}{place.__name__}": lambda odd, make=make, place=place: place(make, odd)
+    for (name, make), place in itertools.product(THINGS.items(), PLACES)
 }
 ENTRIES |= {each.__name__[1:]: each for each in (_far, _far_in_ours, _linked_attempt)}
 
@@ -221,20 +204,20 @@ def test_what_is_done_with_the_entry_ends(entry, operation, root):
     _assert_others_are_whole(root, ("step-9", "step-10", "step-11"))
 
 
-@pytest.mark.parametrize("make", THINGS, ids=lambda make: make.__name__[1:])
-def test_a_load_of_tensors_alone_ends_too(make, root):
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_load_of_tensors_alone_ends_too(thing, root):
     """The engine opens their files without a look at them before."""
     save({"w": torch.ones(1000)}, root / "odd")
     (file,) = data_files(root / "odd")
     file.unlink()
-    make(file)
+    THINGS[thing](file)
     with raises(ds.errors.DataStatesError, file.name):
         load_everything(root / "odd")
 
 
-@pytest.mark.parametrize("make", [_pipe, _socket, _endless, _terabyte])
-def test_what_is_left_out_is_said_once(make, root, caplog):
-    _as_metadata(make, root / "odd")
+@pytest.mark.parametrize("thing", ["pipe", "socket", "endless", "terabyte"])
+def test_what_is_left_out_is_said_once(thing, root, caplog):
+    _as_metadata(THINGS[thing], root / "odd")
     for _ in range(3):
         assert ds.latest(root) == root / "step-11"
     lines = [line.getMessage() for line in caplog.records if "odd" in line.getMessage()]

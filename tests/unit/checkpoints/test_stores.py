@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 
@@ -12,7 +13,7 @@ from support.state.checkpoints import load_everything, raises, save
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import delete, latest, pin, retain, unpin, verify
+from dcp_datastates import delete, latest, retain, verify
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.object_path import locate
@@ -20,11 +21,6 @@ from dcp_datastates.storage.object_path import locate
 
 def state(seed: int) -> dict[str, torch.Tensor]:
     return {"w": filled((300_000,), torch.float32, seed)}
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture
@@ -153,74 +149,32 @@ def test_verify_asks_a_store_that_has_given_up_no_more(store, three):
 # ---- pinning and deleting ------------------------------------------------------------------------
 
 
+class _CutOff(BaseException):
+    pass
+
+
 @pytest.mark.parametrize("at", range(12))
 def test_a_deletion_that_is_cut_off_leaves_a_whole_checkpoint_or_none(store, three, at):
-    changes = 0
-
-    class CutOff(BaseException):
-        pass
+    changes = iter(range(at))
 
     def fate(request: Request) -> Fate:
-        nonlocal changes
-        if request.changes:
-            if changes == at:
-                raise CutOff
-            changes += 1
+        if request.changes and next(changes, None) is None:
+            raise _CutOff
         return Fate.DONE
 
+    path = f"{three}/step-3"
     store.on_request = fate
-    try:
-        delete(f"{three}/step-3")
-    except CutOff:
-        pass
-    else:
-        assert changes <= at, "the deletion was over before"
+    with contextlib.suppress(_CutOff):
+        delete(path)
     store.on_request = lambda request: Fate.DONE
     try:
-        found = verify(f"{three}/step-3")
+        assert verify(path).whole
+        delete(path)  # a later call goes on
     except CheckpointNotFoundError:
-        found = None
-    assert found is None or found.whole
-    # A later call goes on.
-    if found is not None:
-        delete(f"{three}/step-3")
-    else:
         retain(three, keep=1)
-    assert not _keys(store, f"{three}/step-3")
+    assert not _keys(store, path)
     assert not [key for key in store.objects if key.endswith(".step-3")], "its entry in the index"
     assert str(latest(three)) == f"{three}/step-1"
-
-
-def test_a_pin_and_a_deletion_at_once_do_not_both_succeed(store, three):
-    """At each request of the deletion, a pin comes in between."""
-    path = f"{three}/step-3"
-    for at in range(20):
-        calls, pinned = 0, False
-
-        def fate(request: Request, at: int = at) -> Fate:
-            nonlocal calls, pinned
-            calls += 1
-            if calls == at + 1:
-                store.on_request = lambda request: Fate.DONE
-                try:
-                    pin(path)
-                    pinned = True
-                except (CheckpointNotFoundError, StorageError):
-                    pass
-            return Fate.DONE
-
-        store.on_request = fate
-        try:
-            delete(path)
-            deleted = True
-        except StorageError:
-            deleted = False
-        store.on_request = lambda request: Fate.DONE
-        assert not (pinned and deleted), f"both at request {at}"
-        if deleted:
-            save(state(7), path)
-        else:
-            unpin(path)
 
 
 def test_retain_removes_what_a_killed_save_has_left(store, three):

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from support.commands import run_cli
-from support.simulated.object_stores import MemoryStore, installed
+from support.simulated.object_stores import installed
 from support.state.checkpoints import assert_same, raises, save
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of
@@ -23,11 +23,6 @@ from dcp_datastates.storage.object_path import locate
 
 def _state(seed: int) -> dict[str, torch.Tensor]:
     return {"w": filled((300_000,), torch.float32, seed), "b": filled((7,), torch.float32, seed)}
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture

@@ -19,10 +19,7 @@ from support.state.metadata import decision_of
 from support.tiers import sampled
 
 import dcp_datastates as ds
-import dcp_datastates_cli.output
-import dcp_datastates_cli.verify  # noqa: F401  # the faults below would hit their imports
 from dcp_datastates.storage import presence
-from dcp_datastates_cli.main import main
 
 ERRORS = (
     *(errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -271,15 +268,6 @@ def test_a_root_is_described_with_what_cannot_be_judged(place, root, faults):
     if place != "attempt":
         assert "unknown" in str(described), "whether it is committed"
     assert [each[f"step-{step}"].unjudged for step in (1, 2)] == [False, False]
-
-
-def test_the_command_verifies_what_it_can(root, faults, capsys):
-    faults.at(_metadata(root), errno.EIO)
-    assert main(["verify", str(root)]) == 2
-    told = capsys.readouterr()
-    assert told.out.count(": whole") == NEWEST - 1
-    assert "not checked" in told.err
-    assert "Input/output error" in told.err
 
 
 def test_a_save_is_newer_than_a_neighbour_that_cannot_be_judged(root, faults):

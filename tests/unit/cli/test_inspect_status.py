@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from support.commands import run_cli
 from support.state.checkpoints import save
-from support.state.files import data_files
+from support.state.files import data_files, flip_bit
+from support.state.metadata import decision_of
 
 
 @pytest.fixture
@@ -30,6 +31,13 @@ def test_damage_has_an_exit_status_of_its_own(run: Path) -> None:
         assert ended.returncode == 1
         json.loads(ended.stdout)
     assert run_cli("inspect", run / "step-2").returncode == 0
+    flip_bit(decision_of(run / "step-2"), 40)
+    ended = run_cli("inspect", run / "step-2")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "checksum" in ended.stderr
+    ended = run_cli("inspect", run / "nowhere")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "nowhere" in ended.stderr
 
 
 def test_another_programs_checkpoint_beside_it_is_no_damage(run: Path) -> None:

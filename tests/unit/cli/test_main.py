@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.commands import run_cli, run_python
 from support.state.checkpoints import save
 from support.state.files import data_files, flip_bit
-from support.state.roots import committed_names, damage_metadata
+from support.state.roots import committed_names, damage_metadata, save_stock
 
 import dcp_datastates
 
@@ -31,7 +30,7 @@ def root(tmp_path):
     root = tmp_path / "ckpt"
     for step in (9, 10, 11):
         save({"w": torch.full((1000,), float(step))}, root / f"step-{step}")
-    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(root / "z"), no_dist=True)
+    save_stock(root / "z")
     return root
 
 
@@ -189,16 +188,6 @@ def test_latest_as_json(root):
 # --- retain ---------------------------------------------------------------------------------------
 
 
-def test_retain_deletes_the_older_ones_and_says_so(root):
-    ended = run_cli("retain", root, "--keep", 2)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == _lines(
-        root, "kept ROOT/step-11", "kept ROOT/step-10", "deleted ROOT/step-9"
-    )
-    assert committed_names(root) == ["step-10", "step-11", "z"]
-    assert not (root / "step-9").exists()
-
-
 def test_retain_says_what_it_would_delete_and_deletes_nothing(root):
     leftover = root / "step-3" / "0000000000000001-00000001"  # of a deletion that was cut off
     leftover.mkdir(parents=True)
@@ -213,8 +202,9 @@ def test_retain_says_what_it_would_delete_and_deletes_nothing(root):
         "would delete ROOT/step-3",
     )
     assert sorted(root.rglob("*")) == before
-    really = run_cli("retain", root, "--keep", 1).stdout
-    assert really.replace("kept", "would keep").replace("deleted", "would delete") == ended.stdout
+    really = run_cli("retain", root, "--keep", 1)
+    said = really.stdout.replace("kept", "would keep").replace("deleted", "would delete")
+    assert (really.returncode, said, really.stderr) == (0, ended.stdout, "")
     assert committed_names(root) == ["step-11", "z"]
     assert not leftover.parent.exists()
 
@@ -228,13 +218,6 @@ def test_retain_as_json(root):
             "kept": _lines(root, "ROOT/step-11", "ROOT/step-10"),
             "deleted": _lines(root, "ROOT/step-9"),
         }
-
-
-def test_retain_says_which_do_not_count(root):
-    data_files(root / "step-11")[0].unlink()
-    ended = run_cli("retain", root, "--keep", 2)
-    assert ended.stdout.splitlines() == _lines(root, "kept ROOT/step-10", "kept ROOT/step-9")
-    assert "step-11" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -287,14 +270,6 @@ def test_rm_deletes_what_a_failed_save_left_and_nothing_that_may_be_in_flight(ro
     assert "in flight" in ended.stderr
     assert not (root / "step-12").exists()
     assert (root / "step-13").exists()
-
-
-def test_rm_says_what_it_would_delete_and_deletes_nothing(root):
-    before = sorted(root.rglob("*"))
-    ended = run_cli("delete", "--dry-run", "--yes", root / "step-9")
-    assert ended.returncode == 0
-    assert ended.stdout.startswith(f"would delete {root / 'step-9'} (committed ")
-    assert sorted(root.rglob("*")) == before
 
 
 @pytest.mark.parametrize("other", ["nowhere", "z", ".", "link"])

@@ -36,7 +36,7 @@ def test_json_is_a_trace_for_perfetto(checkpoint):
     assert {each["ph"] for each in events} == {"M", "X"}
 
 
-def test_what_is_not_there_is_said_with_status_2(checkpoint, tmp_path):
+def test_what_is_not_there_is_said_with_status_2_and_damage_with_1(checkpoint, tmp_path):
     ended = run_cli("trace", tmp_path / "no")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "no committed checkpoint" in ended.stderr
@@ -45,8 +45,5 @@ def test_what_is_not_there_is_said_with_status_2(checkpoint, tmp_path):
     ended = run_cli("trace", checkpoint)
     assert ended.returncode == 2
     assert "has no trace" in ended.stderr
-
-
-def test_damaged_metadata_have_status_1(checkpoint):
     flip_bit(decision_of(checkpoint), 5)
     assert run_cli("trace", checkpoint).returncode == 1

@@ -27,27 +27,18 @@ SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def _by_call() -> Iterator[None]:
-    torch.set_default_device("meta")
+def _set(set_default: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+    set_default(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def _with_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+        set_default(back)
 
 
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "set_default_device": _by_call,
+    "set_default_device": lambda: _set(torch.set_default_device, "meta", None),
     "with torch.device": lambda: torch.device("meta"),
-    "set_default_dtype": _with_dtype,
+    "set_default_dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
 }
 
 

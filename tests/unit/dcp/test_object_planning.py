@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from support.state.chunks import Box
 from support.state.plans import item, thing
@@ -14,7 +13,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_datastates.dcp.object_planning import document
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.planning.part_files import report_of
@@ -80,10 +78,3 @@ def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():
             *zip(layout.objects, sealed.object_offsets, sealed.object_sizes, strict=True),
         )
     }
-
-
-def test_what_could_not_be_read_back_is_refused():
-    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in RANKS])
-    metadata.planner_data = {"w": object()}
-    with pytest.raises(ConfigurationError, match="could not be opened again"):
-        _document(metadata, _reports(plans)[0])

@@ -14,6 +14,7 @@ from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,
+    clone,
     committed,
     load,
     load_everything,
@@ -23,6 +24,7 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
+from support.state.loops import owned
 from support.state.planners import (
     FailingPlanner,
     HalvingPlanner,
@@ -107,12 +109,9 @@ def test_a_planner_that_transforms_decides_what_is_stored(how, tmp_path):
 
 
 def test_a_transforming_planner_sees_the_values_at_the_call(tmp_path):
-    parameter = torch.nn.Parameter(torch.randn(300_000))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    expected = parameter.detach().clone().half()
-    future = async_save({"w": parameter}, tmp_path, planner=HalvingPlanner())
+    state, optimizer = owned(300_000, 3.0)
+    expected = state["w"].half()
+    future = async_save(state, tmp_path, planner=HalvingPlanner())
     optimizer.step()
     future.result(60)
     assert_same(load({"w": torch.zeros(300_000, dtype=torch.float16)}, tmp_path), {"w": expected})
@@ -170,11 +169,8 @@ def test_keeping_the_nesting_unflattened_works(tmp_path):
     ),
 )
 def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
-    parameter = torch.nn.Parameter(torch.randn(500_000))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state = {"w": parameter, "small": torch.ones(4)}
+    state, optimizer = owned(500_000, 3.0)
+    state["small"] = torch.ones(4)
     ours = writer(reads=30)
     bad, good = tmp_path / "bad", tmp_path / "good"
     with raises(PlannerRefusal, where):
@@ -187,11 +183,11 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
             optimizer.step()  # must not wait for a save that is no more
             future.result(60)
     assert not committed(bad)
-    expected = parameter.detach().clone()
+    expected = clone(state)
     future = async_save(state, None, by=ours, checkpoint_id=good)
     optimizer.step()
     future.result(60)
-    assert_same(load_everything(good), {"w": expected, "small": torch.ones(4)})
+    assert_same(load_everything(good), expected)
     gc.collect()
     stats = engine_module.stats()
     assert stats is not None

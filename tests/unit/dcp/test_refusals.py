@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,14 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter, track
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import (
     CheckpointExistsError,
     ConfigurationError,
     DataStatesError,
     IncompatibleStateError,
-    StorageError,
     UnsupportedStateError,
     UnsupportedTensorError,
 )
@@ -76,12 +73,6 @@ def test_a_host_cache_below_a_few_segments_is_refused_with_the_minimum(size, tmp
         DataStatesWriter(tmp_path, host_cache_size=size)
 
 
-def test_a_host_cache_no_machine_has_is_refused_by_its_size(tmp_path):
-    with raises((DataStatesError, MemoryError), "host_cache_size"):
-        save({"w": torch.ones(1)}, tmp_path, host_cache_size="900000TB")
-    save({"w": torch.ones(1)}, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "way_out"),
     [
@@ -112,15 +103,6 @@ def test_an_unknown_option_and_one_without_its_name_are_type_errors(tmp_path):
 # --- paths ------------------------------------------------------------------------------------------
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for path in (file, file / "below"):
-        with raises(ConfigurationError, str(file), "is a file"):
-            save({"w": torch.ones(1)}, path)
-    assert file.read_text() == "mine"
-
-
 @pytest.mark.parametrize("path", [3, b"bytes", "", ["a"], []], ids=repr)
 def test_a_path_that_is_no_path_is_refused(path):
     with raises(ConfigurationError, repr(path)):
@@ -130,31 +112,11 @@ def test_a_path_that_is_no_path_is_refused(path):
             DataStatesReader(path)
 
 
-def test_a_url_without_a_bucket_is_refused_rather_than_made_a_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with raises(ConfigurationError, "s3:///key", "names no bucket"):
-        save({"w": torch.ones(1)}, "s3:///key")
-    assert os.listdir(tmp_path) == []
-
-
 def test_no_path_at_all_is_refused_at_the_save_with_the_way_out():
     with raises(ConfigurationError, "path", "checkpoint_id"):
         dcp.save({"w": torch.ones(1)}, storage_writer=writer(), no_dist=True)
     with raises(ConfigurationError, "path", "checkpoint_id"):
         async_save({"w": torch.ones(1)}, None).result(60)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_directory_is_refused(tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    with raises(StorageError, str(locked)):
-        save({"w": torch.ones(1)}, locked / "c")
-
-
-def test_a_directory_on_a_read_only_file_system_is_refused():
-    with raises(StorageError, "/proc/"):
-        save({"w": torch.ones(1)}, "/proc/checkpoint")
 
 
 def test_an_existing_checkpoint_is_refused_without_overwrite(tmp_path):
@@ -191,28 +153,23 @@ UNSTORABLE = {
 REFUSED_BY_DCP = ("uninitialized", "uninitialized buffer", "masked")
 
 
+def _by_own_planner(state, path):
+    save(state, path, planner=DataStatesSavePlanner())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", UNSTORABLE)
-@pytest.mark.parametrize("planner", [None, DataStatesSavePlanner])
-def test_a_tensor_that_cannot_be_stored_is_refused_by_name(kind, planner, tmp_path):
+@pytest.mark.parametrize("call", [save, _by_own_planner, async_save])
+def test_a_tensor_that_cannot_be_stored_is_refused_by_name_in_the_call(kind, call, tmp_path):
     asks_for_strides = kind == "csr" and HAS_STRIDES
-    if planner is None and (kind in REFUSED_BY_DCP or asks_for_strides):
+    if call is save and (kind in REFUSED_BY_DCP or asks_for_strides):
         pytest.skip("DCP's planner asks for more, and refuses before this package sees the tensor")
-    state = {"good": torch.ones(3), "outer": {"bad one": UNSTORABLE[kind]()}}
     path = tmp_path / "c"
     with raises(UnsupportedTensorError, "outer.bad one"):
-        save(state, path, planner=planner and planner())
-    assert not committed(path)
+        call({"good": torch.ones(3), "outer": {"bad one": UNSTORABLE[kind]()}}, path)
+    assert not (path.exists() if call is async_save else committed(path))
     save({"good": torch.ones(3)}, path)
     assert committed(path)
-
-
-@pytest.mark.parametrize("kind", UNSTORABLE)
-@pytest.mark.filterwarnings("ignore")
-def test_unsupported_tensors_are_refused_inside_async_save_not_later(kind, tmp_path):
-    with raises(UnsupportedTensorError, "'outer.w'"):
-        async_save({"outer": {"w": UNSTORABLE[kind]()}}, tmp_path / "c")
-    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -271,12 +228,6 @@ def test_saving_without_collectives_is_refused(tmp_path):
             no_dist=True,
         )
     assert not committed(tmp_path / "c")
-
-
-@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, [torch.ones(1)], torch.optim.SGD])
-def test_only_optimizers_can_be_tracked(thing):
-    with raises(ConfigurationError, "Optimizer"):
-        track(thing)
 
 
 def test_every_error_is_a_data_states_error():

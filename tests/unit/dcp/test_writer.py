@@ -74,10 +74,6 @@ def test_wait_returns_when_all_saves_are_committed(tmp_path):
     assert all(committed(tmp_path / str(number)) for number in range(3))
 
 
-def test_wait_before_any_save_returns_at_once():
-    writer().wait()
-
-
 @pytest.mark.parametrize("reads", [0.2, "immediate"])
 def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(reads, tmp_path):
     ours = writer(reads=reads)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from support.state.checkpoints import raises, save
 from support.state.metadata_examples import Example, Object, Tensor, examples, sharded
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_datastates import DataStatesSavePlanner
 from dcp_datastates.format import metadata as metadata_file
 from dcp_datastates.format.metadata import stub_of
 
@@ -76,18 +78,20 @@ def test_it_has_no_field_that_only_this_torch_has() -> None:
     assert fields <= words
 
 
-def test_stock_dcp_sees_what_is_there_and_says_what_to_do(tmp_path) -> None:
-    save(
-        {"w": torch.arange(12.0).reshape(3, 4), "n": {"step": 3, "empty": torch.empty(0)}}, tmp_path
-    )
+@pytest.mark.parametrize("planner", [None, DataStatesSavePlanner])
+def test_stock_dcp_sees_what_is_there_and_says_what_to_do(planner, tmp_path) -> None:
+    state = {"w": torch.arange(12.0).reshape(3, 4), "n": {"step": 3, "empty": torch.empty(0)}}
+    save(state, tmp_path, planner=planner and planner())
     reader = dcp.FileSystemReader(tmp_path)
     found = reader.read_metadata().state_dict_metadata
     assert found["w"].size == (3, 4)
     assert found["w"].properties.dtype == torch.float32
     assert isinstance(found["n.step"], BytesStorageMetadata)
     for state in ({"w": torch.zeros(3, 4)}, {"n": {"step": 0}}):
-        with raises(Exception, "dcp-datastates convert PATH OUT --to dcp"):
+        with raises(ValueError, "dcp_datastates.load(path)", "DataStatesReader(path)"):
             dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path))
+    with raises(ValueError, "`dcp-datastates convert PATH OUT --to dcp`"):
+        dcp_to_torch_save(tmp_path, tmp_path / "c.pt")
 
 
 def test_a_program_may_change_one_entry(tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import tempfile
 
 import pytest
@@ -175,20 +176,8 @@ def test_more_names_than_a_header_can_hold_are_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stored_form_keeps_the_number_of_bytes(dtype):
-    widths = {
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "I64": 8,
-        "I32": 4,
-        "I16": 2,
-        "I8": 1,
-        "U8": 1,
-    }
-    widths |= {"U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
-    widths |= {"F8_E8M0": 1}
     for sizes in ((), (0,), (3,), (2, 5), (4, 0, 2)):
         offsets = tuple(range(len(sizes)))
         name, shape, _ = stored_form(dtype, sizes, offsets)
-        assert math.prod(shape) * widths[name] == math.prod(sizes) * dtype.itemsize
+        bits = 8 if name == "BOOL" else int(re.search(r"\d+", name)[0])
+        assert math.prod(shape) * bits == math.prod(sizes) * dtype.itemsize * 8

@@ -8,18 +8,13 @@ import threading
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, installed
 from support.state.archiving import restart
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, Keep, verify
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.tiers import archive, carrying
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture
@@ -74,22 +69,6 @@ def test_a_run_goes_on_from_the_archive_if_the_fast_tier_is_lost(tmp_path, slow)
     assert torch.equal(weights, whole)
 
 
-def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
-    _run(tmp_path, slow, range(3))
-    restart()
-    read: list[str] = []
-
-    def note(request: Request) -> Fate:
-        if request.kind == "get_range":
-            read.append(request.key.rsplit("/", 1)[-1])
-        return Fate.DONE
-
-    store.on_request = note
-    assert _run(tmp_path, slow, range(0))[0] == 2
-    assert [name for name in read if name.endswith(".safetensors")] == []
-    assert read  # whether a copy is committed is asked there
-
-
 def test_nothing_is_deleted_that_is_not_archived_yet(tmp_path, slow, store):
     away = True
     store.on_request = lambda request: (
@@ -120,22 +99,6 @@ def test_a_save_that_is_not_archived_says_so(tmp_path, slow):
         with pytest.raises(ConfigurationError, match="archive_every"):
             _ = second.archived
         second.result(30)
-
-
-def test_another_run_is_refused_at_once(tmp_path, slow):
-    _run(tmp_path / "a", f"{slow}/a", range(1))
-    _run(tmp_path / "b", f"{slow}/b", range(1))
-    restart()
-    with pytest.raises(ConfigurationError, match="belongs to run"):
-        CheckpointManager(tmp_path / "a", every=1, archive=f"{slow}/b")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("archive_every", 0), ("archive_rate", "fast"), ("archive_keep", -1)]
-)
-def test_bad_options_are_named(tmp_path, slow, option, value):
-    with pytest.raises(ConfigurationError, match=str(value)):
-        CheckpointManager(tmp_path, every=1, archive=slow, **{option: value})
 
 
 def test_a_pinned_checkpoint_stays_on_both_tiers(tmp_path, slow, store):

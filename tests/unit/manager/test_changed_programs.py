@@ -12,6 +12,7 @@ import logging
 import pytest
 import torch
 from support.state.checkpoints import assert_same
+from support.state.loops import Stateful
 from torch import nn
 
 from dcp_datastates import CheckpointManager
@@ -138,27 +139,8 @@ def test_other_shapes_and_dtypes_are_all_named_and_nothing_changes(saved, tmp_pa
     assert all(torch.equal(before[name], value) for name, value in _weights(state).items())
 
 
-def test_a_part_of_a_model_may_be_left_out_by_a_glob(saved, tmp_path):
-    state = _program(6, 5, 9)
-    assert _restore(tmp_path, state, exclude=["*.1.*", "optimizer"]) == 7
-    _assert_taken(state, saved, ("0.weight", "0.bias"))
-
-
-class _Ema:
-    """A state that is empty before the first step."""
-
-    def __init__(self):
-        self.values = {}
-
-    def state_dict(self):
-        return self.values
-
-    def load_state_dict(self, state):
-        self.values = dict(state)
-
-
 GROWTH = {
-    "an object": lambda: (_Ema(), lambda ema: ema.values),
+    "an object": lambda: (Stateful({}), lambda ema: ema.state),
     "a dict": lambda: ({}, lambda value: value),
 }
 
@@ -182,17 +164,17 @@ def test_a_state_that_grows_comes_back_whole_and_is_not_overwritten_by_less(kind
 
 
 def test_an_object_goes_back_to_exactly_what_it_was_saved_with(tmp_path):
-    ema = _Ema()
+    ema = Stateful({})
     with CheckpointManager(tmp_path, every=1) as manager:
-        ema.values = {"a": torch.ones(2), "list": [torch.zeros(1)], "n": 1}
+        ema.state = {"a": torch.ones(2), "list": [torch.zeros(1)], "n": 1}
         manager.save(0, {"ema": ema})
-        ema.values = {"a": torch.ones(5), "b": {"c": 3}, "list": [torch.ones(1)] * 3, "n": 2}
-        live = ema.values
+        ema.state = {"a": torch.ones(5), "b": {"c": 3}, "list": [torch.ones(1)] * 3, "n": 2}
+        live = ema.state
         manager.restore(0, {"ema": ema})
-    assert ema.values["a"].tolist() == [1, 1]
-    assert ema.values["n"] == 1
-    assert [each.tolist() for each in ema.values["list"]] == [[0]]
-    assert "c" not in ema.values.get("b", {})
+    assert ema.state["a"].tolist() == [1, 1]
+    assert ema.state["n"] == 1
+    assert [each.tolist() for each in ema.state["list"]] == [[0]]
+    assert "c" not in ema.state.get("b", {})
     assert live["n"] == 2, "what state_dict() gave is the object's own"
     assert (len(live["list"]), live["b"]) == (3, {"c": 3})
 
@@ -232,56 +214,27 @@ def test_a_parameter_that_is_added_after_the_restore_has_its_moments(saved_befor
 def test_tensors_without_elements_come_back_in_dicts_and_objects(tmp_path):
     none, some = torch.empty(0, 3, dtype=torch.int16), torch.ones(2)
     saved = {"queue": none, "list": [none, some, none], "deep": {"queue": none}, "n": 1}
-    ema, fresh = _Ema(), _Ema()
-    ema.values = saved
+    ema, fresh = Stateful({}), Stateful({})
+    ema.state = saved
     state = {"values": {}, "ema": fresh}
     with CheckpointManager(tmp_path, every=1) as manager:
         manager.save(0, {"values": saved, "ema": ema})
         manager.restore(0, state)
     assert_same(state["values"], saved)
-    assert_same(fresh.values, saved)
+    assert_same(fresh.state, saved)
 
 
 def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
-    ema = _Ema()
-    ema.values = {"a": torch.ones(2)}
+    ema = Stateful({})
+    ema.state = {"a": torch.ones(2)}
     with CheckpointManager(tmp_path, every=1) as manager:
         manager.save(0, {"ema": ema, "history": {"0": torch.ones(1)}, "w": torch.ones(3)})
-        fresh, history, w = _Ema(), {}, torch.zeros(2)
+        fresh, history, w = Stateful({}), {}, torch.zeros(2)
         with pytest.raises(IncompatibleStateError, match="'w': saved with"):
             manager.restore(0, {"ema": fresh, "history": history, "w": w})
-    assert fresh.values == {}
+    assert fresh.state == {}
     assert history == {}
     assert w.tolist() == [0, 0]
-
-
-def _closure(model, optimizer):
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(torch.linspace(0, 1, 12).view(3, 4)) - 1).square().mean()
-        loss.backward()
-        return loss
-
-    return closure
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_optimizer_whose_state_is_of_no_parameter_goes_on_as_it_would_have(steps, tmp_path):
-    def program():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), max_iter=2)}
-
-    state, losses = program(), []
-    with CheckpointManager(tmp_path, every=1) as manager:
-        for step in range(steps + 2):
-            if step == steps:
-                manager.save(step, state).result()
-            losses.append(state["optimizer"].step(_closure(*state.values())).item())
-    again = program()
-    assert _restore(tmp_path, again) == steps
-    found = [again["optimizer"].step(_closure(*again.values())).item() for _ in range(2)]
-    assert found == losses[steps:]
 
 
 def test_a_save_in_flight_is_waited_for_and_found(tmp_path):

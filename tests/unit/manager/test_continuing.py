@@ -200,12 +200,6 @@ def test_the_options_of_restores_are_given_once_and_a_call_may_have_others(tmp_p
     assert left["w"].eq(0).all()
 
 
-@pytest.mark.parametrize("options", [{"fresh": "yes"}, {"missing": "no"}, {"rename": 3}])
-def test_options_that_cannot_work_are_refused_when_the_manager_is_made(options, tmp_path):
-    with raises(ConfigurationError, next(iter(options))):
-        manager(tmp_path, **options)
-
-
 class _Fails:
     """An object that does not take its state, as on one of several ranks."""
 

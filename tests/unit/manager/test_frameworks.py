@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.crashes.failing import armed
-from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints.deletions import Deletions
@@ -123,44 +120,6 @@ STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
 
 
-def is_committed(path: Path) -> bool:
-    return (path / ".metadata").exists()
-
-
-def test_a_deletion_waits_for_the_commit_of_what_replaces_it(tmp_path: Path) -> None:
-    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
-    saves.start(STATE, old)
-    with armed("publish.link.before@1=sleep:0.3"):
-        saves.start(STATE, new)
-        saves.when_committed(lambda: seen.append(is_committed(new)) or ds.delete(old), deletes=old)
-        seen: list[bool] = []
-        saves.wait()
-    assert seen == [True]
-    assert not old.exists()
-
-
-@pytest.mark.parametrize("when", ["at the call", "later"])
-def test_what_a_failed_save_was_to_replace_stays(
-    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
-    saves.start(STATE, old)
-    saves.wait()
-    fails = armed("publish.write.before@1=error:EIO") if when == "later" else nullcontext()
-    with caplog.at_level(logging.ERROR), fails:
-        saves.start(STATE if when == "later" else REFUSED, new)
-        saves.when_committed(lambda: ds.delete(old), deletes=old)
-        saves.wait()
-    await_that(lambda: "could not begin" in caplog.text or "failed" in caplog.text)
-    saves.start(STATE, tmp_path / "another")  # another callback's, perhaps
-    saves.wait()
-    assert is_committed(old)
-    saves.start(STATE, tmp_path / "third")
-    saves.when_committed(lambda: None, deletes=new)  # this replaces the one that failed
-    saves.wait()
-    assert not old.exists()
-
-
 def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,14 +145,11 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_the_first_failure_raises_if_it_ends_the_training(tmp_path: Path) -> None:
-    with pytest.raises(ds.errors.UnsupportedTensorError):
-        BackgroundSaves({}, 1).start(REFUSED, tmp_path / "path")
-
-
 def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with pytest.raises(ds.errors.UnsupportedTensorError):
+        BackgroundSaves({}, 1).start(REFUSED, tmp_path / "path")
     saves = BackgroundSaves({})
     saves.start(STATE, tmp_path / "0")
     saves.wait()

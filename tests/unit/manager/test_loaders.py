@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_datastates import CheckpointManager, RngState
+from dcp_datastates import CheckpointManager, RngState, inspect
 
 loaders = pytest.importorskip("torchdata.stateful_dataloader")
 samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
@@ -14,47 +14,37 @@ DATA = list(range(40))
 LENGTH = 10
 """Batches in an epoch."""
 
-STATELESS = torch.utils.data.RandomSampler
+STATEFUL, STATELESS = samplers.RandomSampler, torch.utils.data.RandomSampler
 
 
 def _seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def _loader(kind):
-    options = {
-        "two generators": lambda: {
-            "sampler": samplers.RandomSampler(DATA, generator=_seeded(7)),
-            "generator": _seeded(8),
-        },
-        "the sampler's generator": lambda: {
-            "sampler": samplers.RandomSampler(DATA, generator=_seeded(7))
-        },
-        "no generator": lambda: {"shuffle": True},
-        "no order": dict,
-        "one generator for both": lambda: {"shuffle": True, "generator": _seeded(7)},
-        "a sampler without a state": lambda: {
-            "sampler": STATELESS(DATA, generator=_seeded(7)),
-            "generator": _seeded(8),
-        },
-    }
-    return loaders.StatefulDataLoader(DATA, batch_size=4, **options[kind]())
+def _sampled(kind, **options):
+    return {"sampler": kind(DATA, generator=_seeded(7)), **options}
+
+
+LOADERS = {
+    "two generators": (lambda: _sampled(STATEFUL, generator=_seeded(8)), True, True),
+    "the sampler's generator": (lambda: _sampled(STATEFUL), True, False),
+    "no generator": (lambda: {"shuffle": True}, True, False),
+    "no order": (dict, True, False),
+    "one generator for both": (lambda: {"shuffle": True, "generator": _seeded(7)}, False, None),
+    "a sampler without a state": (lambda: _sampled(STATELESS, generator=_seeded(8)), False, None),
+}
+"""The loader's options; whether it has the same order after a restore; and the program the same draws."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stop", [3, LENGTH + 3, 2 * LENGTH - 1])
-@pytest.mark.parametrize(
-    ("kind", "same_order", "same_draws"),
-    [
-        ("two generators", True, True),
-        ("the sampler's generator", True, False),
-        ("no generator", True, False),
-        ("no order", True, False),
-        ("one generator for both", False, None),
-        ("a sampler without a state", False, None),
-    ],
-)
-def test_the_order_over_epochs(kind, same_order, same_draws, stop, tmp_path, caplog):
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_order_over_epochs(kind, stop, tmp_path, caplog):
+    options, same_order, same_draws = LOADERS[kind]
+
+    def loader():
+        return loaders.StatefulDataLoader(DATA, batch_size=4, **options())
+
     def epochs(state, manager, seen, draws, begin=0):
         step = begin
         for _ in range(4):
@@ -68,11 +58,13 @@ def test_the_order_over_epochs(kind, same_order, same_draws, stop, tmp_path, cap
     torch.manual_seed(0)
     seen, draws, after, again = [], [], [], []
     with CheckpointManager(tmp_path, every=1000) as manager:
-        epochs({"loader": _loader(kind), "rng": RngState()}, manager, seen, draws)
+        epochs({"loader": loader(), "rng": RngState()}, manager, seen, draws)
+    objects = [each.name for each in inspect(tmp_path / f"step-{stop}").objects]
+    assert "loader.rank-0" in objects, "each rank has its own"
     warned = [each for each in caplog.records if "will not be the same" in each.getMessage()]
     assert (len(warned) == 0) is same_order, "once, where it is another"
     torch.manual_seed(123)
-    state = {"loader": _loader(kind), "rng": RngState()}
+    state = {"loader": loader(), "rng": RngState()}
     with CheckpointManager(tmp_path, every=1000) as manager:
         assert manager.restore_latest(state) == stop
         epochs(state, manager, after, again, begin=stop + 1)

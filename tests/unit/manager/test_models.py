@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as torchs
-from support.state.checkpoints import CACHE, raises
+from support.state.checkpoints import CACHE, assert_same, raises
 from support.tiers import sampled
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -226,7 +226,7 @@ def test_wrappers_change_no_name_and_states_pass_between_all(wrap, whole):
     wrapped = WRAPS[wrap](wrapped) if whole else wrapped
     assert model_state([wrapped]).keys() == model_state([plain]).keys()
     load_model_state([wrapped], {n: each.clone() for n, each in model_state([plain]).items()})
-    _equal(model_state([wrapped]), model_state([plain]))
+    assert_same(model_state([wrapped]), model_state([plain]))
 
 
 def test_two_values_that_become_one_name_are_refused():
@@ -247,7 +247,7 @@ def test_parts_of_a_model_have_its_names_and_load_from_each_other():
     assert are_parts(parts)
     assert not are_parts([Part(0), Part(0)])
     load_model_state(parts, {n: each.clone() for n, each in model_state([whole]).items()})
-    _equal(model_state(parts), model_state([whole]))
+    assert_same(model_state(parts), model_state([whole]))
 
 
 def test_a_model_on_the_meta_device_gets_memory_and_its_parameters_stay_the_same_objects():
@@ -256,14 +256,9 @@ def test_a_model_on_the_meta_device_gets_memory_and_its_parameters_stay_the_same
         second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     held = list(second.parameters())
     load_model_state([second], {n: each.clone() for n, each in model_state([first]).items()})
-    _equal(model_state([second]), model_state([first]))
+    assert_same(model_state([second]), model_state([first]))
     assert list(map(id, second.parameters())) == list(map(id, held))
     assert all(each.requires_grad for each in second.parameters())
-
-
-def _equal(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 WIDTH = 32

@@ -155,6 +155,11 @@ def _by_name(state):
     return found
 
 
+def _save(tmp_path, state):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+
+
 def _saved(tmp_path, make, **options):
     torch.manual_seed(0)
     state = _same_program(_Net(), make)
@@ -164,8 +169,7 @@ def _saved(tmp_path, make, **options):
         if number and options.get("differ"):
             group["lr"] = 0.3
     _train(state, 3)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
+    _save(tmp_path, state)
     return state
 
 
@@ -277,8 +281,7 @@ def test_a_weight_that_was_tied_has_its_moments_and_one_that_is_no_longer_has_a_
 ):
     first, second = _tied(True, kind), _tied(not untied, kind)
     _train(first, 2)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     with caplog.at_level(logging.WARNING):
         _restored(tmp_path, second)
     same(_by_name(second)["a.weight"][0], _by_name(first)["a.weight"][0])
@@ -289,8 +292,7 @@ def test_a_weight_that_was_tied_has_its_moments_and_one_that_is_no_longer_has_a_
 def test_moments_of_weights_that_are_tied_now_are_refused_by_name(kind, tmp_path):
     first = _tied(False, kind)
     _train(first, 2)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     if _by_name(first)["b.weight"][0]:
         with raises(IncompatibleStateError, "optimizer.state.b.weight"):
             _restored(tmp_path, _tied(True, kind))
@@ -364,8 +366,7 @@ def test_masters_that_no_model_has_come_back_with_their_moments(tmp_path):
 
     first, second = program(0), program(1)
     train(first)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     _restored(tmp_path, second)
     for old, new in zip(train(first), train(second), strict=True):
         same(new.detach(), old.detach())
@@ -384,8 +385,7 @@ def test_moments_keep_a_dtype_that_is_not_their_parameters(tmp_path):
             "exp_avg": moments,
             "exp_avg_sq": moments.double(),
         }
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     _restored(tmp_path, second)
     same(_by_name(second), _by_name(first))
 
@@ -402,8 +402,7 @@ def test_an_optimizer_over_several_models_and_one_over_none_come_back(tmp_path):
 
     first, second = program(0), program(1)
     first["both"].step(), first["loose"].step()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     _restored(tmp_path, second)
     for name in ("both", "loose"):
         same(second[name].state_dict(), first[name].state_dict())
@@ -420,25 +419,32 @@ def test_a_model_on_the_meta_device_trains_on_after_the_restore(tmp_path):
     same(_by_name(second), _by_name(first))
 
 
-def test_an_optimizer_of_all_parameters_refuses_another_order(tmp_path):
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_optimizer_of_all_parameters_comes_back_and_refuses_another_order(steps, tmp_path):
     def program(reverse):
         model = _Net()
         parameters = list(model.parameters())
         return {"model": model, "optimizer": torch.optim.LBFGS(parameters[:: -1 if reverse else 1])}
 
-    def closure():
-        first["optimizer"].zero_grad()
-        loss = first["model"](torch.ones(2, 4)).square().sum()
-        loss.backward()
-        return loss
+    def train(state):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = state["model"](torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        return state["optimizer"].step(closure)
 
     first = program(False)
-    first["optimizer"].step(closure)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
-    with raises(IncompatibleStateError, "another order"):
-        _restored(tmp_path, program(True))
-    same(_by_name(_restored(tmp_path, program(False))), _by_name(first))
+    for _ in range(steps):
+        train(first)
+    _save(tmp_path, first)
+    if steps:
+        with raises(IncompatibleStateError, "another order"):
+            _restored(tmp_path, program(True))
+    again = _restored(tmp_path, program(False))
+    same(_by_name(again), _by_name(first))
+    assert train(again) == train(first)
 
 
 class _Blockwise(torch.optim.Optimizer):
@@ -464,8 +470,7 @@ def test_wrapper_subclasses_are_made_by_a_copy_of_the_optimizer(tmp_path):
     first, second = program(), program()
     for _ in range(2):
         first["optimizer"].step()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
+    _save(tmp_path, first)
     steps = []
     second["optimizer"].register_step_pre_hook(lambda *_: steps.append(1))
     _restored(tmp_path, second)

@@ -68,16 +68,6 @@ def test_other_steps_are_refused(step, tmp_path):
         manager.save(step, STATE)
 
 
-def test_what_a_hook_raises_the_call_raises(tmp_path):
-    def stop(step, _):
-        raise KeyError(step)
-
-    with CheckpointManager(tmp_path, every=1, on_save=stop) as manager:
-        manager.save(4, STATE)
-        with pytest.raises(KeyError, match="4"):
-            manager.wait()
-
-
 def test_so_many_failures_in_a_row_end_the_loop_and_one_commit_forgives_them(tmp_path):
     with CheckpointManager(tmp_path, every=1, max_failures=3) as manager:
         for step in range(7):
@@ -110,13 +100,6 @@ def test_a_healthy_loop_with_many_saves_in_flight_waits_for_none(tmp_path):
         assert manager.failures == 0
 
 
-def test_failures_never_end_a_loop_if_the_program_says_so(tmp_path):
-    with CheckpointManager(tmp_path, every=1, max_failures=None) as manager:
-        for step in range(7):
-            _save(manager, step, fails=True)
-    assert manager.failures == 7
-
-
 def test_an_error_that_was_raised_is_not_raised_again(tmp_path):
     with CheckpointManager(tmp_path, every=1, max_failures=1) as manager:
         _save(manager, 0, fails=True)
@@ -124,12 +107,6 @@ def test_an_error_that_was_raised_is_not_raised_again(tmp_path):
             manager.wait()
         manager.save(1, STATE)
     assert manager.steps() == [1]
-
-
-@pytest.mark.parametrize("most", [0, -1, True, 1.5, "3"])
-def test_a_limit_that_cannot_work_is_refused(most, tmp_path):
-    with pytest.raises(ConfigurationError, match="max_failures="):
-        CheckpointManager(tmp_path, every=1, max_failures=most)
 
 
 @pytest.mark.parametrize("metrics", [None, {}, {"Loss": 1.0}])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.state.checkpoints import assert_same
 from support.tiers import sampled
 
 import dcp_datastates as ds
@@ -79,16 +80,6 @@ OPTIMIZERS = {
 }
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stored", [False, True])
@@ -112,4 +103,4 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, st
     if stored:
         ds.save({"optimizer": state}, tmp_path / "x")
         state = ds.load(tmp_path / "x")["optimizer"]
-    assert same(packed_optimizer(state), optimizer.state_dict())
+    assert_same(packed_optimizer(state), optimizer.state_dict())

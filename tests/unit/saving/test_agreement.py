@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -70,7 +71,7 @@ def _meaning(path="c", kind="k"):
 
 def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
     """What :func:`agree` returns, or raises, on each rank."""
-    world, found = len(proposals), {}
+    world = len(proposals)
     sent, answered, both = [b""] * world, [b""] * world, threading.Barrier(world)
 
     def run(rank):
@@ -83,16 +84,12 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
             return Met(answered[rank])
 
         try:
-            found[rank] = agree(meet, proposals[rank], draw)[1]
+            return agree(meet, proposals[rank], draw)[1]
         except (NotAgreed, CheckpointSkipped) as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[rank] for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
 
 
 def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+import contextlib
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.crashes.failing import armed
 from support.jobs.scripts import run_script
-from support.state.checkpoints import CACHE, async_save, save, writer
+from support.state.checkpoints import CACHE, save, writer
+from support.state.loops import owned
 from support.waiting import lines
 
 import dcp_datastates
@@ -23,44 +25,36 @@ from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 
 
-def _owned():
-    parameter = torch.nn.Parameter(torch.ones(1_000_000))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    dcp_datastates.track(optimizer)
-    return {"w": parameter}, optimizer
+def _own(state, path):
+    return dcp_datastates.async_save(state, path, host_cache_size=CACHE).committed
 
 
-@pytest.mark.parametrize("how", ["own", "dcp", "sync"])
-def test_an_outcome_is_one_line_whoever_asks(how, tmp_path):
+def _by_dcp(state, path):
+    ours = writer(path)
+    dcp.async_save(state, storage_writer=ours)
+    return ours.committed
+
+
+def _synchronous_by_dcp(state, path):
+    with contextlib.suppress(dcp.api.CheckpointException):
+        save(state, path)
+    return Future()
+
+
+@pytest.mark.parametrize("call", [_own, _by_dcp, _synchronous_by_dcp])
+def test_an_outcome_is_one_line_whoever_asks(call, tmp_path):
     engine()  # which has a line of its own
+    asynchronous = call is not _synchronous_by_dcp
     with lines() as said, armed("publish.write.before=error:ENOSPC"):
-        if how == "own":
-            handle = dcp_datastates.async_save(
-                {"w": torch.ones(10)}, tmp_path / "c", host_cache_size=CACHE
-            )
-            assert wait([handle.committed], 30).done
-        elif how == "dcp":
-            ours = writer(tmp_path / "c")
-            dcp.async_save({"w": torch.ones(10)}, storage_writer=ours)
-            assert wait([ours.committed], 30).done
-        else:
-            with pytest.raises(dcp.api.CheckpointException):
-                save({"w": torch.ones(10)}, tmp_path / "c")
+        wait([call({"w": torch.ones(10)}, tmp_path / "c")], 30 * asynchronous)
     (line,) = said
     assert line.startswith(f"the save to {str(tmp_path / 'c')!r} failed")
     assert "No space left on device" in line
     with lines() as said:
-        if how == "own":
-            dcp_datastates.async_save(
-                {"w": torch.ones(10)}, tmp_path / "c", host_cache_size=CACHE
-            ).result(30)
-        elif how == "dcp":
-            async_save({"w": torch.ones(10)}, tmp_path / "c").result(30)
-        else:
-            save({"w": torch.ones(10)}, tmp_path / "c")
+        wait([call({"w": torch.ones(10)}, tmp_path / "c")], 30 * asynchronous)
     (line,) = said
     assert line.startswith(f"committed {str(tmp_path / 'c')!r}")
-    assert ("training waited" in line) == (how != "sync")
+    assert ("training waited" in line) == asynchronous
 
 
 def test_a_failure_reaches_stderr_in_a_program_without_logging(tmp_path):
@@ -78,21 +72,13 @@ def test_a_failure_reaches_stderr_in_a_program_without_logging(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ask",
-    [
-        lambda handle: handle.result(30),
-        lambda handle: handle.wait(30),
-        lambda handle: handle.captured.result(30),
-        lambda handle: handle.committed.exception(30),
-        lambda handle: handle.upload_completion.result(30),
-        lambda handle: handle.staging_completion.result(30),
-    ],
-    ids=["result", "wait", "captured", "committed", "upload_completion", "staging_completion"],
+    "name", ["result", "wait", "captured", "committed", "upload_completion", "staging_completion"]
 )
-def test_asking_for_an_outcome_starts_the_reads(ask, tmp_path):
-    state, optimizer = _owned()
+def test_asking_for_an_outcome_starts_the_reads(name, tmp_path):
+    state, optimizer = owned()
     handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
-    ask(handle)
+    asked = getattr(handle, name)
+    asked(30) if callable(asked) else asked.result(30)
     assert handle.captured.done()
     handle.result(30)
     assert handle.path == tmp_path / "c"
@@ -101,7 +87,7 @@ def test_asking_for_an_outcome_starts_the_reads(ask, tmp_path):
 
 
 def test_save_returns_when_it_is_committed_or_raises(tmp_path):
-    state, _optimizer = _owned()
+    state, _optimizer = owned()
     stats = dcp_datastates.save(state, tmp_path / "c", host_cache_size=CACHE)
     assert (tmp_path / "c" / ".metadata").is_file()
     assert stats.written_bytes > 4_000_000
@@ -110,7 +96,7 @@ def test_save_returns_when_it_is_committed_or_raises(tmp_path):
 
 
 def test_what_is_not_known_yet_is_none(tmp_path):
-    state, _optimizer = _owned()
+    state, _optimizer = owned()
     handle = dcp_datastates.async_save(state, tmp_path / "c", reads=3600, host_cache_size=CACHE)
     told = handle.stats
     later = ("written_bytes", "read_seconds", "total_seconds", "direct", "steady")

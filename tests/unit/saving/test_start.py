@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.crashes.residue import Residue, assert_nothing_left
 from support.state.checkpoints import CACHE, async_save, load
+from support.state.loops import owned
 
 import dcp_datastates
 from dcp_datastates.config import WriterConfig
@@ -19,14 +20,6 @@ from dcp_datastates.saving import start
 from dcp_datastates.saving.start import writable
 from dcp_datastates.saving.write import directories_to_sync
 from dcp_datastates.staging import deferred_reads, step_gate
-
-
-def _stepped():
-    parameter = torch.nn.Parameter(torch.ones(1 << 20))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return {"w": parameter.detach()}, optimizer
 
 
 def _interrupt(*_):
@@ -62,7 +55,7 @@ def _by_dcp(state, path):
 def test_an_interrupt_in_the_call_holds_no_step_and_no_later_save(
     place, call, tmp_path, monkeypatch
 ):
-    state, optimizer = _stepped()
+    state, optimizer = owned(1 << 20)
     for each in (_own, _by_dcp):
         each(state, tmp_path / "before")
     load({"w": torch.zeros(1 << 20)}, tmp_path / "before")
@@ -80,15 +73,6 @@ def test_an_interrupt_in_the_call_holds_no_step_and_no_later_save(
 
 
 CONFIG = WriterConfig(64 << 20)
-
-
-def test_a_relative_path_is_below_the_directory_of_the_call(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert writable("c", CONFIG, alone=True) == tmp_path / "c"
-    assert writable("c", CONFIG, alone=True, below="/elsewhere") == tmp_path.__class__(
-        "/elsewhere/c"
-    )
-    assert not (tmp_path / "c").exists(), "nothing is made"
 
 
 def test_a_process_alone_is_told_at_once_and_ranks_are_told_together_later(tmp_path):

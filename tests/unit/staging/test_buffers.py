@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from support.tiers import sampled
 from torch import nn
 
 from dcp_datastates import track
-from dcp_datastates.io import engine as engine_module
 
 
 def _owned(mebibytes, tensors=6, seed=0):
@@ -36,7 +34,7 @@ def _owned(mebibytes, tensors=6, seed=0):
 
 @pytest.mark.parametrize("reads", sampled([60, "immediate", "blocking"], keep=[60, "blocking"]))
 def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
-    state, optimizer = _owned(256)
+    state, optimizer = _owned(128)
     expected = clone(state)
     future = async_save(state, tmp_path, host_cache_size="32MiB", reads=reads)
     optimizer.step()
@@ -45,7 +43,7 @@ def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
 
 
 def test_a_synchronous_save_larger_than_the_host_cache_is_right(tmp_path):
-    state = large(200)
+    state = large(100)
     save(state, tmp_path, host_cache_size="32MiB")
     assert_same(load(zeros(state), tmp_path), state)
 
@@ -102,33 +100,3 @@ def test_the_state_may_be_deleted_right_after_the_call(tmp_path):
     future.result(60)
     assert trash
     assert_same(load_everything(tmp_path), expected)
-
-
-def _resident_mebibytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-@pytest.mark.parametrize("how", ["one writer", "a writer per save"])
-def test_fifty_saves_leak_no_memory_and_no_descriptors(how, tmp_path):
-    state, optimizer = _owned(16)
-    ours = writer() if how == "one writer" else None
-
-    def saves(count):
-        for number in range(count):
-            path = tmp_path / str(number % 2)
-            future = async_save(state, path if ours is None else None, by=ours, checkpoint_id=path)
-            optimizer.step()
-            future.result(60)
-        gc.collect()
-        return _resident_mebibytes(), len(os.listdir("/proc/self/fd"))
-
-    memory, descriptors = saves(10)
-    memory_later, descriptors_later = saves(50)
-    assert memory_later - memory < 48, (
-        f"{memory_later - memory:.0f} MiB grew over 50 saves of 16 MiB"
-    )
-    assert descriptors_later <= descriptors
-    stats = engine_module.stats()
-    assert stats is not None
-    assert stats.free_segments == stats.total_segments

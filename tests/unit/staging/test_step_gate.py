@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.jobs.ranks import ranks
-from support.jobs.scripts import run_script
+from support.jobs.scripts import Ended, run_script
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -18,6 +19,7 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
+from support.state.loops import owned
 from support.state.planners import LatePlanner
 from support.waiting import await_that
 from torch._dynamo.testing import CompileCounter
@@ -32,18 +34,10 @@ from dcp_datastates.errors import SaveStalledError
 SECONDS = 60.0
 
 
-def _owned(number: float) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
-    parameter = torch.nn.Parameter(torch.full((1_000_000,), number))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    track(optimizer)
-    parameter.grad = torch.ones_like(parameter)
-    return {"w": parameter.detach()}, optimizer
-
-
 def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, optimizer = _owned(2.0)
+    state, optimizer = owned(value=2.0)
     planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
     optimizer.step()
@@ -58,7 +52,7 @@ def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
 
 
 def test_moving_memory_waits_no_longer_than_a_step(tmp_path: Path) -> None:
-    state, _optimizer = _owned(2.0)
+    state, _optimizer = owned(value=2.0)
     planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
     state["w"].share_memory_()
@@ -74,19 +68,34 @@ parameter = torch.nn.Parameter(torch.full((32 << 20,), 2.0))  # four times the h
 optimizer = torch.optim.SGD([parameter], lr=1.0)
 track(optimizer)
 parameter.grad = torch.ones_like(parameter)
-saving = writer(host_cache_size="32MiB", commit_timeout={timeout})
+saving = writer(host_cache_size="32MiB", {options})
 future = dcp.async_save({{"w": parameter.detach()}}, storage_writer=saving)
+"""
+
+STEPPED = """
 began = time.monotonic()
 optimizer.step()
 waited = time.monotonic() - began
 assert parameter[0].item() == 1.0
 """
 
+LOADED = """
+future.result(60)
+found = {"w": torch.zeros(32 << 20)}
+dcp.load(found, storage_reader=DataStatesReader(path), no_dist=True)
+assert found["w"].unique().tolist() == [2.0]
+"""
+
+
+def _slow(path: Path, then: str, *, pause: float, options: str, before: str = "") -> Ended:
+    script = before + SLOW_STORAGE.format(pause=pause, options=options) + then
+    ended = run_script(script, path, timeout=90)
+    ended.assert_clean()
+    return ended
+
 
 def test_reads_that_stand_still_fail_the_save_and_nothing_is_committed(tmp_path: Path) -> None:
-    ended = run_script(
-        SLOW_STORAGE.format(pause=4, timeout=1.0)
-        + """
+    failed = """
 try:
     future.result(60)
 except BaseException as error:
@@ -94,32 +103,17 @@ except BaseException as error:
 else:
     raise AssertionError("committed")
 assert not os.path.exists(path + "/.metadata")
-""",
-        tmp_path / "c",
-        timeout=90,
-    )
-    ended.assert_clean()
+"""
+    _slow(tmp_path / "c", STEPPED + failed, pause=2.5, options="commit_timeout=1.0")
 
 
 def test_a_slow_save_that_goes_on_is_waited_for(tmp_path: Path) -> None:
-    ended = run_script(
-        SLOW_STORAGE.format(pause=1, timeout=3.0)
-        + """
-assert waited > 3, waited  # longer than the timeout
-future.result(60)
-found = {"w": torch.zeros(32 << 20)}
-dcp.load(found, storage_reader=DataStatesReader(path), no_dist=True)
-assert found["w"].unique().tolist() == [2.0]
-""",
-        tmp_path / "c",
-        timeout=90,
-    )
-    ended.assert_clean()
+    longer = "assert waited > 1.5, waited  # than the timeout"
+    _slow(tmp_path / "c", STEPPED + longer + LOADED, pause=0.6, options="commit_timeout=1.5")
 
 
 def test_a_signal_handler_saves_while_the_gate_waits(tmp_path: Path) -> None:
-    ended = run_script(
-        """
+    handler = """
 import threading
 
 def handler(*_):
@@ -128,26 +122,16 @@ def handler(*_):
     print("saved")
 
 signal.signal(signal.SIGTERM, handler)
-os.environ["DCP_DATASTATES_FAILPOINTS"] = "flush.write.before=sleep:0.5"
-parameter = torch.nn.Parameter(torch.full((32 << 20,), 2.0))  # four times the host cache
-optimizer = torch.optim.SGD([parameter], lr=1.0)
-track(optimizer)
-parameter.grad = torch.ones_like(parameter)
-saving = writer(host_cache_size="32MiB", reads=3600)
-future = dcp.async_save({"w": parameter.detach()}, storage_writer=saving)
+"""
+    interrupted = """
 time.sleep(1)  # planned by now: the step opens the window, and is the first to wait for the reads
-threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
 optimizer.step()
-future.result(60)
 assert number_at(path + "-preempted") == 9.0
-found = {"w": torch.zeros(32 << 20)}
-dcp.load(found, storage_reader=DataStatesReader(path), no_dist=True)
-assert found["w"].unique().tolist() == [2.0]
-""",
-        tmp_path / "c",
-        timeout=90,
+"""
+    ended = _slow(
+        tmp_path / "c", interrupted + LOADED, pause=0.3, options="reads=3600", before=handler
     )
-    ended.assert_clean()
     assert ended.stdout.split() == ["saved"]
 
 
@@ -188,7 +172,7 @@ print(sum(error is None for error in handled), len(handled), [error for error in
 
 def test_gradient_hooks_go_with_their_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(512, 512)
-    ours = writer()
+    ours = writer(reads=0.05)
     for number in range(10):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         track(optimizer)
@@ -204,17 +188,6 @@ def test_gradient_hooks_go_with_their_optimizer(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_path: Path) -> None:
-    model = torch.nn.Linear(512, 512)
-    for number in range(3):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        track(optimizer)
-        future = async_save(model.state_dict(), tmp_path / str(number), reads=3600)
-        model(torch.ones(1, 512)).sum().backward()
-        await_that(future.done, SECONDS)
-        optimizer.zero_grad()
-
-
 def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -> None:
     parameter, low = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1_000_000)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -224,16 +197,6 @@ def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -
     low.fill_(9)
     future.result(SECONDS)
     assert_same(load({"low": torch.ones_like(low)}, tmp_path), {"low": torch.zeros_like(low)})
-
-
-def test_a_group_without_parameters_has_no_gradient_to_wait_for(tmp_path: Path) -> None:
-    model = torch.nn.Linear(512, 512)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.add_param_group({"params": []})
-    track(optimizer)
-    future = async_save(model.state_dict(), tmp_path, reads=3600)
-    model(torch.ones(1, 512)).sum().backward()
-    await_that(future.done, SECONDS)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -280,13 +243,33 @@ def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_p
     assert load({"w": torch.zeros(1_000_000)}, tmp_path)["w"].unique().tolist() == [2.0]
 
 
-def test_parameters_beside_offloaded_ones_open_the_window(tmp_path: Path) -> None:
-    plain = torch.nn.Parameter(torch.ones(1_000_000))
-    optimizer = torch.optim.SGD([plain, _offloaded(torch.ones(8))], lr=1.0, foreach=False)
-    track(optimizer)
-    future = async_save({"w": plain}, tmp_path, reads=3600)
-    plain.sum().backward()
-    await_that(future.done, SECONDS)
+def _plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _with_an_empty_group(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": []})
+    return optimizer
+
+
+def _beside_offloaded(model: torch.nn.Module) -> torch.optim.Optimizer:
+    parameters = [*model.parameters(), _offloaded(torch.ones(8))]
+    return torch.optim.SGD(parameters, lr=1.0, foreach=False)
+
+
+@pytest.mark.parametrize("make", [_plain, _with_an_empty_group, _beside_offloaded])
+def test_the_next_backward_pass_opens_the_window(
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(512, 512)
+    for number in range(2):
+        optimizer = make(model)  # a newer one
+        track(optimizer)
+        future = async_save(model.state_dict(), tmp_path / str(number), reads=3600)
+        model(torch.ones(1, 512)).sum().backward()
+        await_that(future.done, SECONDS)
+        model.zero_grad()
 
 
 @ranks(1)

@@ -1,14 +1,9 @@
-"""An object store in memory, and a checkpoint's place in it."""
+"""A checkpoint's place in an object store in memory."""
 
 from __future__ import annotations
 
 import pytest
-from support.simulated.object_stores import MemoryStore, installed
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
+from support.simulated.object_stores import installed
 
 
 @pytest.fixture

@@ -24,21 +24,14 @@ def _next(store, *fates):
     store.on_request = fate
 
 
-def test_an_attempt_is_undecided_then_committed(path):
+def test_one_request_commits_an_undecided_attempt_and_nothing_withdraws_it_then(path, store):
     assert decisions.committed_metadata(path, ATTEMPT) is None
     assert decisions.state_of(path, ATTEMPT) is None
+    before = store.requests()
     assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
+    assert store.requests() == before + 1
     assert decisions.committed_metadata(path, ATTEMPT) == METADATA
     assert decisions.state_of(path, ATTEMPT) is State.COMMITTED
-
-
-def test_one_request_commits(path, store):
-    decisions.decide(path, ATTEMPT, METADATA)
-    assert store.requests() == 1
-
-
-def test_what_is_committed_cannot_be_withdrawn(path):
-    decisions.decide(path, ATTEMPT, METADATA)
     assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
 
 

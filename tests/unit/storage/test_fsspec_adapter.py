@@ -131,44 +131,19 @@ class ExpiringFiles(PublishingFiles):
         self.check()
         return self.objects[path][start:end]
 
-    def info(self, path, **options):
-        self.check()
-        return {"name": path, "size": len(self.objects[path]), "type": "file"}
 
-    def find(self, path, detail=False, **options):
-        self.check()
-        return {name: self.info(name) for name in self.objects}
-
-    def ls(self, path, detail=True, **options):
-        self.check()
-        return super().ls(path, detail)
-
-    def rm_file(self, path):
-        self.check()
-        super().rm_file(path)
-
-
-@pytest.mark.parametrize("call", ["put", "create", "get", "range", "size", "list", "delete"])
-def test_credentials_that_have_expired_are_read_again(monkeypatch, call):
+def test_credentials_that_have_expired_are_read_again(monkeypatch):
     fsspec.register_implementation("expiring", ExpiringFiles, clobber=True)
     monkeypatch.setattr(ExpiringFiles, "token", "1")
     monkeypatch.setattr(ExpiringFiles, "valid", "1")
     store = FsspecStore("expiring://host", None)
     store.put("a", b"old")
-    calls = {
-        "put": lambda: store.put("a", b"new"),
-        "create": lambda: store.put_if_absent("b", b"new"),
-        "get": lambda: store.get("a"),
-        "range": lambda: store.get_range("a", 0, 2),
-        "size": lambda: store.size("a"),
-        "list": lambda: store.list(""),
-        "delete": lambda: store.delete(["a"]),
-    }
-    monkeypatch.setattr(ExpiringFiles, "valid", "2")
-    with pytest.raises(StorageError, match=r"has expired.*credentials were read again"):
-        calls[call]()
-    monkeypatch.setattr(ExpiringFiles, "token", "2")
-    calls[call]()
+    for token, call in (("2", lambda: store.put("a", b"new")), ("3", lambda: store.get("a"))):
+        monkeypatch.setattr(ExpiringFiles, "valid", token)
+        with pytest.raises(StorageError, match=r"has expired.*credentials were read again"):
+            call()
+        monkeypatch.setattr(ExpiringFiles, "token", token)
+        call()
 
 
 def test_a_scheme_or_an_option_that_is_not_known_is_refused_without_the_options():

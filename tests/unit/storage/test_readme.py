@@ -45,21 +45,20 @@ def test_what_the_program_put_there_stays(path):
     assert (path / "README").read_text() == "mine"
 
 
-@pytest.mark.parametrize("nbytes", [10, 200])
-def test_one_that_was_written_in_part_goes_with_the_checkpoint(path, nbytes):
-    with (path / "README").open("r+b") as file:
-        file.truncate(nbytes)
-    delete(path)
-    assert not path.exists()
+FIRST = (
+    "This is a checkpoint of dcp_datastates, a storage backend for torch.distributed.checkpoint.\n"
+)
+"""Of all releases."""
 
 
-def test_one_of_another_release_goes_with_the_checkpoint(path):
-    """Its first line never changes."""
-    first = (
-        "This is a checkpoint of dcp_datastates, a storage backend for "
-        "torch.distributed.checkpoint.\n"
-    )
-    (path / "README").write_text(first + "Further lines.\n" * 1000)
+@pytest.mark.parametrize(
+    "change",
+    [lambda text: text[:10], lambda text: text[:200], lambda _: FIRST + "Further lines.\n" * 1000],
+    ids=["cut in its first line", "cut", "another release's"],
+)
+def test_one_that_was_written_in_part_or_by_another_release_goes_with_the_checkpoint(path, change):
+    file = path / "README"
+    file.write_text(change(file.read_text()))
     delete(path)
     assert not path.exists()
 
