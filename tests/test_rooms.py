@@ -50,7 +50,7 @@ BUDGETS = {
     "checkpoints": 2_730,
     "cli": 1_002,
     "commit": 1_576,
-    "conversion": 2_187,
+    "conversion": 2_176,
     "dcp": 2_087,
     "deepspeed": 731,
     "format": 2_962,
