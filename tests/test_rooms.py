@@ -19,7 +19,7 @@ ROOT = Path(dcp_datastates.__file__).parent
 
 BELOW = {
     "torchtitan": ("manager",),
-    "deepspeed": ("manager", "conversion"),
+    "deepspeed": ("manager",),
     "lightning": ("manager",),
     "huggingface": ("conversion",),
     "megatron": ("manager",),
