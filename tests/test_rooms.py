@@ -19,7 +19,7 @@ ROOT = Path(dcp_datastates.__file__).parent
 
 BELOW = {
     "torchtitan": ("manager",),
-    "deepspeed": ("manager", "conversion"),
+    "deepspeed": ("manager",),
     "lightning": ("manager",),
     "huggingface": ("conversion",),
     "megatron": ("manager",),
@@ -50,7 +50,7 @@ BUDGETS = {
     "checkpoints": 2_730,
     "cli": 1_002,
     "commit": 1_558,
-    "conversion": 2_187,
+    "conversion": 2_176,
     "dcp": 2_090,
     "deepspeed": 730,
     "format": 2_965,

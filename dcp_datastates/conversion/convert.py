@@ -28,6 +28,7 @@ from dcp_datastates.conversion.hugging_face import (
     adapter_output,
     companions_of,
     hf_output,
+    is_companion,
     trainer_output,
 )
 from dcp_datastates.conversion.safetensors_files import (
@@ -195,6 +196,7 @@ def convert(
     check_destination(given, there, to not in _FILES, overwrite)
     small = companions_of(opened, folder) if to in _WITH_FILES else {}
     chosen = select(opened, only, exclude, part, rename, dtype)
+    of_the_model = {name: data for name, data in small.items() if is_companion(name)}
     takes_all = all(each is None for each in (only, part, rename, dtype)) and not exclude
     kind: str = to
     skipped: tuple[str, ...] = ()
@@ -210,7 +212,7 @@ def convert(
         _check_nesting(chosen)
     outputs: dict[str, Callable[[Path], Output]] = {
         "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
-        "hf": lambda path: hf_output(chosen, path, shard_bytes, small),
+        "hf": lambda path: hf_output(chosen, path, shard_bytes, of_the_model),
         _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
         "peft": lambda path: adapter_output(chosen, path, small, folder or given),
         "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
@@ -281,12 +283,7 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
 
     Reads names, shapes and dtypes, not the tensors' bytes. Runs no code from the checkpoint, unless ``allow_objects``.
 
-    Raises:
-        CheckpointNotFoundError: there is none of these; the message says what is there.
-        CheckpointCorruptError, StorageError: it cannot be read.
-        UnsafeObjectError: it cannot be read without running code from it.
-        IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
-        ConfigurationError: it is not clear what is meant.
+    Raises as :func:`convert` for its source; :class:`CheckpointNotFoundError` says what is there instead.
     """
     found = locate(path)
     if is_directory(found):

@@ -53,7 +53,7 @@ def companions_of(source: Source, folder: Location | None) -> dict[str, bytes]:
     if folder is None and source.format == "Hugging Face":
         folder = source.path
     if folder is not None:
-        names = [name for name in sorted(names_at(folder)) if _is_companion(name)]
+        names = [name for name in sorted(names_at(folder)) if is_companion(name)]
         return {
             name: read_whole(folder / name) for name in names if not is_directory(folder / name)
         }
@@ -67,31 +67,29 @@ def companions_of(source: Source, folder: Location | None) -> dict[str, bytes]:
     return found
 
 
-def _is_companion(name: str) -> bool:
+def is_companion(name: str) -> bool:
     """Whether a file of this name belongs to a model's folder."""
     is_other = "/" in name or name.endswith(".index.json") or name == TRAINER_STATE
     return name.endswith(_COMPANIONS) and not is_other
 
 
-def hf_output(
-    source: Source, folder: Path, shard_bytes: int, companions: Mapping[str, bytes]
-) -> Output:
-    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index; and beside them, of
-    the ``companions``, the configuration and the tokenizer.
+def hf_output(source: Source, folder: Path, shard_bytes: int, files: Mapping[str, bytes]) -> Output:
+    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index; with these small
+    ``files`` beside them, by their relative paths.
     """
     parts = source.groups(source.tensors, shard_bytes)
-    files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
-    small = {name: data for name, data in companions.items() if _is_companion(name)}
+    shards = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
+    small = dict(files)
     if "config.json" not in small:
         logger.warning(
             "the folder has no config.json, which from_pretrained() needs: copy the model's, or convert with "
             "config_from=FOLDER (--config-from)"
         )
     if len(parts) == 1:
-        files = ["model.safetensors"]
+        shards = ["model.safetensors"]
     else:
         parameters = sum(each.numel() for each in source.tensors.values())
-        file_of = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        file_of = {name: file for file, names in zip(shards, parts, strict=True) for name in names}
         index = {
             "metadata": {"total_size": source.nbytes, "total_parameters": parameters},
             "weight_map": dict(sorted(file_of.items())),
@@ -100,11 +98,12 @@ def hf_output(
         small[HUGGING_FACE_INDEX] = text.encode()
     units = [
         safetensors_unit(source, names, folder / file)
-        for file, names in zip(files, parts, strict=True)
+        for file, names in zip(shards, parts, strict=True)
     ]
 
     def finish() -> None:
         for name, data in small.items():
+            local.make_directories((folder / name).parent, "convert")
             write_small_file(folder / name, data)
 
     return Output(units, finish)
@@ -130,14 +129,7 @@ def trainer_output(
 
     optimizer = partial(write_torch, state, folder / "optimizer.pt", allow_objects, nest)
 
-    def finish() -> None:
-        model.finish()
-        for name in files.keys() - set(names_at(folder)):
-            path = folder / name
-            local.make_directories(path.parent, "convert")
-            write_small_file(path, files[name])
-
-    return Output([*model.units, optimizer], finish)
+    return Output([*model.units, optimizer], model.finish)
 
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
