@@ -64,7 +64,7 @@ BUDGETS = {
     "planning": 2_495,
     "process": 906,
     "ranks": 2_133,
-    "saving": 2_235,
+    "saving": 2_231,
     "sharing": 751,
     "staging": 1_944,
     "storage": 3_743,

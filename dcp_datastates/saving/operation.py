@@ -306,7 +306,7 @@ class SaveOperation:
 
     def await_decision(self) -> None:
         """Coordinator: return when the save is committed, or raise why it is not."""
-        Future.result(self.committed)  # without starting the reads of later saves
+        SharedFuture.result(self.committed)  # without starting the reads of later saves
 
     def end(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""

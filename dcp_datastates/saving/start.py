@@ -312,15 +312,11 @@ class Saves:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards what follows
         self._kept: list[SaveOperation] = []
-        self._newest: SaveOperation | None = None
-
-    @property
-    def newest(self) -> SaveOperation | None:
-        return self._newest
+        self.newest: SaveOperation | None = None
 
     def add(self, save: SaveOperation) -> None:
         with self._lock:
-            self._newest = save
+            self.newest = save
             self._kept = [other for other in self._kept if not _is_told(other)]
             self._kept.append(save)
 
