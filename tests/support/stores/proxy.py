@@ -1,4 +1,4 @@
-"""Stands between a store's client and its server: counts requests, delays what is sent, and makes faults.
+"""Stands between a store's client and its server: counts requests, and makes faults.
 
 An example, which lets the store be busy for three requests:
 
@@ -16,7 +16,6 @@ import http.client
 import re
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,12 +48,6 @@ class Exchange:
     def read(self, nbytes: int) -> bytes:
         """The next bytes of the request's body."""
         return self._handler.rfile.read(nbytes)
-
-    def alter(self, at: int) -> None:
-        """Flip a bit of the request's body."""
-        body = bytearray(self.read(self.nbytes))
-        body[at] ^= 1
-        self._body = bytes(body)
 
     def forward(self) -> Answer:
         """Let the server do what is asked. Each call sends a request."""
@@ -135,16 +128,6 @@ def duplicated(exchange: Exchange) -> None:
     exchange.reply(exchange.forward())
 
 
-def corrupted(at: int) -> Fault:
-    """The byte at ``at`` of the request's body arrives with a bit flipped. The server believes it."""
-
-    def fault(exchange: Exchange) -> None:
-        exchange.alter(at)
-        exchange.reply(exchange.forward())
-
-    return fault
-
-
 def stalled(until: threading.Event) -> Fault:
     """The server does what is asked after ``until`` is set; the client waits."""
 
@@ -175,18 +158,17 @@ class Injected:
 
 
 class Proxy:
-    """Forwards to the server at ``url``. With ``bytes_per_second``, all bodies of requests pass at that rate together.
+    """Forwards to the server at ``url``.
 
     ``requests`` has method and path (with query) of each request so far. While ``down``, connections are cut at the
     first request: an outage.
     """
 
-    def __init__(self, url: str, bytes_per_second: float | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.requests: list[tuple[str, str]] = []
         self.down = False
         self._target = urlsplit(url).netloc
-        self.bytes_per_second = bytes_per_second
-        self._lock = threading.Lock()  # guards requests and faults; is held while bytes pass
+        self._lock = threading.Lock()  # guards requests and faults
         self._faults: list[Injected] = []
         proxy = self
 
@@ -230,9 +212,6 @@ class Proxy:
 
     def _pass(self, handler: BaseHTTPRequestHandler) -> None:
         exchange = Exchange(handler, self._target)
-        if self.bytes_per_second is not None and exchange.nbytes:
-            with self._lock:
-                time.sleep(exchange.nbytes / self.bytes_per_second)
         with self._lock:
             self.requests.append((handler.command, handler.path))
             fault = self._fault_of(handler.command, handler.path)

@@ -13,7 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import boto3
 
@@ -22,15 +22,11 @@ from support.waiting import await_that
 BUCKET = "test-bucket"
 
 
-def moto(port: int) -> list[str]:
-    """The command of a server."""
-    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-
-
 @functools.cache
 def endpoint() -> str:
     """The URL of the server, which is started at the first call, and has the bucket :data:`BUCKET`."""
-    url = serve(moto, "/moto-api/")
+    moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
+    url = serve(lambda port: [*moto, str(port)], "/moto-api/")
     urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
     return url
 
@@ -137,46 +133,19 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-class Program(NamedTuple):
-    """A server that runs."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    def kill(self) -> None:
-        """At once, and wait for its end."""
-        self.process.kill()
-        self.process.wait()
-
-
 def serve(
     command: Callable[[int], Sequence[str]],
     answers_at: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """The URL of what :func:`start` starts."""
-    return start(command, answers_at, environment).url
-
-
-def start(
-    command: Callable[[int], Sequence[str]],
-    answers_at: str = "/",
-    environment: Mapping[str, str] | None = None,
-    port: int | None = None,
-) -> Program:
-    """Start ``command(port)`` on a ``port`` of 127.0.0.1, or a free one; returns as soon as it answers anything at
+    """Start ``command(port)`` on a free port of 127.0.0.1; returns its URL as soon as it answers anything at
     ``answers_at``.
 
     To be called in the main thread: the server ends with the thread that started it.
     """
-    if port is None:
-        with contextlib.closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid()), *command(port)],
         stdin=subprocess.DEVNULL,
@@ -198,4 +167,4 @@ def start(
         return True
 
     await_that(answers, 120, f"{command(port)[0]} does not answer")
-    return Program(url, server)
+    return url

@@ -58,12 +58,8 @@ def test_natural_order_and_steps():
     ordered = sorted(names, key=natural_order)
     assert ordered.index("step-9") < ordered.index("step-9b") < ordered.index("step-10")
     assert ordered.index("9") < ordered.index("10")
-    assert [step_of(name) for name in ("step-12", "12", "best", "step-3-best")] == [
-        12,
-        12,
-        None,
-        None,
-    ]
+    steps = [step_of(name) for name in ("step-12", "12", "best", "step-3-best")]
+    assert steps == [12, 12, None, None]
 
 
 def test_nothing_there_is_none(tmp_path, caplog):

@@ -159,9 +159,8 @@ def test_a_rule_that_cannot_work_is_refused(rule, name):
 
 def test_metrics_are_in_the_description_and_not_in_the_state(run):
     assert inspect(run / "step-200").metrics == {"loss": 1.0}
-    assert {each.name: each.metrics for each in inspect(run).checkpoints}["step-300"] == {
-        "loss": 2.0
-    }
+    listed = {each.name: each.metrics for each in inspect(run).checkpoints}
+    assert listed["step-300"] == {"loss": 2.0}
     assert set(ds.load(run / "step-200")) == {"w"}
     assert "loss 1" in run_cli("inspect", run / "step-200").stdout
     assert "loss 1.5" in run_cli("inspect", run).stdout
@@ -227,10 +226,8 @@ def test_the_command_takes_the_same_rules(run):
         "retain", run, "--keep", "1", "--every", "300", "--best", "loss:min", "--json", "--dry-run"
     )
     assert shown.returncode == 0, shown.stderr
-    assert sorted(json.loads(shown.stdout)["deleted"]) == [
-        str(run / "step-100"),
-        str(run / "step-400"),
-    ]
+    deleted = sorted(json.loads(shown.stdout)["deleted"])
+    assert deleted == [str(run / "step-100"), str(run / "step-400")]
     for wrong in (("--best", "loss"), ("--best", "loss:min:x"), ("--within", "soon")):
         ended = run_cli("retain", run, "--keep", "1", *wrong)
         assert (ended.returncode, ended.stdout) == (2, "")

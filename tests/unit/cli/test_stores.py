@@ -78,8 +78,5 @@ def test_watch_tells_of_commits_in_a_store(store, monkeypatch):
     monkeypatch.setattr("time.sleep", interrupted)
     ended = run_cli("watch", ROOT)
     assert ended.returncode == 130
-    assert [line.split("step-")[1].split()[0] for line in ended.stdout.splitlines()] == [
-        "9",
-        "10",
-        "11",
-    ]
+    steps = [line.split("step-")[1].split()[0] for line in ended.stdout.splitlines()]
+    assert steps == ["9", "10", "11"]

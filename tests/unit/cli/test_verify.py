@@ -127,11 +127,8 @@ def test_json_of_a_directory_has_all_reports(root):
     ended = run_cli("verify", "--json", root)
     assert ended.returncode == 1
     document = json.loads(ended.stdout)
-    assert (document["kind"], document["path"], document["whole"]) == (
-        "directory",
-        str(root),
-        False,
-    )
+    said = document["kind"], document["path"], document["whole"]
+    assert said == ("directory", str(root), False)
     nine, ten = document["checkpoints"]
     assert (nine["path"], nine["whole"]) == (str(root / "step-9"), False)
     alone = json.loads(run_cli("verify", "--json", root / "step-10").stdout)

@@ -162,10 +162,8 @@ def test_no_items_no_files():
 
 def test_files_are_named_by_rank_and_number():
     items = [item("w", (4,), Box((at,), (2,)), torch.uint8) for at in (0, 2)]
-    assert [file.name for file in lay_out(items, 3)] == [
-        "r00003-0.safetensors",
-        "r00003-1.safetensors",
-    ]
+    names = [file.name for file in lay_out(items, 3)]
+    assert names == ["r00003-0.safetensors", "r00003-1.safetensors"]
 
 
 def test_more_names_than_a_header_can_hold_are_refused():

@@ -77,7 +77,6 @@ def test_work_whose_end_need_not_be_known_goes_on(tmp_path, hang):
 
 
 def test_one_thread_serves_work_after_work(tmp_path):
-    bounded("looking", tmp_path, 60, tmp_path.stat)
     first = bounded("looking", tmp_path, 60, threading.current_thread)
     with pytest.raises(FileNotFoundError):
         bounded("looking", tmp_path, 60, (tmp_path / "missing").stat)
