@@ -223,10 +223,10 @@ def test_what_is_replaced_while_checkpoints_are_listed_stays(root, monkeypatch):
 def test_another_process_that_deletes_it_too_is_no_error(root, monkeypatch):
     real = operations.rename
 
-    def rename(path, target, phase):
+    def rename(path, target, *phase):
         if "decision" in path.name:
             shutil.rmtree(path.parent)
-        real(path, target, phase)
+        real(path, target, *phase)
 
     monkeypatch.setattr(operations, "rename", rename)
     retain(root, keep=1)
