@@ -85,7 +85,8 @@ def test_other_losses_after_the_resume_fail_the_demo(runs: list[Run], console: C
 
 
 def test_the_demo_is_one_page(tmp_path: Path) -> None:
-    ended = run([sys.executable, str(ROOT / "integration/demo/run.py")], tmp_path)
+    demo = [sys.executable, str(ROOT / "integration/demo/run.py")]
+    ended = run(demo, tmp_path, DEMO_ITERATIONS="8")  # the fewest between a kill and a resume
     text = ended.stdout
     assert len(text.splitlines()) <= PAGE, text
     assert "SIGKILL to all ranks" in text

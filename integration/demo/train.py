@@ -24,7 +24,7 @@ from dcp_datastates import CheckpointManager, SaveHandle
 from job import Job
 from report import Run, Saved
 
-ITERATIONS, RETAINED = 10, 3
+ITERATIONS, RETAINED = int(os.environ.get("DEMO_ITERATIONS", "10")), 3
 
 
 class Save:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from jobs import Launcher, Mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # support
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,10 +50,28 @@ def _quiet_dcp() -> None:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """Runs jobs; one for all tests of a worker."""
     from jobs import Launcher
 
     launcher = Launcher(tmp_path_factory.mktemp("torchtitan"))
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="session")
+def stock_job(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Mesh], tuple[Path, dict[int, str]]]:
+    """Runs four steps on a mesh, with torchtitan's own synchronous saves; their folder, and the losses. Once for all
+    tests of a worker: they only read it.
+    """
+    from jobs import Trial
+
+    @functools.cache
+    def run(mesh: Mesh) -> tuple[Path, dict[int, str]]:
+        folder = tmp_path_factory.mktemp("stock")
+        ended = launcher.run(Trial(folder, mesh, 4, "disabled", stock=True))
+        return folder, ended.check().losses
+
+    return run

@@ -12,20 +12,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from compare import assert_same, tensors_of
 from dcp_datastates import DataStatesReader, convert
 from jobs import Launcher, Mesh, Trial
-from test_training import FSDP, step
+from test_training import FSDP, STEPS, StockJob, step
 
 
 def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
-    launcher: Launcher, tmp_path: Path
+    launcher: Launcher, stock_job: StockJob, tmp_path: Path
 ) -> None:
     """Two steps of one save by torchtitan, two by this package, two by torchtitan again."""
-    stock, ours = tmp_path / "stock", tmp_path / "ours"
-    expected = launcher.run(Trial(stock, FSDP, 4, "disabled", stock=True)).check().losses
+    ours = tmp_path / "ours"
+    stock, expected = stock_job(FSDP)
     (ours / "checkpoint").mkdir(parents=True)
     shutil.copytree(step(stock, 1), step(ours, 1))
     keep = ("--checkpoint.keep_latest_k=2",)
     guard = "hooks:no_collective_on_default_group"
-    found = launcher.run(Trial(ours, FSDP, 4, flags=keep, hook=guard)).check()
+    found = launcher.run(Trial(ours, FSDP, STEPS, flags=keep, hook=guard)).check()
     assert found.losses == {number: expected[number] for number in (2, 3, 4)}
     for number in (3, 4):
         assert_same(step(stock, number), step(ours, number))
@@ -35,7 +35,7 @@ def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
     back = tmp_path / "back"
     convert(step(ours, 3), step(back, 3), "dcp")
     assert_same_stock(step(stock, 3), step(back, 3))
-    again = launcher.run(Trial(back, FSDP, 4, "disabled", stock=True)).check().losses
+    again = launcher.run(Trial(back, FSDP, STEPS, "disabled", stock=True)).check().losses
     assert again == {4: expected[4]}
     assert_same_stock(step(stock, 4), step(back, 4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from compare import assert_same
 from dcp_datastates import verify
 from jobs import Launcher, Mesh, Trial
 
-STEPS = 3
+STEPS = 4
 MODES = ("async", "async_with_pinned_mem")
+StockJob = Callable[[Mesh], tuple[Path, dict[int, str]]]
 FSDP = Mesh(fsdp=2)
 TP = Mesh(tp=2)
 BOTH = Mesh(fsdp=2, tp=2)
@@ -28,10 +30,9 @@ def step(folder: Path, number: int) -> Path:
 
 @pytest.mark.parametrize("mesh", sampled([FSDP, TP, BOTH], keep=[FSDP]), ids=str)
 def test_every_save_is_what_a_stock_synchronous_save_of_that_step_is(
-    launcher: Launcher, tmp_path: Path, mesh: Mesh
+    launcher: Launcher, stock_job: StockJob, tmp_path: Path, mesh: Mesh
 ) -> None:
-    stock = tmp_path / "stock"
-    expected = launcher.run(Trial(stock, mesh, STEPS, "disabled", stock=True)).check().losses
+    stock, expected = stock_job(mesh)
     assert list(expected) == list(range(1, STEPS + 1))
     for mode in MODES:
         ours = tmp_path / mode
@@ -58,39 +59,40 @@ def test_a_killed_job_resumes_at_another_world_size_as_stock_does(
         return {"hook": "hooks:kill_after", "hook_options": {"step": number, "rank": 1}}
 
     # Stock saves synchronously, and has step 1; ours dies with step 2 captured, and not read.
-    ended = launcher.run(Trial(stock, mesh, STEPS, "disabled", stock=True, **kill_after(1)))
+    ended = launcher.run(Trial(stock, mesh, 3, "disabled", stock=True, **kill_after(1)))
     assert ended.codes[1] == -9
-    ended = launcher.run(Trial(ours, mesh, STEPS, mode, **kill_after(2)))
+    ended = launcher.run(Trial(ours, mesh, 3, mode, **kill_after(2)))
     assert ended.codes[1] == -9
     assert (step(ours, 1) / ".metadata").exists()
     assert not (step(ours, 2) / ".metadata").exists()
 
-    expected = launcher.run(Trial(stock, other, STEPS, "disabled", stock=True)).check().losses
-    found = launcher.run(Trial(ours, other, STEPS, mode)).check().losses
+    expected = launcher.run(Trial(stock, other, 3, "disabled", stock=True)).check().losses
+    found = launcher.run(Trial(ours, other, 3, mode)).check().losses
     assert list(found) == [2, 3]
     assert found == expected
     for number in (2, 3):
         assert_same(step(stock, number), step(ours, number))
 
 
-def test_the_step_gate_alone_holds_in_async_mode(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_step_gate_alone_holds_in_async_mode(
+    launcher: Launcher, stock_job: StockJob, tmp_path: Path
+) -> None:
     """Torchtitan does not wait for staging in this mode, and here no backward pass starts the reads."""
 
     def trial(name: str, gate: bool) -> Trial:
         return Trial(
             tmp_path / name,
             FSDP,
-            3,
+            STEPS,
             "async",
             options={"reads": 600.0},
             hook="hooks:read_late",
             hook_options={"gate": gate},
         )
 
-    stock = tmp_path / "stock"
-    launcher.run(Trial(stock, FSDP, 3, "disabled", stock=True)).check()
+    stock, _ = stock_job(FSDP)
     launcher.run(trial("gated", True)).check()
-    for number in (1, 2, 3):
+    for number in range(1, STEPS + 1):
         assert_same(step(stock, number), step(tmp_path / "gated", number))
 
     torn = launcher.run(trial("free", False))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.scripts import TWO_RANKS, run_script
+from support.jobs.scripts import HASTY_END, TWO_RANKS, run_script
 from support.state.checkpoints import committed
 from support.tiers import sampled
 from support.waiting import await_that
@@ -204,6 +204,7 @@ def test_a_process_ends_although_storage_hangs(where, tmp_path):
         print("called", flush=True)
         """,
         tmp_path / "c",
+        preface=HASTY_END,
     )
     ended.assert_clean()
     assert ended.stdout == "called\n"
@@ -212,7 +213,7 @@ def test_a_process_ends_although_storage_hangs(where, tmp_path):
 
 WRITES = {"one write": "flush.write.before@1", "every write": "flush.write.before"}
 ENDS = {"one write": "sys.exit(3)", "every write": "os._exit(3)"}
-"""``tests/unit/process/test_ending.py`` asks how a process ends in which every write hangs: it takes a while."""
+"""``tests/unit/process/test_ending.py`` asks how a process ends in which every write hangs."""
 
 
 @pytest.mark.parametrize("hangs", WRITES)
@@ -242,6 +243,7 @@ def test_while_a_data_file_hangs_saves_fail_in_time_and_training_and_the_process
         {ENDS[hangs]}
         """,
         tmp_path / "c",
+        preface=HASTY_END,
     )
     assert ended.returncode == 3, ended.stderr
     told = [line.split()[1] for line in ended.stdout.splitlines()]

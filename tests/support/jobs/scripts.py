@@ -45,6 +45,15 @@ def owned(number):
     return {"w": parameter}, optimizer
 """
 
+HASTY_END = """
+from dcp_datastates.io.engine import Engine
+from dcp_datastates.process import ending
+ending._PATIENCE_SECONDS = 1.0
+shut_down = Engine.shutdown
+Engine.shutdown = lambda engine: shut_down(engine, 1.0)
+"""
+"""The first lines of a program whose end waits one second, instead of ten, for storage or a device that hangs."""
+
 
 def ranks_of_torchrun(world: int) -> str:
     """The first lines of a program that goes on as ``world`` processes, with the variables that torchrun sets.

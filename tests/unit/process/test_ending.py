@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.jobs.scripts import run_script
+from support.jobs.scripts import HASTY_END, run_script
 from support.state.checkpoints import committed, load
 from support.tiers import sampled, tries
 
@@ -186,7 +186,7 @@ def test_a_process_whose_storage_hangs_ends_with_its_own_status(
         sys.exit(3)
         """,
         tmp_path / "c",
-        timeout=120,
+        preface=HASTY_END,
     )
     assert ended.returncode == 3, ended.stderr
     assert "Fatal" not in ended.stderr, ended.stderr
@@ -208,7 +208,7 @@ def test_a_process_whose_storage_hangs_in_a_load_ends_with_its_own_status(tmp_pa
         sys.exit(3)
         """,
         tmp_path / "c",
-        timeout=120,
+        preface=HASTY_END,
     )
     assert ended.returncode == 3, ended.stderr
     assert "StorageError" in ended.stderr, ended.stderr

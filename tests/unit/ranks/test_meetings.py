@@ -141,10 +141,8 @@ def test_a_rank_that_leaves_lets_go_those_that_wait(leaves):
 def test_a_rank_that_would_leave_when_the_first_rank_has_answered_takes_the_answer():
     """All the others go on, and wait for it."""
     ranks = _meetings(2)
+    together(ranks, lambda each, _: _meet(each, 1))  # from now on, a check follows the message
     answered = threading.Event()
-
-    def answer(messages):
-        return _each(messages)
 
     def check():
         if answered.wait(30):
@@ -153,10 +151,10 @@ def test_a_rank_that_would_leave_when_the_first_rank_has_answered_takes_the_answ
     def meet(each, rank):
         if rank == 0:
             time.sleep(0.1)  # the other one waits
-            met = _meet(each, 1, answer)
+            met = _meet(each, 2, _each)
             answered.set()
             return met
-        return _meet(each, 1, check=check)
+        return _meet(each, 2, check=check)
 
     first, late = together(ranks, meet)
     assert first == Met(b"you said 0")
