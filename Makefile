@@ -231,7 +231,7 @@ native-asan native-allocation native-tsan native-hostile: $(VENV)/tools
 	    || { cat $(NATIVE_BUILD).log; exit 1; }
 	cmake --build $(NATIVE_BUILD) --parallel $(JOBS) $(NATIVE_TARGETS)
 	ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error --timeout 300 \
-	    --parallel $(JOBS) $(CTEST_ARGS)
+	    --parallel $(TEST_WORKERS) $(CTEST_ARGS)
 
 # --- what is published ------------------------------------------------------------------------
 

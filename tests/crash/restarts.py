@@ -20,16 +20,9 @@ from pathlib import Path
 from typing import Any
 
 FAILPOINTS = (
-    *(
-        "stage.before",
-        "plan.before",
-        "plan.after",
-        "read.before",
-        "flush.write.after",
-        "sync.data.before",
-    ),
-    *("vote.before", "vote.after", "outcome.before", "outcome.after", "cleanup.before"),
-    *("publish.create.after", "publish.link.before", "publish.link.after"),
+    *("stage.before", "plan.before", "plan.after", "read.before", "flush.write.after"),
+    *("sync.data.before", "vote.before", "vote.after", "outcome.before", "outcome.after"),
+    *("cleanup.before", "publish.create.after", "publish.link.before", "publish.link.after"),
 )
 """Where a rank may be killed in a save; the names that begin with ``publish`` are passed by rank 0 only."""
 

@@ -232,7 +232,7 @@ def test_a_file_that_may_not_grow_so_large(victim, shared_dir):
             yield
             return
         former = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, former[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, former[1]))
         try:
             yield
         finally:
@@ -240,7 +240,7 @@ def test_a_file_that_may_not_grow_so_large(victim, shared_dir):
 
     _all_failed(
         fault_between_saves(
-            shared_dir / "c", limited(), f"rank {victim} of 2", "File too large", elements=3 << 20
+            shared_dir / "c", limited(), f"rank {victim} of 2", "File too large", elements=3 << 17
         )
     )
 

@@ -46,13 +46,14 @@ def owned(number):
 """
 
 HASTY_END = """
+from dcp_datastates.commit import group
 from dcp_datastates.io.engine import Engine
 from dcp_datastates.process import ending
-ending._PATIENCE_SECONDS = 1.0
+group._CANCEL_SECONDS = ending._PATIENCE_SECONDS = 1.0
 shut_down = Engine.shutdown
 Engine.shutdown = lambda engine: shut_down(engine, 1.0)
 """
-"""The first lines of a program whose end waits one second, instead of ten, for storage or a device that hangs."""
+"""The first lines of a program whose failed saves, and whose end, wait one second for storage that hangs, not ten."""
 
 
 def ranks_of_torchrun(world: int) -> str:

@@ -177,8 +177,6 @@ def test_a_process_whose_storage_hangs_ends_with_its_own_status(
         f"""
         import atexit
         import dcp_datastates
-        from dcp_datastates.commit import group
-        group._CANCEL_SECONDS = 1.0  # the writes do not end, however long it waits
         atexit.register(print, "the program's own function at exit ran")
         state, optimizer = owned(1)
         future = {call}
