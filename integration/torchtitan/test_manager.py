@@ -457,7 +457,7 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
         assert len(fresh.made) == 5
         assert [reference() for reference in fresh.made] == [None] * 5
         for reads in [each for each in gc.get_objects() if type(each) is DeferredReads]:
-            assert reads._staged is None
+            assert reads.kept is None
     finally:
         gc.enable()
 
