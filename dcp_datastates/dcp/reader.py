@@ -178,7 +178,7 @@ class DataStatesReader(StorageReader):
         load = self._opened()
         table = load.stored.table
         _, items = load.of(plan)
-        offered = load.joint.offer(reads_of(items, load.stored), table)
+        offered = load.joint.offer(lambda: reads_of(items, load.stored), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 

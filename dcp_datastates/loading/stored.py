@@ -174,7 +174,7 @@ class Stored(Mapping[str, Described | None]):
         of, dtypes = shards.of.tolist(), self._dtypes_of(numbers)
         needed = volumes(shards.ndims, shards.sizes)
         left = needed.copy()
-        parts = [self.objects([], [])]
+        parts = [self.objects([], [])]  # no row yet
         targets: list[torch.Tensor] = []
         for found in overlaps(self._catalog, numbers, shards):
             shard = found.shard.tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -52,12 +52,14 @@ class JointReads:
         self.sharing: SharedReads | None = None
         """This rank's shared reads, once it has the first rank's answer; None if it shares nothing."""
 
-    def offer(self, reads: Reads, table: MetadataTable) -> bytes:
-        """What this rank tells the first one, before it reads; empty if it shares nothing."""
+    def offer(self, reads: Callable[[], Reads], table: MetadataTable) -> bytes:
+        """What this rank tells the first one, before it reads; empty if it shares nothing. Only if it shares, it asks
+        for its ``reads``.
+        """
         self.close()
         if not self._wanted:
             return b""
-        runs = needed_blocks(reads, Blocks(table.note.files))
+        runs = needed_blocks(reads(), Blocks(table.note.files))
         try:
             self._own = _, address = listen(own_address(self._rank_set.host))
         except OSError as error:
