@@ -57,7 +57,7 @@ BUDGETS = {
     "huggingface": 1_123,
     "io": 2_514,
     "lightning": 722,
-    "loading": 1_915,
+    "loading": 1_916,
     "manager": 3_873,
     "megatron": 287,
     "monitoring": 224,
@@ -65,7 +65,7 @@ BUDGETS = {
     "process": 906,
     "ranks": 2_133,
     "saving": 2_231,
-    "sharing": 751,
+    "sharing": 753,
     "staging": 1_944,
     "storage": 3_743,
     "tiers": 2_268,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_096}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_133}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

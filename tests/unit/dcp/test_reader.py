@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,17 +17,22 @@ from support.state.checkpoints import (
     save,
     zeros,
 )
+from support.state.files import data_files
 from support.state.metadata import decision_of
 from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader
+from dcp_datastates.dcp import reader
+from dcp_datastates.dcp.reader import reads_of
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     IncompatibleStateError,
 )
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading import stored
 
 
@@ -121,3 +127,34 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(stored, "restore", remove_first)
     with raises(CheckpointReplacedError, "was removed meanwhile"):
         load({"a": torch.zeros(3)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("share_reads", [None, True])
+def test_what_a_rank_alone_reads_is_worked_out_once(share_reads, tmp_path, monkeypatch):
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    made = []
+    monkeypatch.setattr(reader, "reads_of", lambda *of: made.append(1) or reads_of(*of))
+    load(state := {"w": torch.zeros(3)}, tmp_path / "c", share_reads=share_reads)
+    assert torch.equal(state["w"], torch.ones(3))
+    assert len(made) == 1
+
+
+def test_a_planner_that_gives_a_tensor_of_another_shape_is_refused(tmp_path):
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item):
+            return torch.zeros(2)
+
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    with raises(IncompatibleStateError, "'w'", "room for (2,) where (3,) was saved"):
+        load({"w": torch.zeros(3)}, tmp_path / "c", planner=Planner())
+
+
+def test_a_file_with_an_object_that_was_cut_short_is_refused_before_memory_is_taken(
+    tmp_path, monkeypatch
+):
+    save({"said": {"a": [1, "two"]}}, tmp_path / "c")
+    (file,) = data_files(tmp_path / "c")
+    os.truncate(file, file.stat().st_size - 1)
+    monkeypatch.setattr(Reads, "make_detours", lambda self: pytest.fail("memory is taken"))
+    with raises(CheckpointCorruptError, f"{file}", "the metadata say", "said"):
+        load({"said": {"a": None}}, tmp_path / "c")
