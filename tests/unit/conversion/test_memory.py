@@ -19,20 +19,18 @@ from dcp_datastates.format.layout import SAFETENSORS_NAME
 
 MIB = 1 << 20
 COUNT, NBYTES = 5, 36 * MIB
-"""Tensors of 180 MiB. The allocator returns to the system what is larger than 32 MiB."""
+"""Tensors of 180 MiB. The allocator returns to the system what is larger than 32 MiB; it may keep what is smaller."""
 MORE = 24 * MIB
 """Bytes of files on their way to storage, and what is compared."""
 
 
-@pytest.fixture
-def source(tmp_path):
-    """A file with holes, which takes no space, and a value at each end."""
-    path = tmp_path / "in.safetensors"
+def _write_source(path: Path, nbytes: int) -> Path:
+    """A file of tensors of ``nbytes`` each, with holes, which take no space, and a value at each end."""
     entries = {
         f"w{number}": {
             "dtype": SAFETENSORS_NAME[torch.float32],
-            "shape": [NBYTES // 4],
-            "data_offsets": [number * NBYTES, (number + 1) * NBYTES],
+            "shape": [nbytes // 4],
+            "data_offsets": [number * nbytes, (number + 1) * nbytes],
         }
         for number in range(COUNT)
     }
@@ -40,16 +38,21 @@ def source(tmp_path):
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         start = file.tell()
-        file.truncate(start + COUNT * NBYTES)
-        for at in (0, COUNT * NBYTES - 4):
+        file.truncate(start + COUNT * nbytes)
+        for at in (0, COUNT * nbytes - 4):
             file.seek(start + at)
             file.write(torch.ones(1).numpy().tobytes())
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
     # What a process needs once, and is not counted: the engine, and what torch imports at first use.
     torch.save({"a": torch.ones(3)}, tmp_path / "small")
     convert(tmp_path / "small", tmp_path / "dcp", "dcp")
     convert(tmp_path / "dcp", tmp_path / "torch", "torch")
     convert(tmp_path / "torch", tmp_path / "ours")
-    return path
+    return _write_source(tmp_path / "in.safetensors", NBYTES)
 
 
 def _own_bytes() -> int:
@@ -91,9 +94,10 @@ def test_memory_is_one_tensor_for_each_thread(to, source, tmp_path):
 
 
 def test_memory_with_another_dtype(source, tmp_path):
+    """The tensors of half the size are as large as the others, so that the allocator returns them as well."""
     out = tmp_path / "out"
-    # All would be 5 * 0.5; the tensors of the other dtype are smaller than what the allocator returns.
-    assert _most(lambda: convert(source, out, dtype="bfloat16", threads=1)) < NBYTES + 2 * MORE
+    _write_source(source, 2 * NBYTES)
+    assert _most(lambda: convert(source, out, dtype="bfloat16", threads=1)) < NBYTES + MORE
     found = dcp_datastates.load(out)
     assert found["w0"][0] == found[f"w{COUNT - 1}"][-1] == 1
     assert sum(int(each.count_nonzero()) for each in found.values()) == 2
