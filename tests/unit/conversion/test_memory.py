@@ -15,7 +15,6 @@ from support.tiers import sampled
 import dcp_datastates
 from dcp_datastates import convert, diff
 from dcp_datastates.conversion.convert import open_source
-from dcp_datastates.format.layout import SAFETENSORS_NAME
 
 MIB = 1 << 20
 COUNT, NBYTES = 5, 36 * MIB
@@ -26,13 +25,10 @@ MORE = 24 * MIB
 
 def _write_source(path: Path, nbytes: int) -> Path:
     """A file of tensors of ``nbytes`` each, with holes, which take no space, and a value at each end."""
+    ends = range(0, (COUNT + 1) * nbytes, nbytes)
     entries = {
-        f"w{number}": {
-            "dtype": SAFETENSORS_NAME[torch.float32],
-            "shape": [nbytes // 4],
-            "data_offsets": [number * nbytes, (number + 1) * nbytes],
-        }
-        for number in range(COUNT)
+        f"w{n}": {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [*ends[n : n + 2]]}
+        for n in range(COUNT)
     }
     header = json.dumps(entries).encode()
     with path.open("wb") as file:
