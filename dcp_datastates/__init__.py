@@ -79,6 +79,8 @@ if _typing.TYPE_CHECKING:
     from dcp_datastates.manager import Trainable as Trainable
     from dcp_datastates.storage.object_store import ObjectStore as _ObjectStore
     from dcp_datastates.tiers.nodes import configure_nodes as configure_nodes
+    from dcp_datastates.weights.follow import follow as follow
+    from dcp_datastates.weights.publish import Weights as Weights
 
 _PLACES = {
     "AutoInterval": "manager.AutoInterval",
@@ -88,11 +90,13 @@ _PLACES = {
     "PerRank": "manager.PerRank",
     "RngState": "manager.RngState",
     "Trainable": "manager.Trainable",
+    "Weights": "weights.publish.Weights",
     "configure_nodes": "tiers.nodes.configure_nodes",
     "convert": "conversion.convert.convert",
     "copy": "checkpoints.copy.copy",
     "delete": "checkpoints.delete.delete",
     "diff": "conversion.compare.diff",
+    "follow": "weights.follow.follow",
     "inspect": "checkpoints.describe.inspect",
     "latest": "checkpoints.find.latest",
     "load": "loading.load.load",

@@ -2,7 +2,8 @@
 
 :class:`SaveStats` and :class:`SaveRecord` say what one save cost on this rank, while it runs and at its end;
 :class:`LoadRecord` what one load cost. ``inspect`` returns a ``Checkpoint`` or a ``Directory``, ``verify`` a ``Report``
-of each ``Damage``, ``convert`` a ``Conversion``, ``diff`` a ``Comparison`` of each ``Difference``.
+of each ``Damage``, ``convert`` a ``Conversion``, ``diff`` a ``Comparison`` of each ``Difference``, ``async_save`` a
+``SaveHandle``; ``follow`` yields a ``WeightsVersion``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from dcp_datastates.conversion.compare import Comparison as Comparison
     from dcp_datastates.conversion.compare import Difference as Difference
     from dcp_datastates.conversion.convert import Conversion as Conversion
+    from dcp_datastates.dcp.async_save import SaveHandle as SaveHandle
     from dcp_datastates.format.contents import Damage as Damage
+    from dcp_datastates.weights.follow import WeightsVersion as WeightsVersion
 
 _PLACES: Final = {
     "Checkpoint": "checkpoints.describe",
@@ -32,6 +35,8 @@ _PLACES: Final = {
     "Difference": "conversion.compare",
     "Directory": "checkpoints.overview",
     "Report": "checkpoints.verify",
+    "SaveHandle": "dcp.async_save",
+    "WeightsVersion": "weights.follow",
 }
 __all__ = ["LoadRecord", "SaveRecord", "SaveStats", *_PLACES]
 

@@ -26,6 +26,7 @@ BELOW = {
     "monitoring": ("loading",),
     "manager": ("dcp", "checkpoints"),
     "conversion": ("manager",),
+    "weights": ("conversion",),
     "dcp": ("loading",),
     "loading": ("sharing", "tiers"),
     "sharing": ("planning", "wire"),
@@ -70,6 +71,7 @@ BUDGETS = {
     "storage": 3_743,
     "tiers": 2_268,
     "torchtitan": 506,
+    "weights": 600,
     "wire": 665,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that

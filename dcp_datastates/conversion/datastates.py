@@ -40,6 +40,7 @@ class DataStatesSource(Source):
     def __init__(self, path: Location) -> None:
         self._stored = Stored(open_committed(path).table, [path])
         super().__init__(path, OURS, *contents_of(self._stored.table.catalog))
+        self.attempt: Final = self._stored.table.note.attempt
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """See :class:`Source`."""

@@ -159,6 +159,14 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
 
     Raises :class:`ConfigurationError` for a tensor that the format cannot hold.
     """
+    header, ordered = safetensors_header(source, names)
+    return partial(write_file, source, path, header, ordered)
+
+
+def safetensors_header(source: Source, names: Iterable[str]) -> tuple[bytes, list[str]]:
+    """The beginning of a file with the tensors of these names, and their order in the file. Raises as
+    :func:`safetensors_unit`.
+    """
     ordered = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -183,7 +191,7 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
             f"a smaller shard_size"
         )
     first = len(text).to_bytes(8, "little") + text
-    return partial(write_file, source, path, first, ordered)
+    return first, ordered
 
 
 def _check_name(name: str) -> None:

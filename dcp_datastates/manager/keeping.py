@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.config import check_count
+from dcp_datastates.config import check_count, parse_rate
 from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.io.committed import open_committed
@@ -30,14 +30,41 @@ _SPARE: Final = 1.05
 """Room for a save, in sizes of the one before."""
 
 
+class Publisher(Protocol):
+    """Publishes weights of this run's checkpoints, in the background (:mod:`dcp_datastates.weights`)."""
+
+    def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
+        """A save has begun. Every rank calls this for every save. ``then`` is called once it is held no more."""
+
+    def check(self) -> None:
+        """Before a save: raises what would be wrong with all that is published."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint of this name must not be deleted yet. Any thread."""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until what was committed is published, for at most ``seconds``."""
+
+    def close(self) -> None:
+        """Give up what is not published."""
+
+
+class Publishes(Protocol):
+    """The rules of a :class:`Publisher`."""
+
+    def publisher(self, rank_set: RankSet) -> Publisher:
+        """Every rank calls this."""
+
+
 class Keeping:
-    """Deletes and archives. The thread of the loop uses it; all ranks construct it.
+    """Deletes, archives and publishes. The thread of the loop uses it; all ranks construct it.
 
     Args:
         steps: the checkpoints. Further tiers are archives.
         keep: the checkpoints to keep on the nearest tier; None: all.
         archive_every: archive every n-th save.
         archive_keep: the checkpoints to keep in each archive; None: all.
+        publish: where weights are published; None: nowhere.
 
     Raises :class:`ConfigurationError` for an argument that cannot work, and for tiers of two runs.
     """
@@ -50,13 +77,14 @@ class Keeping:
         keep: Keep | None,
         archive_every: int,
         archive_keep: int | Keep | None,
-        archive_rate: int,
+        archive_rate: int | str | None,
+        publish: Publishes | None,
     ) -> None:
         self._steps = steps
         self._saves = saves
         self._keep = keep
         self._every = check_count("archive_every", archive_every)
-        self._rate = archive_rate
+        self._rate = parse_rate(archive_rate, name="archive_rate")
         self._count = 0
         self._newest: Location | None = None
         self._nbytes = 0  # of a checkpoint
@@ -68,6 +96,7 @@ class Keeping:
             tiers = range(1, len(steps.roots))
             self._then = [partial(steps.delete_old, each, rule, self._own[each]) for each in tiers]
         self._rank_set = rank_set
+        self._publisher = None if publish is None else publish.publisher(rank_set)
         self._archives: list[Archive] = []
         self._another: int | None = None
         """Which archive is of another run."""
@@ -89,7 +118,11 @@ class Keeping:
             archive.open(fast)
 
     def check(self) -> None:
-        """Before a save: raises :class:`ConfigurationError` if an archive is another run's. All ranks call this."""
+        """Before a save: raises :class:`ConfigurationError` if an archive is another run's, or if no weights can be
+        published. All ranks call this.
+        """
+        if self._publisher is not None:
+            self._publisher.check()
         if self._another is not None:
             self._open_archives()
         if self._another is not None:
@@ -109,16 +142,21 @@ class Keeping:
             nbytes = int((len(self._saves.in_flight()) + 1) * _SPARE * self._nbytes)
             make_room(self._steps.roots[0], self._archives, nbytes, seconds)
 
-    def archive(self, save: SaveOperation) -> None:
-        """A save has begun, and is not planned yet: archive it if it is its turn. Every rank calls this for every
-        save.
+    def begun(self, save: SaveOperation) -> None:
+        """A save has begun, and is not planned yet: archive it if it is its turn, and publish its weights. Every rank
+        calls this for every save.
         """
+        if (
+            self._publisher is not None
+        ):  # first: it holds what is committed before anything deletes it
+            self._publisher.follow(save, self._request_deletions)
         self._count += 1
         turns = self._archives if (self._count - 1) % self._every == 0 else []
         for archive, then in zip(turns, self._then, strict=bool(turns)):
             archived = archive_save(save, archive.slow, self._rate, then)
-            if self._deletes:  # what is kept until then may be old
-                when_done(archived, lambda _: self._saves.deletions.request(self._committed))
+            when_done(
+                archived, lambda _: self._request_deletions()
+            )  # what is kept until then may be old
 
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""
@@ -129,23 +167,36 @@ class Keeping:
             self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
 
+    def _request_deletions(self) -> None:
+        if self._deletes:
+            self._saves.deletions.request(self._committed)
+
     def _note_rules(self) -> None:
         self._is_noted = True
         rules = None if self._keep is None else {"prefix": PREFIX, **asdict(self._keep)}
         leave(self._steps.roots[0], RETENTION_NAME, Note(rules=rules))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all that is committed, and is to be archived, is; for at most ``seconds``, and then for what is to
-        be deleted.
+        """Wait until all that is committed, and is to be archived or published, is; for at most ``seconds``, and then
+        for what is to be deleted.
         """
         ends_at = None if seconds is None else time.monotonic() + seconds
-        for archive in self._archives:
-            archive.wait(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
+        waits = [archive.wait for archive in self._archives]
+        if self._publisher is not None:
+            waits.append(self._publisher.wait)
+        for wait in waits:
+            wait(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
         self._saves.deletions.wait()
+
+    def close(self) -> None:
+        """Give up what is not published."""
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _committed(self) -> None:
         if self._archives and self._newest is not None:
             with contextlib.suppress(CheckpointNotFoundError):  # the newest save may have failed
                 self._nbytes = open_committed(self._newest).nbytes
         if self._keep is not None:
-            self._steps.delete_old(0, self._keep, self._own[0])
+            held = None if self._publisher is None else self._publisher.holds
+            self._steps.delete_old(0, self._keep, self._own[0], held)

@@ -16,14 +16,14 @@ from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.config import WriterOptions, check_options, parse_flag, parse_rate
+from dcp_datastates.config import WriterOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.continuing import Continuing, Fresh
-from dcp_datastates.manager.keeping import Keeping
+from dcp_datastates.manager.keeping import Keeping, Publishes
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
@@ -89,6 +89,7 @@ class CheckpointManager:
         archive_every: Archive every n-th checkpoint that is saved, the first among them: more than 1 if it lags.
         archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
         archive_rate: How fast each rank may copy, such as ``"500MB/s"``, if others need the network; None: no limit.
+        publish: A :class:`Weights`: the model's weights are published from each checkpoint, in the background.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -119,6 +120,7 @@ class CheckpointManager:
         archive_every: int = 1,
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
+        publish: Publishes | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
@@ -138,8 +140,7 @@ class CheckpointManager:
         self._writer = DataStatesWriter(process_group=process_group, **options)
         in_flight = self._writer.config.max_in_flight
         self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
-        rate = parse_rate(archive_rate, name="archive_rate")
-        rules = self._keep, archive_every, archive_keep, rate
+        rules = self._keep, archive_every, archive_keep, archive_rate, publish
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         timeout = self._writer.config.commit_timeout
@@ -149,7 +150,7 @@ class CheckpointManager:
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
-        self._writer.on_begin = self._keeping.archive
+        self._writer.on_begin = self._keeping.begun
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
@@ -425,6 +426,7 @@ class CheckpointManager:
             self._schedule.close()
             self._signals.close()
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))
+            self._keeping.close()
             self._writer.close()
 
     def __repr__(self) -> str:

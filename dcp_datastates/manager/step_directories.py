@@ -122,13 +122,17 @@ class StepDirectories:
         )
         return number_of(best[0].path, PREFIX) if best else None
 
-    def delete_old(self, tier: int, keep: Keep, own: set[str]) -> None:
-        """Delete the checkpoints of a tier, among those of the names ``own``, that ``keep`` does not ask for; their
-        names leave ``own``.
+    def delete_old(
+        self, tier: int, keep: Keep, own: set[str], held: Callable[[str], bool] | None = None
+    ) -> None:
+        """Delete the checkpoints of a tier, among those of the names ``own``, that ``keep`` does not ask for, and that
+        are not ``held``; their names leave ``own``.
         """
-        retained = retain_here(
-            self.roots[tier], keep=keep, verify=self._verify, among=lambda path: path.name in own
-        )
+
+        def may_go(path: Location) -> bool:
+            return path.name in own and not (held is not None and held(path.name))
+
+        retained = retain_here(self.roots[tier], keep=keep, verify=self._verify, among=may_go)
         for path in retained.deleted:
             own.discard(path.name)
             logger.info("deleted checkpoint %s", path)

@@ -73,7 +73,7 @@ class Loop:
         self.scheduler.step()
         self.state["seen"] += 4
         self.state["average"] += loss.detach()
-        return float(loss)
+        return float(loss.detach())
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -1,0 +1,1 @@
+"""A model's weights, published from each checkpoint for the programs that serve them, and followed there."""

@@ -1,0 +1,389 @@
+"""Publishes the weights of a loop's checkpoints: each rank writes its share of a folder, in the background.
+
+The ranks read what they have just committed, not the device and not each other: each takes whole tensors, whatever the
+sharding of the job, verifies the stored bytes, converts them, and writes its files. There is no gather, and training's
+threads do nothing. The first rank then publishes the version (:mod:`dcp_datastates.weights.version`). A save that fails
+publishes nothing; if a rank fails here, or if a newer checkpoint waits already, this version is left out, and the loop
+goes on.
+
+Threads: ``dcp_datastates-weights`` does all of it, one version after another. It starts with the first, and ends with
+:meth:`Publisher.close`, or the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from typing_extensions import Buffer
+
+from dcp_datastates._native import crc32c
+from dcp_datastates.checkpoints.inventory import is_directory
+from dcp_datastates.commit.group import commit_group
+from dcp_datastates.config import check_count, parse_size
+from dcp_datastates.conversion.datastates import DataStatesSource
+from dcp_datastates.conversion.hugging_face import companions_of
+from dcp_datastates.conversion.safetensors_files import safetensors_header
+from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes, select
+from dcp_datastates.errors import (
+    CheckpointReplacedError,
+    CommitOutcomeUnknown,
+    ConfigurationError,
+    IncompatibleStateError,
+    SaveAbandonedError,
+)
+from dcp_datastates.format.stored_names import Rename, check_rename
+from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.futures import Worker, when_done
+from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.ranks.failure_detector import Loss
+from dcp_datastates.ranks.meetings import GivenUp, Meetings
+from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import Location, check_opens, locate, stored
+from dcp_datastates.storage.object_store import put_pieces
+from dcp_datastates.text import size, step_of
+from dcp_datastates.weights import version
+
+logger = logging.getLogger(__name__)
+
+_PARTS_IN_FLIGHT: Final = 4
+_LOOK_SECONDS: Final = 0.2
+"""Between two looks for news of the other ranks; longer with many ranks (``_LOOK_SECONDS_PER_RANK``)."""
+_LOOK_SECONDS_PER_RANK: Final = 1e-3
+_CLOSE_SECONDS: Final = 10.0
+"""How long the end waits for the tensor that is being written, once it has given up."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where and how :class:`~dcp_datastates.CheckpointManager` publishes a model's weights (``publish=``).
+
+    Each version is a Hugging Face folder, ``root/weight_v000001`` and so on, which ``from_pretrained`` loads and
+    :func:`~dcp_datastates.follow` follows. It appears when it is complete, never before.
+
+    Attributes:
+        root: A directory that all ranks share, or its URL.
+        every: Publish every n-th checkpoint that is saved, the first among them. Of those that come while a version is
+            being written, only the newest is published.
+        part: The name in the state under which the model lies, which is removed from the tensors' names. None: all
+            tensors of the state, under their own names.
+        dtype: The dtype of all floating-point tensors, such as "bfloat16"; None: as they are saved.
+        names: The names in the version: a dict from prefixes, or a function from a name to a name, as ``rename`` of
+            :func:`~dcp_datastates.convert`. It sees names without ``part``.
+        keep: How many of the newest versions stay. A reader of an older one may find it gone. None: all.
+        config_from: A Hugging Face folder whose configuration and tokenizer files go into each version.
+        shard_size: The most bytes of tensors in one file. Each rank writes one, if there are enough tensors.
+        storage_options: fsspec's, if ``root`` is a URL.
+
+    Each rank needs memory for its largest tensor, as it is saved and as it is published.
+
+    Raises:
+        ConfigurationError: an option cannot work.
+    """
+
+    root: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int = 1
+    part: str | None = "model"
+    dtype: str | torch.dtype | None = None
+    names: Rename | None = None
+    keep: int | None = 3
+    config_from: str | os.PathLike[str] | None = None
+    shard_size: int | str = "5GB"
+    storage_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        if self.keep is not None:
+            check_count("keep", self.keep)
+        if not parse_size(self.shard_size, name="shard_size"):
+            raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
+        check_rename(self.names)
+        if self.config_from is not None and not is_directory(locate(self.config_from)):
+            raise ConfigurationError(f"config_from={str(self.config_from)!r} is no directory")
+
+    def publisher(self, rank_set: RankSet) -> Publisher:
+        """What publishes the saves of these ranks, all of which call this."""
+        return Publisher(self, rank_set)
+
+
+class Publisher:
+    """Publishes the saves of one loop. Any thread may call the methods; every rank makes the same calls."""
+
+    def __init__(self, rules: Weights, rank_set: RankSet) -> None:
+        self._rules = rules
+        self._root = locate(rules.root, options=rules.storage_options)
+        check_opens(self._root)
+        self._rank_set = rank_set
+        self._detector = commit_group(rank_set).detector
+        self._meetings = Meetings(rank_set, "weights") if rank_set.world > 1 else None
+        self._pause = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * rank_set.world)
+        self._small: dict[str, bytes] | None = None
+        self._hopeless: BaseException | None = None
+        """Why no version can be published."""
+        self._worker = Worker("dcp_datastates-weights")
+        self._closing = threading.Event()
+        self._count = 0
+        self._lock = threading.RLock()  # guards what follows
+        self._turns: list[Location] = []
+        """The checkpoints that are to be published, or are being published."""
+        _publishers.add(self)
+
+    def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
+        """A save has begun: publish it once it is committed, if it is its turn; and then call ``then``."""
+        self._count += 1
+        if (self._count - 1) % self._rules.every == 0:
+            when_done(save.committed, lambda _: self._add(save, then))
+
+    def check(self) -> None:
+        """Before a save: raises what would be wrong with each version, such as a ``part`` that the state lacks."""
+        if (failure := self._hopeless) is not None:
+            self._hopeless = None
+            raise failure
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint of this name is still to be read, so that it must not be deleted. (Those between the
+        first and the newest will be left out.)
+        """
+        with self._lock:
+            return any(path.name == name for path in (*self._turns[:1], *self._turns[-1:]))
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return True when all that was committed is published or left out; False after ``seconds``."""
+        done = threading.Event()
+        return not self._worker.post(done.set) or done.wait(seconds)
+
+    def close(self) -> None:
+        """Give up what is not published. Idempotent."""
+        self._closing.set()
+        self._worker.close(_CLOSE_SECONDS)
+
+    def _add(self, save: SaveOperation, then: Callable[[], object]) -> None:
+        error, path, attempt = save.committed.peek(), save.path, save.attempt
+        # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
+        if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
+            return
+        with self._lock:
+            self._turns.append(path)
+        if not self._worker.post(lambda: self._turn(path, attempt, then)):
+            self._end(path, then)
+
+    def _end(self, path: Location, then: Callable[[], object]) -> None:
+        with self._lock:
+            self._turns.remove(path)
+        then()
+
+    # ---- the thread -----------------------------------------------------------------------------------
+
+    def _turn(self, path: Location, attempt: Attempt, then: Callable[[], object]) -> None:
+        try:
+            self._publish(path, attempt)
+        except GivenUp as stop:
+            logger.warning("the weights of %s are not published: %s", path, stop.why)
+        except BaseException as error:
+            level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
+            logger.log(level, "the weights of %s are not published: %s", path, error)
+            if isinstance(error, ConfigurationError | IncompatibleStateError):
+                self._hopeless = error
+        finally:
+            self._end(path, then)
+
+    def _publish(self, path: Location, attempt: Attempt) -> None:
+        began = time.monotonic()
+        begin = ((attempt.incarnation << 64) + attempt.sequence) * 2
+        number = int(self._meet(begin, b"", lambda _: str(self._begin()).encode(), path))
+        if not number:
+            logger.info("the weights of %s are left out: a newer checkpoint waits", path)
+            return
+        with self._telling(begin + 1):
+            source = self._opened(path, attempt)
+            shards = _shards(source, self._rank_set.world, self._shard_bytes)
+            sums = self._write(source, shards, number)
+
+        def publish(messages: Sequence[bytes]) -> bytes:
+            index = _index(source, shards, list(map(json.loads, messages)), number, path)
+            version.publish(self._root, number, index, self._companions(source))
+            self._remove_old(number)
+            return b""
+
+        self._meet(begin + 1, json.dumps(sums).encode(), publish, path)
+        if self._rank_set.rank == 0:
+            logger.info(
+                "published the weights of %s as %s: %s in %d files, in %.1f s",
+                *(path, version.version_path(self._root, number), size(source.nbytes)),
+                *(len(shards), time.monotonic() - began),
+            )
+
+    def _begin(self) -> int:
+        """On the first rank: the number of the version; 0 to leave it out."""
+        with self._lock:
+            is_newest = len(self._turns) == 1
+        return version.claim(self._root) if is_newest else 0
+
+    def _opened(self, path: Location, attempt: Attempt) -> Source:
+        source, rules = DataStatesSource(path), self._rules
+        if source.attempt != attempt:
+            raise CheckpointReplacedError(
+                f"{path}: attempt {attempt.name} was replaced by {source.attempt.name} before it was published"
+            )
+        return select(source, part=rules.part, rename=rules.names, dtype=rules.dtype)
+
+    @property
+    def _shard_bytes(self) -> int:
+        return parse_size(self._rules.shard_size, name="shard_size")
+
+    def _write(
+        self, source: Source, shards: Mapping[str, list[str]], number: int
+    ) -> dict[str, str]:
+        """Write this rank's files; returns the checksums of their tensors, by name."""
+        place = stored(version.version_path(self._root, number))
+        sums: dict[str, str] = {}
+        for file, names in list(shards.items())[self._rank_set.rank :: self._rank_set.world]:
+            header, ordered = safetensors_header(source, names)
+            nbytes = len(header) + sum(source.tensors[name].nbytes for name in ordered)
+            pieces = chain([header], self._pieces(source, ordered, sums))
+            hit("weights.write.before")
+            put_pieces(place.store, (place / file).key, nbytes, pieces, _PARTS_IN_FLIGHT)
+            hit("weights.write.after")
+        return sums
+
+    def _pieces(
+        self, source: Source, names: Sequence[str], sums: dict[str, str]
+    ) -> Iterator[Buffer]:
+        for group in source.groups(names, PIECE_BYTES):
+            for name, tensor in zip(group, source.read(group), strict=True):
+                data = as_bytes(tensor)
+                sums[name] = f"{crc32c(data):08x}"
+                for begin in range(0, len(data), PIECE_BYTES):
+                    self._check_open()
+                    yield data[begin : begin + PIECE_BYTES]
+
+    def _companions(self, source: Source) -> dict[str, bytes]:
+        """The configuration and tokenizer files."""
+        if self._small is None:
+            folder = self._rules.config_from
+            self._small = {} if folder is None else companions_of(source, locate(folder))
+        return self._small
+
+    def _remove_old(self, number: int) -> None:
+        """Remove what is older than ``keep`` published versions, and what was never published."""
+        try:
+            older = [each for each in version.numbers_below(self._root) if each < number]
+            published = [each for each in older if version.is_published(self._root, each)]
+            keep = len(older) if self._rules.keep is None else self._rules.keep - 1
+            kept = published[max(0, len(published) - keep) :]
+            version.remove(self._root, (each for each in older if each not in kept))
+        except OSError as error:
+            logger.warning("old versions stay in %s: %s", self._root, error)
+
+    # ---- the other ranks ------------------------------------------------------------------------------
+
+    def _meet(
+        self,
+        number: int,
+        message: bytes,
+        answer: Callable[[Sequence[bytes]], bytes],
+        path: Location,
+    ) -> bytes:
+        """The first rank's answer, the same for all. Raises as it, and if a rank is lost."""
+        if self._meetings is None:
+            return answer([message])
+        log = WaitLog(logger, f"publishing the weights of {path}", 60.0)
+
+        def for_each(messages: Sequence[bytes]) -> Sequence[bytes]:
+            with self._telling(number):
+                return [answer(messages)] * len(messages)
+
+        def check() -> None:
+            log.look("the other ranks")
+            self._closing.wait(self._pause)
+            with self._telling(number):
+                self._check_open()
+                if lost := [] if self._detector is None else self._detector.losses():
+                    raise Loss.error_of(lost)
+
+        return self._meetings.meet(number, message, for_each, check).answer
+
+    @contextlib.contextmanager
+    def _telling(self, number: int) -> Iterator[None]:
+        """Tells the other ranks of an error in the block, which leave this version out, too."""
+        try:
+            yield
+        except BaseException as error:
+            if self._meetings is not None:
+                why = f"rank {self._rank_set.ranks[self._rank_set.rank]}: {error}"
+                self._meetings.give_up(number, why)
+            raise
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise SaveAbandonedError("the process was ending")
+
+
+def _shards(source: Source, world: int, shard_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file: about as many files as ranks, or more, of about the same size."""
+    nbytes = source.nbytes or 1
+    count = max(world, -(-nbytes // shard_bytes))
+    groups: dict[int, list[str]] = {}
+    at = 0
+    for name, tensor in source.tensors.items():
+        middle = at + tensor.nbytes // 2
+        groups.setdefault(middle * count // nbytes, []).append(name)
+        at += tensor.nbytes
+    return {
+        f"model-{n:05d}-of-{len(groups):05d}.safetensors": names
+        for n, names in enumerate(groups.values(), 1)
+    }
+
+
+def _index(
+    source: Source,
+    shards: Mapping[str, list[str]],
+    sums: Sequence[Mapping[str, str]],
+    number: int,
+    path: Location,
+) -> dict[str, Any]:
+    """The index of a version. Raises :class:`ConfigurationError` if the ranks have not written all tensors."""
+    file_of = {name: file for file, names in shards.items() for name in names}
+    checksums = {name: each for of_rank in sums for name, each in of_rank.items()}
+    if checksums.keys() != file_of.keys():
+        raise ConfigurationError(
+            "the ranks have chosen different tensors: Weights(…) must be the same on all of them"
+        )
+    parameters = sum(each.numel() for each in source.tensors.values())
+    return {
+        "metadata": {
+            "total_size": source.nbytes,
+            "total_parameters": parameters,
+            "version": f"{number:06d}",
+            "step": step_of(str(path)),
+            "published_at": time.time(),
+            "checksum_format": "crc32c",
+        },
+        "weight_map": dict(sorted(file_of.items())),
+        "checksums": dict(sorted(checksums.items())),
+    }
+
+
+_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for each in list(_publishers):
+        each.close()
+
+
+at_end(_close_all, Phase.GIVE_UP)

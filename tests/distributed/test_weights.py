@@ -1,0 +1,102 @@
+"""Ranks publish the weights of sharded models together: whole tensors, one version or none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.crashes.failing import armed_on, silence, variables
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import run_on_ranks
+from support.state.loops import manager
+from support.state.meshes import Block, fsdp_tp, full, train
+from support.waiting import lines
+
+from dcp_datastates import Weights, follow
+from dcp_datastates.weights import version
+
+
+def _publishes(path, shape, steps, **options):
+    model, optimizer = fsdp_tp(Block(hidden=256), shape)
+    rules = Weights(path / "w", keep=None)
+    with manager(path / "run", publish=rules, **options) as saves:
+        saves.restore_latest({"model": model, "optimizer": optimizer})
+        for step in steps:
+            dense = {name: full(each) for name, each in model.state_dict().items()}
+            if dist.get_rank() == 0:
+                torch.save(dense, path / f"dense-{step}.pt")
+            saves.save(step, {"model": model, "optimizer": optimizer})
+            saves.wait()
+            train(model, optimizer)
+
+
+def _follows(path, shape):
+    model, _ = fsdp_tp(Block(seed=1, hidden=256), shape)
+    for each in follow(path / "w", timeout=0):
+        each.load_into(model)
+        dense = torch.load(path / f"dense-{each.step}.pt")
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(full(tensor), dense[name]), name
+
+
+def _steps(path):
+    return [each.step for each in follow(path / "w", timeout=0)]
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_versions_of_a_sharded_model_are_whole_tensors(shape, shared_dir):
+    run_on_ranks(4, _publishes, path=shared_dir, shape=shape, steps=range(3))
+    assert _steps(shared_dir) == [0, 1, 2]
+    for each in follow(shared_dir / "w", timeout=0):
+        dense = torch.load(shared_dir / f"dense-{each.step}.pt")
+        found = each.read()
+        assert found.keys() == dense.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in dense.items())
+        assert 2 <= len(list(each.path.glob("*.safetensors"))) <= 4
+    run_on_ranks(2, _follows, path=shared_dir, shape=(2, 1))
+
+
+def test_a_job_goes_on_at_other_sizes(shared_dir):
+    starts = itertools.count(0, 2)
+    for world in (3, 1, 2):
+        start = next(starts)
+        steps = range(start, start + 2)
+        run_on_ranks(world, _publishes, path=shared_dir, shape=(world, 1), steps=steps)
+    assert _steps(shared_dir) == list(range(6))
+    run_on_ranks(2, _follows, path=shared_dir, shape=(1, 2))
+
+
+def _fails_once(path):
+    with armed_on(1, "weights.write.before@1=error:EIO", path / "log"):
+        _publishes(path, (3, 1), range(2))
+
+
+def test_a_failure_of_one_rank_leaves_the_version_out_on_all(shared_dir):
+    run_on_ranks(3, _fails_once, path=shared_dir)
+    assert _steps(shared_dir) == [1]
+    assert version.numbers_below(shared_dir / "w") == [2]
+
+
+def publish_until_one_dies(path):
+    """What each rank still logs of its second version."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    with silence(2.0), lines() as said, manager(path / "run", publish=Weights(path / "w")) as saves:
+        for step in range(2):
+            saves.save(step, {"model": model}).result()
+            saves.wait()
+    return said
+
+
+def test_a_rank_that_dies_leaves_no_half_version_and_holds_up_nobody(tmp_path):
+    environments = [{}, variables("weights.write.after@2=kill", tmp_path / "log"), {}]
+    body = f"{__name__}:publish_until_one_dies"
+    first, killed, last = run_ranks(body, 3, tmp_path, environments=environments, path=tmp_path)
+    assert killed.killed
+    for rank in (first, last):
+        (told,) = [line for line in rank.result() if "not published" in line]
+        assert "step-1" in told
+        assert "rank 1" in told
+    assert _steps(tmp_path) == [0]
