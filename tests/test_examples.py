@@ -251,6 +251,18 @@ def test_checkpoints_are_evaluated_while_the_run_goes_on(tmp_path):
     assert steps == sorted(set(steps))
 
 
+def test_a_program_follows_the_weights_that_a_run_publishes(tmp_path):
+    directory = write(tmp_path, example("publish_weights"))
+    with started(python("serve", "weights"), directory) as serving:
+        trained = train(directory, "train", "weights")
+        printed, errors = serving.communicate(timeout=120)
+    assert serving.returncode == 0, errors
+    steps = [int(step) for step in re.findall(r"version \d+, step (\d+)", printed)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 50
+    assert "not published" not in trained.stderr
+
+
 def test_a_data_loader_goes_on_in_the_middle_of_an_epoch_with_equal_losses(tmp_path):
     pytest.importorskip("torchdata")
     cut, whole = (write(tmp_path / name, example("data_loader")) for name in ("cut", "whole"))
