@@ -1,12 +1,10 @@
 """Saves PyTorch's training state in the background: a storage backend for ``torch.distributed.checkpoint`` (DCP).
 
 Save and load
-    async_save              save while training continues; returns a SaveHandle
-    SaveHandle              waits for the save, and knows what came of it
+    async_save              save while training continues; returns a results.SaveHandle
     save                    save, and return when the checkpoint is committed
     load                    fill a state in place, or return all that was saved
     track                   name an optimizer before its first step
-    prime                   plan the first save before it
 
 Training loops
     CheckpointManager       saves when one is due, deletes, stops at signals, resumes
@@ -14,6 +12,8 @@ Training loops
     AutoInterval            saves as often as the costs of a save allow
     PerRank, RngState       values that differ between ranks
     Trainable               a model of which only the trained parameters are saved
+    Weights                 where a loop publishes its model's weights
+    follow                  each version of them, as it comes
 
 Checkpoints
     latest                  the newest one below a directory that can be loaded
@@ -46,9 +46,7 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from dcp_datastates import errors as errors
-from dcp_datastates.dcp.async_save import SaveHandle as SaveHandle
 from dcp_datastates.dcp.async_save import async_save as async_save
-from dcp_datastates.dcp.async_save import prime as prime
 from dcp_datastates.dcp.async_save import save as save
 from dcp_datastates.dcp.planner import DataStatesSavePlanner as DataStatesSavePlanner
 from dcp_datastates.dcp.writer import DataStatesWriter as DataStatesWriter

@@ -173,7 +173,7 @@ def test_values_and_results_say_what_they_are(tmp_path):
 # --- where errors come from -------------------------------------------------------------------------
 
 
-def _failing_save(root: Path) -> ds.SaveHandle:
+def _failing_save(root: Path) -> ds.results.SaveHandle:
     with armed("publish.link.before@1=error:ENOSPC"):
         handle = ds.async_save(STATE, root / "step-2", host_cache_size=CACHE)
         assert handle.wait(60)

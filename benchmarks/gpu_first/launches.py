@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dcp_datastates import SaveHandle
 from dcp_datastates.io.engine import engine
+from dcp_datastates.results import SaveHandle
 from gpu_first.step import Options, Part, Saves, main, spread, synchronize
 
 _SHORT_QUEUE = 500

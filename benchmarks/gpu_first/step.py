@@ -62,7 +62,7 @@ class Saves:
         self.cache = max(count * nbytes * 3 // 2, 64 << 20)
         self._writer = ds.DataStatesWriter(host_cache_size=self.cache, reads="all")
 
-    def save(self) -> ds.SaveHandle:
+    def save(self) -> ds.results.SaveHandle:
         return ds.async_save(self._state, self._path, writer=self._writer)
 
 

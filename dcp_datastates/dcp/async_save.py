@@ -1,4 +1,4 @@
-"""``async_save`` with its handle, ``save`` and ``prime``: they bring the planner and the planning thread.
+"""``async_save`` with its handle, and ``save``: they bring the planner and the planning thread.
 
 The training thread stages the state. The planning thread of the rank set does the rest (``rank_context.py``).
 """
@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig, WriterOptions, check_options
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import (
-    DataStatesSavePlanner,
     options_in_columns,
     plan_in_columns,
 )
@@ -34,18 +33,12 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.forks import public, refuse_in_child
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.results import SaveRecord, SaveStats
-from dcp_datastates.saving.agreement import SaveName
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
-from dcp_datastates.saving.rank_context import RankContext, context_of
+from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import end_here, prepare, stage_save, writable
-from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.stage import look
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.storage.object_path import Location, ObjectPath
-
-_PRIME_TIMEOUT_SECONDS: Final = 300.0
-"""How long the other ranks may take to call :func:`prime`."""
 
 
 @public("async_save()")
@@ -121,52 +114,6 @@ def save(
     return made.stats
 
 
-@public("prime()")
-def prime(
-    state_dict: Mapping[str, Any],
-    *,
-    planner: DataStatesSavePlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Plan a save of ``state_dict`` now, so that the first save of such a state finds its plan in the cache.
-
-    Collective. Call it after a resume, for example: the loaded state has the structure of the states to be saved. It
-    reads no tensor, changes nothing and writes nothing. Saves in flight are planned first, as before a
-    synchronous save. The call waits up to 300 seconds for the other ranks.
-
-    Args:
-        state_dict: A state like those that ``async_save`` will receive.
-        planner: The planner that will be passed to this package's ``async_save``; None if none will be. A planner whose
-            class overrides hooks plans now, and plans again in the save.
-        process_group: The ranks that save; None means all.
-
-    Raises:
-        ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
-        DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
-    """
-    step_gate.open_windows()
-    end_here()
-    context = context_of(commit_group(rank_set_of(process_group)))
-    propose = functools.partial(_propose, state_dict, planner, context)
-    context.run("prime()", _PRIME_TIMEOUT_SECONDS, propose)
-
-
-def _propose(
-    state_dict: Mapping[str, Any], planner: SavePlanner | None, context: RankContext
-) -> tuple[SaveName, SavePlanning, bytes]:
-    """The planning of a state that is not staged, and this rank's message."""
-    if planner is not None and not isinstance(planner, DataStatesSavePlanner):
-        raise ConfigurationError(
-            f"a {type(planner).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
-            f"None for that of dcp_datastates.async_save"
-        )
-    staged = look(state_dict)
-    state = StateToPlan(staged, staged.materialize)
-    planning = _planning(context.planner, planner, state, "")
-    plan = planning.propose(context.group.name, context.group.rank_set.rank)
-    return SaveName("prime()", planning.kind), planning, plan
-
-
 def _call(
     state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | ObjectPath | None,
@@ -227,18 +174,12 @@ def _call(
 def _planning_of(
     default: PlanCache, planner: SavePlanner | None, save: SaveOperation
 ) -> SavePlanning:
-    state = StateToPlan(save.reads.staged, save.reads.state)
-    return _planning(default, planner, state, str(save.directory()))
-
-
-def _planning(
-    default: PlanCache, planner: SavePlanner | None, state: StateToPlan, directory: str
-) -> SavePlanning:
     """How the state is planned: in columns, unless only the planner can plan it, which may have hooks now."""
+    state = StateToPlan(save.reads.staged, save.reads.state)
     if (planned := plan_in_columns(planner, default, state)) is not None:
         return planned
     assert planner is not None
-    return ObjectPlanning.of_state(planner, state.staged, state.built, directory)
+    return ObjectPlanning.of_state(planner, state.staged, state.built, str(save.directory()))
 
 
 def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Keeping:
         archive_every: int,
         archive_keep: int | Keep | None,
         archive_rate: int | str | None,
+        *,
         publish: Publishes | None,
     ) -> None:
         self._steps = steps

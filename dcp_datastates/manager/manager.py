@@ -140,8 +140,8 @@ class CheckpointManager:
         self._writer = DataStatesWriter(process_group=process_group, **options)
         in_flight = self._writer.config.max_in_flight
         self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
-        rules = self._keep, archive_every, archive_keep, archive_rate, publish
-        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        rules = self._keep, archive_every, archive_keep, archive_rate
+        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules, publish=publish)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         timeout = self._writer.config.commit_timeout
         self._continuing = Continuing(

@@ -128,30 +128,6 @@ class RankContext:
 
         self._worker.post(run)
 
-    def run(
-        self, what: str, timeout: float, propose: Callable[[], tuple[SaveName, SavePlanning, bytes]]
-    ) -> None:
-        """Plan ``what`` with the other ranks, and write nothing. Waits for the planning thread; raises its error."""
-        number = self.group.count_call()
-        ended: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                watch = self._watch(what, timeout, number)
-                meet = functools.partial(self._meet, watch, "")
-                planning, assignment, _ = agree(meet, propose, lambda: None)
-                planning.take(assignment.plan)
-                planning.release()
-                ended.set_result(None)
-            except NotAgreed as refused:
-                ended.set_exception(refused.told(what, self.group.rank_set.world))
-            except BaseException as error:
-                ended.set_exception(error)
-
-        if not self._worker.post(run):
-            raise SaveAbandonedError(f"{what} was not begun: {self._worker.refusal}")
-        ended.result()
-
     def close(self) -> None:
         """End the threads after all submitted work, within a bound: Python before 3.14 aborts if they are in torch."""
         self._closed_at = time.monotonic()

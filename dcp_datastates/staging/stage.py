@@ -45,7 +45,7 @@ from dcp_datastates.io.tensor_memory import (
     tensors_over,
 )
 from dcp_datastates.staging.eager_copies import EagerCopies, Expectation, allocate, slots
-from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
+from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership
 from dcp_datastates.staging.traverse import (
     Columns,
     DeferredTensors,
@@ -276,20 +276,6 @@ def stage_state(
     if made.fences:
         report(engine)
     made.call_events = accelerator.mark(devices)
-    return made
-
-
-def look(state_dict: Mapping[str, Any]) -> StagedState:
-    """A staged state for planning only: its tensors are the state's, and nothing is copied."""
-    root, traversal = traverse(state_dict)
-    locals_ = traversal.columns.locals
-    on_host = [HOST] * len(locals_)
-    unreadable = any(_no_address(traversal.columns, on_host))
-    is_cacheable = not unreadable and not any_hold_shards(locals_)
-    ownership, is_deferred = Ownership(known_optimizers()), [True] * len(locals_)
-    strides = _strides(locals_)
-    made = StagedState(root, traversal, is_cacheable, is_deferred, ownership, strides)
-    made.at_call = made.fingerprint()
     return made
 
 

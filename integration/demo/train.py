@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 
-from dcp_datastates import CheckpointManager, SaveHandle
+from dcp_datastates import CheckpointManager
+from dcp_datastates.results import SaveHandle
 from job import Job
 from report import Run, Saved
 

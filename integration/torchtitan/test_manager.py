@@ -21,13 +21,13 @@ from compare import tensors_of
 from dcp_datastates import (
     DataStatesReader,
     DataStatesWriter,
-    SaveHandle,
     async_save,
     inspect,
     load,
     pin,
 )
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError, StorageError
+from dcp_datastates.results import SaveHandle
 
 pytest.importorskip("torchtitan", reason="pip install '.[torchtitan]'")
 

@@ -215,7 +215,6 @@ def test_a_synchronous_save_that_fails_in_dcps_planning_holds_up_nothing(planner
 
     fail()
     began = time.monotonic()
-    dcp_datastates.prime(_state(1), process_group=group)
     fail()
     dcp_datastates.save(_state(1), shared_dir / "1", process_group=group, host_cache_size=CACHE)
     assert time.monotonic() - began < 60, "commit_timeout is 300 s"

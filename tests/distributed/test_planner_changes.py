@@ -86,15 +86,12 @@ def test_another_shape_of_the_same_size(shared_dir):
 
 
 @ranks(1)
-@pytest.mark.parametrize("primed", [False, True])
-def test_one_tensor_under_two_names_and_then_two(primed, shared_dir):
+def test_one_tensor_under_two_names_and_then_two(shared_dir):
     planner = DataStatesSavePlanner()
     shared = filled((70_000,), torch.float32, 1)
-    if primed:
-        dcp_datastates.prime({"a": shared, "b": shared}, planner=planner)
     for number in range(4):
         two = {"a": filled((70_000,), torch.float32, 2), "b": filled((70_000,), torch.float32, 3)}
-        state = two if number % 2 or primed else {"a": shared, "b": shared}
+        state = two if number % 2 else {"a": shared, "b": shared}
         saved_alone(state, planner, shared_dir / "c", reads="all")
         assert_same(load(zeros(state), shared_dir / "c"), state)
 

@@ -28,7 +28,7 @@ import dcp_datastates as ds
 HARMLESS = {
     *("on_load", "on_save", "errors", "track"),  # they note, or compute
     *("Keep", "AutoInterval", "PerRank", "RngState", "Trainable"),
-    *("SaveHandle", "DataStatesSavePlanner"),  # values
+    *("Weights", "DataStatesSavePlanner"),  # values
     *("validate_checkpoint_id", "checkpoint_id", "rank_set", "config", "path", "path_of", "root", "interval"),
     *("close", "failures", "stats", "record", "doing", "last_save", "enter", "add", "should_synchronize_after_execute"),
     *("captured", "committed", "archived", "staging_completion", "upload_completion"),  # futures, which are asked below

@@ -11,8 +11,7 @@ from support.simulated.object_stores import Fate, MemoryStore, Request, installe
 from support.state.archiving import archived_save, restart
 from support.tiers import tries
 
-import dcp_datastates
-from dcp_datastates import latest, load, retain, verify
+from dcp_datastates import latest, load, results, retain, verify
 from dcp_datastates.checkpoints.listing import checkpoints
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import archive, carrying
@@ -31,7 +30,7 @@ class _Life:
         self.step = 0
         self.committed: set[int] = set()
         self.archived: set[int] = set()
-        self.handles: dict[int, dcp_datastates.SaveHandle] = {}
+        self.handles: dict[int, results.SaveHandle] = {}
         self.rate = 0.0
         store.on_request = self.fate
 
