@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -114,17 +114,26 @@ def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
         content = values.load(data)
     except values.ValueRefused as error:
         raise CheckpointCorruptError(f"{path} is no index: {error}") from None
+    weights = weight_map(path, content)
+    if missing := set(weights.values()).difference(beside):
+        raise CheckpointNotFoundError(
+            f"{path.parent}: {min(missing)!r}, which the index names, is missing"
+        )
+    return {name: path.parent / file for name, file in weights.items()}
+
+
+def weight_map(path: Location, content: Any) -> dict[str, str]:
+    """The names of the files by those of the tensors, of the index at ``path`` with this ``content``.
+
+    Raises :class:`CheckpointCorruptError` if that is none, or has another place than beside the index.
+    """
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
         raise CheckpointCorruptError(f"{path} has no weight_map from names to files")
     for file in set(weights.values()):
         if file != Path(file).name or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
-        if file not in beside:
-            raise CheckpointNotFoundError(
-                f"{path.parent}: {file!r}, which the index names, is missing"
-            )
-    return {name: path.parent / file for name, file in weights.items()}
+    return weights
 
 
 def _header(file: Location, data: torch.UntypedStorage) -> Header:

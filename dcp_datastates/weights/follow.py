@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_datastates._native import crc32c
 from dcp_datastates.config import check_count, parse_flag
 from dcp_datastates.conversion.safetensors_files import safetensors_source
-from dcp_datastates.conversion.source import Source, as_bytes
+from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
@@ -24,8 +23,7 @@ from dcp_datastates.loading.stored import cut, shards_of
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage.object_path import AnyPath, Location, check_opens, locate
 from dcp_datastates.weights import version
-
-_MOST_NAMES: Final = 5
+from dcp_datastates.weights.share import apply
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class WeightsVersion:
     Attributes:
         number: Counts the versions below a root.
         path: Its folder, which ``from_pretrained`` of transformers loads.
-        step: The step of the checkpoint that it was made of.
+        step: The step of the checkpoint that it was made of; None if that has none.
         published_at: Seconds since the epoch.
     """
 
@@ -44,32 +42,24 @@ class WeightsVersion:
     step: int | None
     published_at: float
     _index: Mapping[str, Any] = field(repr=False)
+    _reader: _Reader = field(repr=False)
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors."""
-        return sorted(self._index["weight_map"])
+        return sorted(version.checksums_of(self._index))
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The tensors by their names, each compared with its checksum. They lie in mapped files: change nothing in
-        them; ``clone()`` what must outlive the version.
+        """The tensors by their names, each compared with its checksum. Change nothing in them, and ``clone()`` what
+        must outlive the version: they lie in mapped files, or are changed when a later version is read that is a delta.
 
         Raises:
             CheckpointCorruptError: a byte is damaged.
-            CheckpointNotFoundError: the version was removed meanwhile.
+            CheckpointNotFoundError: the version, or one that it is a delta of, was removed meanwhile.
+            ConfigurationError: it is a delta, and zstandard is not installed.
             StorageError: it cannot be read.
         """
-        file_of = {name: self.path / file for name, file in self._index["weight_map"].items()}
-        source: Source = safetensors_source(self.path, sorted(set(file_of.values())), file_of)
-        sums = self._index["checksums"]
-        tensors = {}
-        for name, tensor in source.tensors.items():
-            if f"{crc32c(as_bytes(tensor)):08x}" != sums.get(name):
-                raise CheckpointCorruptError(
-                    f"{file_of[name]}: the bytes of {name!r} do not match their checksum in the index"
-                )
-            tensors[name] = tensor
-        return tensors
+        return self._reader.read(self.number, self._index)
 
     def load_into(
         self, target: torch.nn.Module | Mapping[str, torch.Tensor], *, strict: bool = True
@@ -109,6 +99,61 @@ class WeightsVersion:
                     memory.copy_(cut(tensors[name], begins.tolist(), sizes.tolist()))
 
 
+class _Reader:
+    """Reads versions below ``root``, in the order of their numbers. One thread at a time uses it."""
+
+    def __init__(self, root: Location) -> None:
+        self._root = root
+        self._number = 0
+        """The version that :attr:`_tensors` have; 0: none, or a part of one."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        """Once a version was a delta: its tensors, in memory."""
+
+    def read(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """See :meth:`WeightsVersion.read`."""
+        deltas = []
+        at, found = number, index
+        while at != self._number and (base := version.base_of(found)):
+            if base >= at:
+                raise CheckpointCorruptError(f"version {at} says that it is a delta of {base}")
+            deltas.append((at, found))
+            at, found = base, version.found_index(self._root, base)
+        if at != self._number:
+            tensors = self._whole(at, found)
+            if not deltas:
+                return tensors
+            self._tensors = {name: each.clone() for name, each in tensors.items()}
+        self._number = 0
+        for each, of_delta in reversed(deltas):
+            self._apply(each, of_delta)
+        self._number = number
+        return dict(self._tensors)
+
+    def _whole(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        tensors = self._stored(number, index)
+        version.check(self._root, number, index, tensors)
+        return tensors
+
+    def _apply(self, number: int, index: Mapping[str, Any]) -> None:
+        path = version.version_path(self._root, number)
+        for name, frame in self._stored(number, index).items():
+            if name not in self._tensors:
+                raise CheckpointCorruptError(
+                    f"{path} has a delta of {name!r}, which its base lacks"
+                )
+            try:
+                apply(as_bytes(frame), np.asarray(as_bytes(self._tensors[name])))
+            except CheckpointCorruptError as error:
+                raise CheckpointCorruptError(f"{path}: {name!r}: {error}") from None
+        version.check(self._root, number, index, self._tensors)
+
+    def _stored(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What lies in the files of a version, mapped."""
+        path = version.version_path(self._root, number)
+        file_of = {name: path / file for name, file in index["weight_map"].items()}
+        return dict(safetensors_source(path, sorted(set(file_of.values())), file_of).tensors)
+
+
 @public("follow()")
 def follow(
     root: AnyPath,
@@ -121,7 +166,8 @@ def follow(
 ) -> Iterator[WeightsVersion]:
     """Yield each version of the weights below ``root`` once, in order, as soon as it is published.
 
-    A version that has been removed before its turn is left out. One process needs no other for this. ::
+    A version that has been removed before its turn is left out. One process needs no other for this. To read deltas
+    (``Weights(delta=…)``), it keeps the tensors in memory. ::
 
         for version in follow("s3://bucket/weights"):
             version.load_into(model)
@@ -152,6 +198,7 @@ def follow(
 def _follow(
     root: Location, after: int, newest: bool, poll: float, timeout: float | None
 ) -> Iterator[WeightsVersion]:
+    reader = _Reader(root)
     since = time.monotonic()
     while True:
         found = [number for number in version.numbers_below(root) if number > after]
@@ -160,14 +207,9 @@ def _follow(
         for number in found:
             if (index := version.index_of(root, number)) is not None:
                 after = number
-                yield _version(root, number, index)
+                path, about = version.version_path(root, number), version.about(index)
+                yield WeightsVersion(number, path, *about, index, reader)
                 since = time.monotonic()
         if timeout is not None and time.monotonic() - since > timeout:
             return
         time.sleep(poll)
-
-
-def _version(root: Location, number: int, index: Mapping[str, Any]) -> WeightsVersion:
-    about = index.get("metadata", {})
-    path = version.version_path(root, number)
-    return WeightsVersion(number, path, about.get("step"), about.get("published_at", 0.0), index)

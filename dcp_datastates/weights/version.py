@@ -14,16 +14,27 @@ and the step of its checkpoint.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import torch
+
+from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import remove_all
-from dcp_datastates.errors import CheckpointCorruptError, CheckpointSupersededError
+from dcp_datastates.conversion.safetensors_files import weight_map
+from dcp_datastates.conversion.source import as_bytes
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointSupersededError,
+)
 from dcp_datastates.format import values
+from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage import local_store
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location, stored
@@ -109,9 +120,67 @@ def index_of(root: Location, number: int) -> dict[str, Any] | None:
         found = values.load(data)
     except values.ValueRefused as error:
         raise CheckpointCorruptError(f"{place} is no index: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
-        raise CheckpointCorruptError(f"{place} has no weight_map from names to files")
-    return found
+    if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
+        raise CheckpointCorruptError(f"{place} has no metadata")
+    return {**found, "weight_map": weight_map(place.location, found)}
+
+
+def found_index(root: Location, number: int) -> dict[str, Any]:
+    """:func:`index_of` a version that must be there. Raises :class:`CheckpointNotFoundError` if it is not."""
+    if (index := index_of(root, number)) is None:
+        path = version_path(root, number)
+        raise CheckpointNotFoundError(
+            errno.ENOENT, f"{path} is not published, or was removed", str(path)
+        )
+    return index
+
+
+def about(index: Mapping[str, Any]) -> tuple[int | None, float]:
+    """The step of the checkpoint that a version was made of, and when it was published."""
+    metadata = index["metadata"]
+    step = metadata.get("step", "")
+    try:
+        return (int(step) if step.isdigit() else None), float(metadata.get("published_at", 0))
+    except (AttributeError, TypeError, ValueError):
+        raise CheckpointCorruptError(f"the metadata of an index are {metadata!r}") from None
+
+
+def checksums_of(index: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The checksum of each tensor of a version, by its name."""
+    found = index.get("checksums")
+    return found if isinstance(found, dict) else {}
+
+
+def check(
+    root: Location, number: int, index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise :class:`CheckpointCorruptError` unless ``tensors`` are those of a version, by their checksums."""
+    path, sums = version_path(root, number), checksums_of(index)
+    if alone := sums.keys() ^ tensors.keys():
+        raise CheckpointCorruptError(
+            f"{path}: the index and the files differ in {some_of(sorted(alone))}"
+        )
+    for name, tensor in tensors.items():
+        if f"{crc32c(as_bytes(tensor)):08x}" != sums[name]:
+            raise CheckpointCorruptError(
+                f"{path}: the bytes of {name!r} do not match their checksum in the index"
+            )
+
+
+def is_delta(root: Location, number: int) -> bool:
+    """Whether a version has only what has changed since the one before. Raises as :func:`index_of`."""
+    return base_of(index_of(root, number) or {}) > 0
+
+
+def base_of(index: Mapping[str, Any]) -> int:
+    """The version of which that with this index is a delta; 0: it is full. Raises :class:`CheckpointCorruptError`."""
+    metadata = index["metadata"]
+    if "delta_encoding" not in metadata:
+        return 0
+    try:
+        return int(metadata["base_version"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointCorruptError(f"the index of a delta names no base: {metadata!r}") from None
 
 
 def remove(root: Location, numbers: Iterable[int]) -> None:

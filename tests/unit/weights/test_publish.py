@@ -18,7 +18,7 @@ from support.waiting import await_that, lines
 from dcp_datastates import Keep, Weights, follow
 from dcp_datastates.errors import CheckpointSupersededError, ConfigurationError
 from dcp_datastates.storage import failpoints
-from dcp_datastates.weights import publish, version
+from dcp_datastates.weights import share, version
 
 
 def _run(root, steps, weights, **options):
@@ -70,7 +70,7 @@ def test_names_dtype_and_small_files(tmp_path):
     folder = tmp_path / "w" / "weight_v000001"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["version"] == "000001"
-    assert index["metadata"]["step"] == 7
+    assert index["metadata"]["step"] == "7"
     assert index["metadata"]["total_size"] == 2 * sum(each.numel() for each in held.values())
     assert {each.name for each in folder.glob("*.json")} == {
         "config.json",
@@ -118,14 +118,14 @@ def test_where_publishing_fails_the_loop_goes_on_and_the_next_version_is_whole(p
 
 def test_a_checkpoint_stays_until_its_weights_are_read(tmp_path, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
-    whole = publish.Publisher._write
+    whole = share.Share.write
 
     def slow(self, *given):
         entered.set()
         assert go_on.wait(60)
         return whole(self, *given)
 
-    monkeypatch.setattr(publish.Publisher, "_write", slow)
+    monkeypatch.setattr(share.Share, "write", slow)
     loop = Loop()
     run = tmp_path / "run"
     with manager(run, publish=Weights(tmp_path / "w"), keep=Keep(last=1)) as saves:
@@ -154,8 +154,9 @@ def test_a_version_that_was_withdrawn_is_published_no_more(tmp_path):
 def test_jobs_claim_different_versions(store, monkeypatch):
     root = installed(monkeypatch, store, "w")
     assert [version.claim(root) for _ in range(3)] == [1, 2, 3]
-    version.publish(root, 2, {"weight_map": {}}, {})
-    assert version.index_of(root, 2) == {"weight_map": {}}
+    index = {"metadata": {}, "weight_map": {}}
+    version.publish(root, 2, index, {})
+    assert version.index_of(root, 2) == index
     version.remove(root, [1, 2])
     assert version.numbers_below(root) == [3]
 
