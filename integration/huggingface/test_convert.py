@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcp_datastates
-from dcp_datastates import convert, diff
+from dcp_datastates import CheckpointManager, Weights, convert, diff, follow
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -68,6 +68,21 @@ def test_saved_state_to_from_pretrained(model: Any, tmp_path: Path) -> None:
         tmp_path / "hf", output_loading_info=True
     )
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _assert_equal(found, model)
+
+
+def test_published_weights_to_from_pretrained_and_into_a_model(model: Any, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path / "config")
+    rules = Weights(tmp_path / "w", config_from=tmp_path / "config", shard_size="20KB")
+    with CheckpointManager(tmp_path / "run", every=1, publish=rules) as manager:
+        manager.save(1, {"model": model})
+    (version,) = follow(tmp_path / "w", timeout=0)
+    found = transformers.LlamaForCausalLM.from_pretrained(version.path)
+    _assert_equal(found.eval(), model)
+    with torch.no_grad():
+        for each in found.parameters():
+            each.zero_()
+    version.load_into(found)
     _assert_equal(found, model)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
 from support.state.loops import manager
 from support.state.meshes import Block, fsdp_tp, full, train
-from support.waiting import lines
+from support.tiers import tries
+from support.waiting import await_that, lines
 
 from dcp_datastates import Weights, follow
 from dcp_datastates.weights import version
@@ -102,3 +106,78 @@ def test_a_rank_that_dies_leaves_no_half_version_and_holds_up_nobody(tmp_path):
         assert "step-1" in told
         assert "rank 1" in told or rank is last
     assert _steps(tmp_path) == [0]
+
+
+PLACES = ("write.before", "write.after", "publish.before", "publish.after")
+
+
+def _values(turn, step):
+    """What the job of this turn holds at a step."""
+    generator = torch.Generator().manual_seed(1000 * turn + step)
+    return {f"w{n}": torch.randn(1 << 12, generator=generator) for n in range(4)}
+
+
+def publish_until_killed(path, turn, steps):
+    tensors = _values(turn, 0)
+    rules = Weights(path / "w", part=None, keep=None, delta="xor", full_every=7)
+    with silence(2.0), manager(path / "run", publish=rules, max_failures=None) as saves:
+        done = saves.restore_latest(tensors)
+        first = 0 if done is None else done + 1
+        for step in range(first, first + steps):
+            for name, tensor in _values(turn, step).items():
+                tensors[name].copy_(tensor)
+            saves.save(step, tensors)
+            saves.wait()
+
+
+@pytest.mark.parametrize("count", tries(12, 200))
+def test_a_follower_has_each_version_whole_while_the_job_is_killed_and_restarted(count, tmp_path):
+    turns, draw = (6 if count > 100 else 3), random.Random(count)
+    followed, ended = [], threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            for each in follow(
+                tmp_path / "w", after=max(followed, default=0), poll=0.01, timeout=0.5
+            ):
+                found = each.read()
+                candidates = [_values(turn, each.step) for turn in range(turns)]
+                assert found.keys() == candidates[0].keys()
+                assert any(
+                    all(torch.equal(found[name], tensor) for name, tensor in candidate.items())
+                    for candidate in candidates
+                )
+                followed.append(each.number)
+
+    with ThreadPoolExecutor(1) as executor:
+        following = executor.submit(run)
+        for turn in range(turns):
+            world, last = 1 + turn % 3, turn == turns - 1
+            fault = f"weights.{draw.choice(PLACES)}@{draw.randint(2, max(2, count // turns))}=kill"
+            chosen = draw.randrange(world) if "write" in fault else 0
+            environments = [
+                variables(fault, tmp_path / "log") if rank == chosen and not last else {}
+                for rank in range(world)
+            ]
+            ranks_ = run_ranks(
+                f"{__name__}:publish_until_killed",
+                world,
+                tmp_path,
+                environments=environments,
+                seconds=240,
+                path=tmp_path,
+                turn=turn,
+                steps=count // turns,
+            )
+            assert last or ranks_[chosen].killed, ranks_
+            assert not last or all(rank.exit_code == 0 for rank in ranks_), ranks_
+        await_that(lambda: following.done() or (len(followed) and followed[-1] == _last(tmp_path)))
+        ended.set()
+        following.result()
+    assert followed == sorted(set(followed))
+    assert followed == [each.number for each in follow(tmp_path / "w", timeout=0)]
+    assert len(followed) >= count // turns
+
+
+def _last(path):
+    return [n for n in version.numbers_below(path / "w") if version.is_published(path / "w", n)][-1]
