@@ -11,6 +11,7 @@ import pytest
 import torch
 import zstandard
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from support.crashes.failing import armed
 from support.state.files import flip_bit
@@ -169,6 +170,22 @@ def test_damage_and_a_missing_base_are_told(damage, tmp_path):
             for each in follow(tmp_path / "w", timeout=0)
             if each.number < 3 and each.read()
         ] == [1, 2]
+
+
+@pytest.mark.parametrize("nbytes", [3, 1 << 40])
+def test_a_delta_of_another_size_is_refused_before_memory_is_taken(nbytes, tmp_path):
+    held = run(tmp_path, range(2))[0]
+    name = min(held)
+    folder = tmp_path / "w" / "weight_v000002"
+    index = json.loads((folder / INDEX).read_text())
+    frame = zstandard.ZstdCompressor().compress(bytes(3))
+    if nbytes > 3:  # a header that claims so much
+        frame = frame[:4] + bytes([0xE0]) + nbytes.to_bytes(8, "little") + frame[6:]
+    save_file({name: np.frombuffer(frame, np.uint8)}, folder / "evil.safetensors")
+    index["weight_map"] = {name: "evil.safetensors"}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointCorruptError, match=f"{nbytes} bytes in place of"):
+        next(follow(tmp_path / "w", newest=True)).read()
 
 
 def test_without_the_library_deltas_are_refused_at_once(tmp_path, monkeypatch):
