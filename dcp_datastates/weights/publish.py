@@ -36,6 +36,7 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
     IncompatibleStateError,
+    RankLostError,
     SaveAbandonedError,
 )
 from dcp_datastates.format.stored_names import Rename, check_rename
@@ -59,6 +60,8 @@ _PAYS: Final = 0.5
 _LOOK_SECONDS: Final = 0.2
 """Between two looks for news of the other ranks; longer with many ranks (``_LOOK_SECONDS_PER_RANK``)."""
 _LOOK_SECONDS_PER_RANK: Final = 1e-3
+_LONGEST_WAIT: Final = 3600.0
+"""How long a rank waits for the slowest other one to write its files, in seconds."""
 _CLOSE_SECONDS: Final = 10.0
 """How long the end waits for the tensor that is being written, once it has given up."""
 
@@ -148,7 +151,8 @@ class Publisher:
         """Why no version can be published."""
         self._worker = Worker("dcp_datastates-weights")
         self._closing = threading.Event()
-        self._count = 0
+        self._first: int | None = None
+        """The number of the first save, which is the same on all ranks."""
         self._lock = threading.RLock()  # guards what follows
         self._turns: list[Location] = []
         """The checkpoints that are to be published, or are being published."""
@@ -156,8 +160,9 @@ class Publisher:
 
     def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
         """A save has begun: publish it once it is committed, if it is its turn; and then call ``then``."""
-        self._count += 1
-        if (self._count - 1) % self._rules.every == 0:
+        if self._first is None:
+            self._first = save.number
+        if (save.number - self._first) % self._rules.every == 0:
             when_done(save.committed, lambda _: self._add(save, then))
 
     def check(self) -> None:
@@ -334,6 +339,8 @@ class Publisher:
             self._closing.wait(self._pause)
             with self._telling(number):
                 self._check_open()
+                if log.seconds > _LONGEST_WAIT:
+                    raise RankLostError(f"a rank has not come within {log.seconds:.0f} s")
                 if lost := [] if self._detector is None else self._detector.losses():
                     raise Loss.error_of(lost)
 
