@@ -32,6 +32,7 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSupersededError,
+    ConfigurationError,
 )
 from dcp_datastates.format import values
 from dcp_datastates.format.contents import some_of
@@ -40,7 +41,8 @@ from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
 
-_NAME: Final = re.compile(r"weight_v(\d{6,18})")
+_NAME: Final = re.compile(r"weight_v(\d{6,9})")
+_HIGHEST: Final = 10**9 - 1
 _CLAIM: Final = "claim"
 _WITHDRAWN: Final = b'{"withdrawn": true}\n'
 """An index without a ``weight_map``, which no library loads."""
@@ -59,9 +61,16 @@ def numbers_below(root: Location) -> list[int]:
 
 
 def claim(root: Location) -> int:
-    """Claim a new version, whose number is above all others'; returns it. Raises :class:`StorageError`."""
+    """Claim a new version, whose number is above all others'; returns it.
+
+    Raises :class:`ConfigurationError` if there is no such number, and :class:`StorageError`.
+    """
     number = max(numbers_below(root), default=0) + 1
     while True:
+        if number > _HIGHEST:
+            raise ConfigurationError(
+                f"{version_path(root, number - 1)} has the highest number that a version can have; remove it"
+            )
         place = stored(version_path(root, number))
         if place.is_local:
             local_store.make_folder(place.key, "weights")

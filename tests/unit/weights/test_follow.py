@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 
@@ -16,6 +17,7 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
+    DataStatesError,
     IncompatibleStateError,
 )
 from dcp_datastates.weights import version
@@ -133,6 +135,46 @@ def test_a_follower_that_comes_first_waits_for_the_root(tmp_path):
             saves.wait()
     thread.join(60)
     assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"",
+        b"[" * 100_000,
+        b"7",
+        b'{"metadata": 7, "weight_map": {}}',
+        b'{"metadata": {}, "weight_map": {"w": "../../etc/passwd"}}',
+        b'{"metadata": {}, "weight_map": {"w": 7}}',
+        b'{"metadata": {"step": 7}, "weight_map": {}}',
+        b'{"metadata": {"published_at": "never"}, "weight_map": {}}',
+    ],
+)
+def test_a_hostile_index_is_a_damaged_one(index, tmp_path):
+    (tmp_path / "weight_v000001").mkdir()
+    (tmp_path / "weight_v000001" / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(CheckpointCorruptError):
+        next(follow(tmp_path))
+
+
+@pytest.mark.parametrize("base", ["000002", "000009", "-1", "x", 7, None])
+def test_a_delta_of_itself_or_of_nothing_ends_in_an_error(base, tmp_path):
+    about = {"delta_encoding": "xor", "base_version": base}
+    content = {"metadata": about, "weight_map": {}, "checksums": {}}
+    (tmp_path / "weight_v000002").mkdir()
+    (tmp_path / "weight_v000002" / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(DataStatesError):
+        next(follow(tmp_path)).read()
+
+
+def test_other_names_beside_the_versions_are_no_versions_and_the_highest_number_is_told(tmp_path):
+    for name in ("weight_v1", "weight_v0000000000000001", "weight_vx", "weights"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "weight_v000003").write_bytes(b"a file")
+    assert version.numbers_below(tmp_path) == []
+    (tmp_path / "weight_v999999999").mkdir()
+    with pytest.raises(ConfigurationError, match="weight_v999999999"):
+        version.claim(tmp_path)
 
 
 @pytest.mark.parametrize(
