@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_500,
-    "checkpoints": 2_730,
+    "checkpoints": 2_697,
     "cli": 1_002,
     "commit": 1_558,
     "conversion": 2_176,
