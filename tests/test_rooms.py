@@ -47,14 +47,14 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_500,
-    "checkpoints": 2_697,
+    "checkpoints": 2_694,
     "cli": 1_002,
-    "commit": 1_558,
-    "conversion": 2_176,
+    "commit": 1_556,
+    "conversion": 2_175,
     "dcp": 2_090,
     "deepspeed": 730,
     "format": 2_965,
-    "huggingface": 1_123,
+    "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
     "loading": 1_916,
@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_231,
     "sharing": 753,
     "staging": 1_944,
-    "storage": 3_743,
+    "storage": 3_687,
     "tiers": 2_268,
     "torchtitan": 506,
     "wire": 665,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_133}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_042}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
