@@ -33,7 +33,7 @@ from dcp_datastates.format.layout import (
     stored_form,
 )
 from dcp_datastates.format.metadata_check import elements
-from dcp_datastates.format.metadata_table import FileRecord, MetadataTable
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
 from dcp_datastates.io.committed import Committed, open_committed, replacement, wrong_size
@@ -207,14 +207,17 @@ class Examination:
         self, directory: Location, committed: Committed, store: ObjectStore | None = None
     ) -> None:
         self._directory, self._store = directory, store
-        self._contents = Contents(committed.table)
-        self._consistency_check = ConsistencyCheck(committed.table, self._contents)
+        self._table, self._contents = committed.table, Contents(committed.table)
+        catalog = committed.table.catalog
+        self._owners, self._chunks = catalog.owners(), catalog.chunks
+        self._dimensions = catalog.ndims[self._owners[: self._chunks]]
+        self._first_value = starts_of(self._dimensions)
         self._files = list(committed.note.files.values())
         self._buffers = threading.local()
         self._header_lock = threading.Lock()  # held while a header is compared
         self._lock = threading.Lock()  # guards what follows
         self._bad: dict[str, list[_Bad]] = defaultdict(list)  # by file
-        self._damages = list(self._consistency_check.of_metadata())
+        self._damages = list(self._gaps())
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
         """Read all files; returns all damages, those of the metadata too, in order. Raises :class:`StorageError`."""
@@ -225,7 +228,7 @@ class Examination:
                 error.errno, f"verifying failed: {error.strerror}", str(error.filename)
             ) from error
         for record in self._files:
-            path, header_end = record.relative_path, self._consistency_check.header_bytes(record)
+            path, header_end = record.relative_path, self._header_bytes(record)
             for begin, end, problem in _merged(self._bad[path]):
                 names = self._contents.names(path, begin, end)
                 if begin < header_end:  # a load does not read it, but other readers do
@@ -261,7 +264,7 @@ class Examination:
             if file is None:
                 yield partial(_skip, record.nbytes)
                 continue
-            blocks_of_header = -(-self._consistency_check.header_bytes(record) // BLOCK_BYTES)
+            blocks_of_header = -(-self._header_bytes(record) // BLOCK_BYTES)
             first = max(_PIECE_BYTES, blocks_of_header * BLOCK_BYTES)
             for begin in (0, *range(first, record.table_offset, _PIECE_BYTES)):
                 end = min(begin + _PIECE_BYTES if begin else first, record.table_offset)
@@ -302,72 +305,20 @@ class Examination:
             self._buffers.own = memoryview(bytearray(max(_PIECE_BYTES, end - begin)))
         view = self._buffers.own[: end - begin]
         bad = list(_damaged(file, begin, view))
-        header_end = 0 if begin else self._consistency_check.header_bytes(file.record)
+        header_end = 0 if begin else self._header_bytes(file.record)
         damages = []
         if not any(part.begin < header_end for part in bad) and header_end:
             with self._header_lock:
                 header = bytes(view[:header_end])
-                damages = list(self._consistency_check.of_header(file.record, header))
+                damages = list(self._of_header(file.record, header))
         with self._lock:
             self._bad[file.record.relative_path] += bad
             self._damages += damages
         done((file.record.nbytes if end == file.record.table_offset else end) - begin)
 
+    # --- whether metadata and files agree -------------------------------------------------------
 
-def _skip(nbytes: int, done: Done) -> None:
-    done(nbytes)
-
-
-def _damaged(file: _File, begin: int, view: memoryview) -> Iterator[_Bad]:
-    """Reads a piece into ``view``; what is damaged of it."""
-    end = begin + len(view)
-    try:
-        read = file.source.read_at(begin, view)
-    except OSError as error:
-        if error.errno not in _MEDIA_ERRORS:
-            raise OSError(error.errno, error.strerror, str(file.path)) from error
-        if len(view) <= BLOCK_BYTES:
-            yield _Bad(begin, end, f"cannot be read: {error.strerror}")
-            return
-        for low, high in blocks(begin, end):  # find the damaged blocks
-            yield from _damaged(file, low, view[low - begin : high - begin])
-        return
-    for low, high in blocks(begin, end):
-        if high - begin > read:
-            yield _Bad(low, high, "the file was cut short while it was being read")
-        elif not file.table.matches(low, view[low - begin : high - begin]):
-            doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
-            yield _Bad(low, high, f"does not match its checksum{doubt}")
-    file.source.drop_cached(begin, read)
-
-
-def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
-    """The ``parts`` of a file in order, neighbours with the same problem as one."""
-    merged: list[_Bad] = []
-    for part in sorted(parts, key=lambda part: part.begin):
-        last = merged[-1] if merged else None
-        if last is not None and (last.end, last.problem) == (part.begin, part.problem):
-            merged[-1] = last._replace(end=part.end)
-        else:
-            merged.append(part)
-    return merged
-
-
-# ---- whether metadata and files agree ------------------------------------------------------------
-
-
-class ConsistencyCheck:
-    """The contents of a checkpoint's metadata, indexed for comparison."""
-
-    def __init__(self, table: MetadataTable, contents: Contents) -> None:
-        self._table = table
-        self._contents = contents
-        self._owners = table.catalog.owners()
-        self._chunks = table.catalog.chunks
-        self._dimensions = table.catalog.ndims[self._owners[: self._chunks]]
-        self._first_value = starts_of(self._dimensions)
-
-    def of_metadata(self) -> Iterator[Damage]:
+    def _gaps(self) -> Iterator[Damage]:
         """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
         catalog = self._table.catalog
         whole, stored = elements(catalog)
@@ -379,13 +330,13 @@ class ConsistencyCheck:
             )
             yield Damage(local.METADATA_NAME, None, None, problem, (name,))
 
-    def header_bytes(self, record: FileRecord) -> int:
+    def _header_bytes(self, record: FileRecord) -> int:
         """The end of a file's header: the offset of its data, according to the metadata."""
         begin = self._contents.begin(record.relative_path)
         end = record.table_offset if begin is None else min(begin, record.table_offset)
         return max(8, min(end, MAX_HEADER_BYTES))
 
-    def of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
+    def _of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
         """The differences between ``header``, the bytes of a file before its data, and the metadata."""
         for problem, name in self._problems(record, header):
             names = self._contents.all_names(record.relative_path) if name is None else (name,)
@@ -443,6 +394,45 @@ class ConsistencyCheck:
                 )
             name, begin = catalog.names[number], begin - start
             yield name, HeaderEntry(entry_key(name), dtype, tuple(shape), (begin, begin + length))
+
+
+def _skip(nbytes: int, done: Done) -> None:
+    done(nbytes)
+
+
+def _damaged(file: _File, begin: int, view: memoryview) -> Iterator[_Bad]:
+    """Reads a piece into ``view``; what is damaged of it."""
+    end = begin + len(view)
+    try:
+        read = file.source.read_at(begin, view)
+    except OSError as error:
+        if error.errno not in _MEDIA_ERRORS:
+            raise OSError(error.errno, error.strerror, str(file.path)) from error
+        if len(view) <= BLOCK_BYTES:
+            yield _Bad(begin, end, f"cannot be read: {error.strerror}")
+            return
+        for low, high in blocks(begin, end):  # find the damaged blocks
+            yield from _damaged(file, low, view[low - begin : high - begin])
+        return
+    for low, high in blocks(begin, end):
+        if high - begin > read:
+            yield _Bad(low, high, "the file was cut short while it was being read")
+        elif not file.table.matches(low, view[low - begin : high - begin]):
+            doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
+            yield _Bad(low, high, f"does not match its checksum{doubt}")
+    file.source.drop_cached(begin, read)
+
+
+def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
+    """The ``parts`` of a file in order, neighbours with the same problem as one."""
+    merged: list[_Bad] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        last = merged[-1] if merged else None
+        if last is not None and (last.end, last.problem) == (part.begin, part.problem):
+            merged[-1] = last._replace(end=part.end)
+        else:
+            merged.append(part)
+    return merged
 
 
 def _text(entry: HeaderEntry, start: int) -> str:
