@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_500,
-    "checkpoints": 2_694,
+    "checkpoints": 2_673,
     "cli": 1_002,
     "commit": 1_556,
     "conversion": 2_175,
@@ -65,17 +65,17 @@ BUDGETS = {
     "process": 906,
     "ranks": 2_133,
     "saving": 2_231,
-    "sharing": 753,
+    "sharing": 728,
     "staging": 1_944,
     "storage": 3_687,
-    "tiers": 2_268,
+    "tiers": 2_262,
     "torchtitan": 506,
     "wire": 665,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_042}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_037}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
