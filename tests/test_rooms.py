@@ -67,8 +67,8 @@ BUDGETS = {
     "saving": 2_231,
     "sharing": 728,
     "staging": 1_944,
-    "storage": 3_687,
-    "tiers": 2_262,
+    "storage": 3_657,
+    "tiers": 2_259,
     "torchtitan": 506,
     "wire": 665,
 }
