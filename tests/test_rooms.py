@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_500,
-    "checkpoints": 2_673,
+    "checkpoints": 2_677,
     "cli": 1_002,
     "commit": 1_556,
     "conversion": 2_175,
@@ -67,7 +67,7 @@ BUDGETS = {
     "saving": 2_231,
     "sharing": 728,
     "staging": 1_944,
-    "storage": 3_657,
+    "storage": 3_634,
     "tiers": 2_259,
     "torchtitan": 506,
     "wire": 665,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_037}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_031}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
