@@ -55,7 +55,7 @@ BUDGETS = {
     "dcp": 2_031,
     "deepspeed": 730,
     "format": 2_965,
-    "huggingface": 1_123,
+    "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
     "loading": 1_916,

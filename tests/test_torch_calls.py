@@ -21,7 +21,7 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 
 WEAK = {
     "saving/output.py": "uploads, whose segments are the host cache's",
-    "checkpoints/deletions.py": "lists of deletions",
+    "checkpoints/retention.py": "lists of deletions",
     "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",
     "ranks/incarnation.py": "incarnations",

@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
@@ -169,8 +168,6 @@ def _remove(
 ) -> bool:
     """Remove the attempts, none of which can be loaded; returns whether nothing of them is left."""
     path.store.delete([(path / local.METADATA_NAME).key])
-    if path.is_local:
-        local.remove_readme(Path(str(path)))
     decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]
     attempts.remove(path, there, decided)
     if not path.is_local:

@@ -6,7 +6,7 @@ Nothing is unpickled, and no data file is opened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from dcp_datastates.checkpoints.overview import (
 )
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
-from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.io.stored_files import sizes
 from dcp_datastates.process.forks import public
@@ -193,7 +192,13 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         nbytes=committed.nbytes,
         ranks=ranks_of(committed.note.files),
         files=tuple(
-            _file(committed.note.files[name], found, copies.get(Path(name).name, ()))
+            DataFile(
+                name,
+                attempts.rank_of(Path(name).name),
+                committed.note.files[name].nbytes,
+                found if isinstance(found, int) else None,
+                tuple(copies.get(Path(name).name, ())),
+            )
             for name, found in sizes(directory, committed.note.files.keys()).items()
         ),
         dtypes=_totals(tensors),
@@ -231,10 +236,3 @@ def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
         counts[tensor.dtype] = number + 1, nbytes + tensor.nbytes
     totals = [DtypeTotal(dtype, *count) for dtype, count in counts.items()]
     return tuple(sorted(totals, key=lambda total: (-total.nbytes, total.dtype)))
-
-
-def _file(record: FileRecord, found: int | OSError, nodes: Sequence[str]) -> DataFile:
-    name = record.relative_path
-    rank = attempts.rank_of(Path(name).name)
-    nbytes = found if isinstance(found, int) else None
-    return DataFile(name, rank, record.nbytes, nbytes, tuple(nodes))

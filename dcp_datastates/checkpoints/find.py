@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, get_args, overload
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.examine import examine
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
+from dcp_datastates.checkpoints.verify import examine
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.io.stored_files import sizes

@@ -109,7 +109,18 @@ def from_first_of(
         finally:
             if rank_set.meets_at_file:
                 rank_set.incarnation.await_all(_FILE_SECONDS)
-    value: T = _await(rank_set, store, number, purpose, timeout, detector)
+    first = rank_set.ranks[0]
+    try:
+        found = _found(rank_set, store, number, purpose, timeout, detector)
+        if store.add(f"{number}/read", 1) == rank_set.world - 1:
+            store.delete_key(number)
+            store.delete_key(f"{number}/read")
+    except RuntimeError as lost:
+        raise NoAnswerError(
+            f"waiting for rank {first} to tell {purpose}: the job's store was lost ({lost}); has the rank "
+            f"that hosts it ended?"
+        ) from lost
+    value: T = _told(found, f"rank {first} did not tell {purpose}")
     return value
 
 
@@ -124,28 +135,6 @@ def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
     store.set(number, packed)
     value: T = json.loads(packed)[0]  # as the other ranks get it
     return value
-
-
-def _await(
-    rank_set: RankSet,
-    store: Connection,
-    number: str,
-    purpose: str,
-    timeout: float,
-    detector: FailureDetector | None,
-) -> Any:
-    first = rank_set.ranks[0]
-    try:
-        found = _find(rank_set, store, number, purpose, timeout, detector)
-        if store.add(f"{number}/read", 1) == rank_set.world - 1:
-            store.delete_key(number)
-            store.delete_key(f"{number}/read")
-    except RuntimeError as lost:
-        raise NoAnswerError(
-            f"waiting for rank {first} to tell {purpose}: the job's store was lost ({lost}); has the rank "
-            f"that hosts it ended?"
-        ) from lost
-    return _told(found, f"rank {first} did not tell {purpose}")
 
 
 def _told(found: bytes, trouble: str) -> Any:
@@ -163,7 +152,7 @@ def _told(found: bytes, trouble: str) -> Any:
     return value
 
 
-def _find(
+def _found(
     rank_set: RankSet,
     store: Connection,
     number: str,

@@ -34,7 +34,7 @@ from dcp_datastates.storage import (
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.local import METADATA_NAME, write_readme
+from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError
 from dcp_datastates.storage.self_test import Operation, what_works_for
@@ -277,13 +277,11 @@ class Place:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
 
     def show(self, attempt: Attempt, data: bytes | None) -> None:  # 12
-        """Write ``README`` and ``.metadata``, by which people and DCP's tools know a checkpoint. ``data``: the metadata
-        of the committed ``attempt``; None: read them. No loader of this package trusts ``.metadata``: another process
-        may write an older one later.
+        """Write ``.metadata``, by which DCP's tools know a checkpoint. ``data``: the metadata of the committed
+        ``attempt``; None: read them. No loader of this package trusts ``.metadata``: another process may write an older
+        one later.
         """
         directory = self._directory
-        if directory.is_local:
-            write_readme(Path(str(directory)))
         if data is None:  # the publication was settled
             data = decisions.committed_metadata(directory, attempt)
             if data is None:

@@ -104,6 +104,5 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     def finish() -> None:
         write_small_file(folder / attempt.name / DECISION_NAME, metadata)
         write_small_file(folder / local.METADATA_NAME, metadata)
-        local.write_readme(folder)
 
     return Output(units, finish)

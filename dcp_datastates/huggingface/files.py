@@ -53,9 +53,7 @@ def read_others(directory: Path) -> dict[str, bytes]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (local.METADATA_NAME, local.README_NAME) or (
-        Attempt.parse(name.removeprefix(".")) is not None
-    )
+    return name == local.METADATA_NAME or Attempt.parse(name.removeprefix(".")) is not None
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -28,7 +28,7 @@ from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, check_group, rank_set_of
-from dcp_datastates.sharing.joint_reads import JointReads, assigned
+from dcp_datastates.sharing.shared_reads import JointReads, assigned
 from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.checkpoints.retention import Deletions
 from dcp_datastates.config import check_count
 from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError

@@ -1,6 +1,7 @@
 """One rank's part in a load that reads once what several ranks need.
 
-1. Each rank tells the coordinator which blocks it needs, and its address (:mod:`joint_reads`).
+1. Each rank offers to share: it tells the coordinator which blocks it needs, and its address. Both this and the answer
+   travel as bytes with what the ranks tell each other anyway (:class:`JointReads`).
 2. The coordinator says who reads which of them (:func:`~dcp_datastates.sharing.assignment.assign`).
 3. Each rank reads its own units, ahead of need while there is room, and keeps each until its readers have it
    (:class:`OwnUnits`). It asks the other ranks for theirs, over TCP
@@ -16,25 +17,37 @@ import contextlib
 import errno
 import logging
 import math
+import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.format.metadata_table import Note
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.sharing.assignment import Blocks, FileBlocks, Share, Unit, needed_blocks
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.ranks.own_address import own_address
+from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.sharing.assignment import (
+    Blocks,
+    FileBlocks,
+    Offer,
+    Share,
+    Unit,
+    assign,
+    needed_blocks,
+)
+from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.wire.line import Client, DamagedError, Line, RefusedError
 from dcp_datastates.wire.secret import Address
-from dcp_datastates.wire.server import Server
+from dcp_datastates.wire.server import Server, listen
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +71,14 @@ _MOST_LINES: Final = 32
 """Connections to all other ranks together, if there are fewer ranks; else one to each."""
 
 _THREAD_NAME: Final = "dcp_datastates-sharing"
+
+_IN_MEMORY: Final = ("ram://", "node://", "memory://")
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_NETWORK: Final = (
+    *("afs", "beegfs", "ceph", "gpfs", "lustre", "panfs", "pvfs2", "wekafs"),
+    *("cifs", "nfs", "nfs4", "smb", "smb3", "fuse"),
+)
+"""Types of file systems whose files lie on other machines; ``fuse``: so do most of those in user space."""
 
 
 class _Kept:
@@ -170,18 +191,13 @@ class OwnUnits:
             self.are_gone.set()
 
 
-class _Peer:
+class _Peer(Client):
     """Another rank. Up to ``lines`` threads ask it at the same time; others wait for their turn."""
 
     def __init__(self, address: Address, lines: int) -> None:
-        self.address: Final = address
+        times = {"connect_seconds": _CONNECT_SECONDS, "answer_seconds": _ANSWER_SECONDS}
+        super().__init__([address], most_idle=lines, **times)
         self.turns: Final = threading.BoundedSemaphore(lines)
-        self.client: Final = Client(
-            [address],
-            most_idle=lines,
-            connect_seconds=_CONNECT_SECONDS,
-            answer_seconds=_ANSWER_SECONDS,
-        )
         self.is_left = False
 
 
@@ -253,21 +269,19 @@ class SharedReads:
         is kept for them, for at most 15 s.
         """
         for peer in self._peers.values():
-            peer.client.close()
+            peer.close()
 
         def end(seconds: float) -> None:
             self._units.are_gone.wait(seconds)
             self._server.close()
             self._units.close()
 
-        if all_have_read:
-            end(0)
-            return
         later = threading.Thread(target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True)
-        try:
-            later.start()
-        except RuntimeError:  # the system gives no thread
-            end(0)
+        with contextlib.suppress(RuntimeError):  # the system gives no thread
+            if not all_have_read:
+                later.start()
+                return
+        end(0)
 
     # ---- this rank's own load ------------------------------------------------------------------------
 
@@ -301,7 +315,7 @@ class SharedReads:
         try:
             if peer.is_left:
                 return None
-            _, data = peer.client.ask(["unit", unit.begin, begin, end], most=end - begin)
+            _, data = peer.ask(["unit", unit.begin, begin, end], most=end - begin)
             if data.nbytes != end - begin:
                 raise DamagedError
             return data
@@ -314,7 +328,7 @@ class SharedReads:
                     # A rank that has ended its load long before this one takes no connections any more.
                     logging.INFO if isinstance(error, ConnectionError) else logging.WARNING,
                     "rank %d (%s:%d) does not pass on what it reads for this rank, which reads it from storage: %s",
-                    *(unit.owner, peer.address.host, peer.address.port, error),
+                    *(unit.owner, *peer.addresses[0][:2], error),
                 )
             return None
         finally:
@@ -336,17 +350,101 @@ class SharedReads:
             with contextlib.ExitStack() as stack:
                 data = None
                 match words:
-                    case ["unit", int(block), int(begin), int(end)]:
-                        if (unit := self._own_unit(block)) is not None:
+                    case ["unit", int(block), int(begin), int(end)] if 0 <= block < 1 << 62:
+                        _, _, unit = next(self._share.pieces(block, block + 1))
+                        if unit and (unit.begin, unit.owner) == (block, self._share.rank):
                             data = stack.enter_context(self._units.taken(unit, begin, end))
                 if data is None:
                     line.refuse(OSError(errno.ENOENT, "it is not kept"))
                 else:
                     line.answer(None, data)
 
-    def _own_unit(self, block: int) -> Unit | None:
-        if not 0 <= block < 1 << 62:
-            return None
-        _, _, unit = next(self._share.pieces(block, block + 1))
-        own = unit is not None and unit.begin == block and unit.owner == self._share.rank
-        return unit if own else None
+
+# ---- what the ranks tell each other before ------------------------------------------------------------
+
+
+class JointReads:
+    """This rank's side. One thread uses it. :meth:`close` ends what was offered and not taken.
+
+    Args:
+        wanted: whether to share; None: where it pays.
+        rank_set: the ranks that load.
+        place: where they read from.
+    """
+
+    def __init__(self, wanted: bool | None, rank_set: RankSet, place: Location) -> None:
+        self._wanted = rank_set.world > 1 and (pays(place) if wanted is None else wanted)
+        self._rank_set = rank_set
+        self._place = place
+        self._own: tuple[socket.socket, Address] | None = None
+        """Where the other ranks reach this one. Until it reads, their connections wait in the kernel's queue."""
+        self.sharing: SharedReads | None = None
+        """This rank's shared reads, once it has the first rank's answer; None if it shares nothing."""
+
+    def offer(self, reads: Callable[[], Reads], table: MetadataTable) -> bytes:
+        """What this rank tells the first one, before it reads; empty if it shares nothing. Only if it shares, it asks
+        for its ``reads``.
+        """
+        self.close()
+        if not self._wanted:
+            return b""
+        runs = needed_blocks(reads(), Blocks(table.note.files))
+        try:
+            self._own = _, address = listen(own_address(self._rank_set.host))
+        except OSError as error:
+            logger.info("this rank shares no reads: it has no address for the others: %s", error)
+            return b""
+        return Offer(tuple(address), runs.ravel()).encode()
+
+    def take(self, share: bytes, table: MetadataTable) -> None:
+        """Take the first rank's answer."""
+        if self._own is not None and share:
+            try:
+                self.sharing = SharedReads(Share.decode(share), *self._own, table.note, self._place)
+                self._own = None
+                return
+            except RuntimeError as error:
+                logger.warning("this rank shares no reads: the system gives no thread: %s", error)
+        self.close()  # the others are refused immediately
+
+    def close(self, all_have_read: bool = False) -> None:
+        """Idempotent. ``all_have_read``: no other rank needs anything of this one any more."""
+        if self._own is not None:
+            self._own[0].close()
+        if self.sharing is not None:
+            self.sharing.end(all_have_read)
+        self._own = self.sharing = None
+
+
+def assigned(offers: Sequence[bytes]) -> list[bytes]:
+    """The first rank's answers to the offers of all ranks."""
+    if not any(offers):
+        return list(offers)
+    shares = assign({rank: Offer.decode(each) for rank, each in enumerate(offers) if each})
+    return [shares[rank].encode() if rank in shares else b"" for rank in range(len(offers))]
+
+
+def pays(place: Location, mounts: Path = _MOUNTS) -> bool:
+    """Whether the place is in an object store, or in a network file system, by the type of its mount in ``mounts``.
+
+    The memory of the job's nodes (``ram://``) is no slower than the other ranks. On a local disk, passing bytes on was
+    measured to be slower than reading them again from the page cache.
+    """
+    if isinstance(place, ObjectPath):
+        return not place.root.startswith(_IN_MEMORY)
+    kind = _file_system(place, mounts)
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def _file_system(path: Path, mounts: Path) -> str:
+    """The type of the file system with ``path``; empty if it is not known."""
+    try:
+        number = os.stat(path).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        for line in mounts.read_text(errors="replace").splitlines():
+            fields, _, kind = line.partition(" - ")
+            if fields.split()[2] == device:
+                return kind.split()[0]
+    except (OSError, IndexError):
+        pass
+    return ""

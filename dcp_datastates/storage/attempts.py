@@ -71,13 +71,10 @@ def attempts_in(folders: Iterable[str]) -> list[Attempt]:
 
 def present(directory: ObjectPath) -> list[Attempt]:
     """The attempts below ``directory``, oldest first: one LIST."""
-    found = []
-    for name in directory.store.list(directory.key).folders:
-        if (attempt := Attempt.parse(name)) is not None:
-            found.append(attempt)
-        elif is_far_ahead(name):
-            _say_ignored(str(directory / name))
-    return sorted(found)
+    folders = directory.store.list(directory.key).folders
+    for name in filter(is_far_ahead, folders):
+        _say_ignored(str(directory / name))
+    return attempts_in(folders)
 
 
 @functools.lru_cache(maxsize=1000)  # once for each

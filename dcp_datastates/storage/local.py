@@ -18,7 +18,6 @@ from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.storage import operations, presence
-from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.presence import NotAFileError
 from dcp_datastates.text import size as show_size
 
@@ -241,58 +240,3 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 def _not_a_file(kind: str, path: str | os.PathLike[str]) -> NotAFileError:
     return NotAFileError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
-
-
-# ---- the file README in a checkpoint's directory -------------------------------------------------
-# It tells people and programs that do not know the format what to do. Nothing relies on it, so it is not made durable,
-# and no error of it ends a save or a deletion. A file that the program has put there under this name stays as it is.
-
-
-README_NAME: Final = "README"
-
-_README_BEGINS: Final = (
-    b"This is a checkpoint of dcp_datastates, a storage backend for torch.distributed.checkpoint.\n"
-)
-"""By it a later release knows the file: it must never change."""
-
-_README: Final = (
-    _README_BEGINS
-    + b"""
-Load it with dcp_datastates.load(PATH, state), or with
-    torch.distributed.checkpoint.load(state, storage_reader=dcp_datastates.DataStatesReader(PATH))
-
-Programs that do not know this format read a copy in a format of theirs:
-    dcp-datastates convert PATH OUT --to dcp            (FileSystemReader of torch)
-    dcp-datastates convert PATH OUT --to torch          (torch.load)
-    dcp-datastates convert PATH OUT --to safetensors    (safetensors)
-    dcp-datastates convert PATH OUT --to hf             (from_pretrained of transformers)
-
-dcp-datastates inspect PATH shows what it contains. dcp-datastates delete PATH deletes it.
-"""
-)
-
-
-def write_readme(directory: Path) -> None:
-    """Write the file, unless there is one. Never raises an error of storage."""
-    step()
-    path = directory / README_NAME
-    with contextlib.suppress(OSError), open(path, "xb") as file:
-        try:
-            file.write(_README)
-            file.flush()
-        except OSError:  # no empty file, which would not be known
-            path.unlink()
-
-
-def remove_readme(directory: Path) -> None:
-    """Remove the file, if this package wrote it, perhaps in part. Never raises an error of storage."""
-    step()
-    path = directory / README_NAME
-    with contextlib.suppress(OSError):
-        if not presence.is_file(path):
-            return
-        with open(path, "rb") as file:
-            begin = file.read(len(_README_BEGINS))
-        if begin and _README_BEGINS.startswith(begin):
-            with operations.reached(path) as (name, folder):
-                os.unlink(name, dir_fd=folder)

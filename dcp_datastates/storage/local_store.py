@@ -256,10 +256,10 @@ def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int |
         except OSError as error:
             if error.errno not in _FULL or nbytes is None or nbytes > _LONGEST_MARK:
                 raise
-            with operations.reached(unfinished) as (name, folder):
+            with operations.reached(unfinished) as name:
                 with contextlib.suppress(FileNotFoundError):  # it would mean: no folder
-                    os.unlink(name, dir_fd=folder)
-                os.symlink(_MARK + b"".join(pieces).hex(), name, dir_fd=folder)
+                    os.unlink(name)
+                os.symlink(_MARK + b"".join(pieces).hex(), name)
     except OSError as error:
         if isinstance(error, DataStatesError | FileNotFoundError):
             raise

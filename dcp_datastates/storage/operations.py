@@ -14,6 +14,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -100,12 +101,10 @@ def during(phase: str, folder: Path | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reached(path: Path) -> Iterator[tuple[str, int | None]]:
-    """A name of ``path``, and the descriptor of the directory that it is in: those of the folder that :func:`during`
-    holds, if it lies below that. Else the path itself, and None.
-    """
+def reached(path: Path) -> Iterator[str]:
+    """``path`` itself; or, if it lies below the folder that :func:`during` holds, a path by the descriptor of that."""
     if _current.held is None or _current.held[0] not in path.parents:
-        yield str(path), None
+        yield str(path)
         return
     folder, descriptor = _current.held
     with contextlib.ExitStack() as opened:
@@ -113,24 +112,27 @@ def reached(path: Path) -> Iterator[tuple[str, int | None]]:
         for each in between:
             descriptor = os.open(each, _DIRECTORY, dir_fd=descriptor)
             opened.callback(os.close, descriptor)
-        yield name, descriptor
+        yield f"/proc/self/fd/{descriptor}/{name}"
 
 
 @contextlib.contextmanager
-def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]:
-    """Around one system call: its failpoints, and its record once it has returned."""
+def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[str]:
+    """Around one system call for ``path``, as it is :func:`reached`: its failpoints, and its record once it has
+    returned.
+    """
     phase = phase or _current.phase
     step()
     hit(f"{phase}.{name}.before")
-    yield
+    with reached(path) as within:
+        yield within
     _trace(name, path, **more)
     hit(f"{phase}.{name}.after")
 
 
 def make_directory(path: Path, phase: str = "") -> None:
     """Create a directory (mkdir(2)); raises FileExistsError."""
-    with _operation(phase, "mkdir", path), reached(path) as (name, folder):
-        os.mkdir(name, dir_fd=folder)
+    with _operation(phase, "mkdir", path) as name:
+        os.mkdir(name)
 
 
 def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> None:
@@ -139,8 +141,8 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> Non
     step()
     hit(f"{phase}.create.before")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with reached(path) as (name, folder):
-        descriptor = os.open(name, flags, 0o644, dir_fd=folder)
+    with reached(path) as name:
+        descriptor = os.open(name, flags, 0o644)
     try:
         _trace("create", path)
         hit(f"{phase}.create.after")
@@ -163,93 +165,61 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> Non
 
 def rename(path: Path, target: Path, phase: str = "") -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
-    with (
-        _operation(phase, "rename", path, to=str(target)),
-        reached(path) as (old, folder),
-        reached(target) as (new, other),
-    ):
-        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=other)
+    with _operation(phase, "rename", path, to=str(target)) as old, reached(target) as new:
+        os.rename(old, new)
 
 
 def link(path: Path, target: Path, phase: str = "") -> None:
     """Make ``target`` another name of ``path``, a file or a symbolic link (link(2)); raises FileExistsError."""
-    with (
-        _operation(phase, "link", path, to=str(target)),
-        reached(path) as (old, folder),
-        reached(target) as (new, other),
-    ):
-        os.link(old, new, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
+    with _operation(phase, "link", path, to=str(target)) as old, reached(target) as new:
+        os.link(old, new, follow_symlinks=False)
 
 
 def rename_new(path: Path, target: Path, phase: str = "") -> None:
     """Rename ``path`` to ``target``, atomically (renameat2(2)); raises FileExistsError, or an errno of
     :data:`NO_RENAME_FLAGS`.
     """
-    with _operation(phase, "rename", path, to=str(target)):
-        _renameat2(path, target, _RENAME_NOREPLACE)
+    with _operation(phase, "rename", path, to=str(target)) as old, reached(target) as new:
+        _renameat2(old, new, _RENAME_NOREPLACE)
 
 
 def exchange(path: Path, target: Path, phase: str = "") -> None:
     """Exchange two entries, atomically (renameat2(2)); raises an errno of :data:`NO_RENAME_FLAGS`."""
-    with _operation(phase, "exchange", path, to=str(target)):
-        _renameat2(path, target, _RENAME_EXCHANGE)
+    with _operation(phase, "exchange", path, to=str(target)) as old, reached(target) as new:
+        _renameat2(old, new, _RENAME_EXCHANGE)
 
 
-def _renameat2(path: Path, target: Path, flags: int) -> None:
+def _renameat2(old: str, new: str, flags: int) -> None:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
-    with reached(path) as (old, folder), reached(target) as (new, other):
-        ends = _at(folder), os.fsencode(old), _at(other), os.fsencode(new)
-        if renameat2(*ends, flags) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(path), None, str(target))
-
-
-def _at(folder: int | None) -> int:
-    return _AT_FDCWD if folder is None else folder
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), old)
+    if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), old, None, new)
 
 
 def unlink(path: Path, phase: str = "") -> None:
     """Remove a file (unlink(2))."""
-    with _operation(phase, "unlink", path), reached(path) as (name, folder):
-        os.unlink(name, dir_fd=folder)
+    with _operation(phase, "unlink", path) as name:
+        os.unlink(name)
 
 
 def remove_directory(path: Path, phase: str = "") -> None:
     """Remove a directory if it is empty (rmdir(2))."""
-    with _operation(phase, "rmdir", path), reached(path) as (name, folder):
-        os.rmdir(name, dir_fd=folder)
+    with _operation(phase, "rmdir", path) as name:
+        os.rmdir(name)
 
 
 def remove_tree(path: Path, ignore_errors: bool = False) -> None:
     """Remove a directory with all that is in it; follows no symbolic link."""
-    with contextlib.suppress(*[OSError] if ignore_errors else []), reached(path) as (name, parent):
-        for _, folders, files, folder in os.fwalk(
-            name, topdown=False, onerror=_raise, dir_fd=parent
-        ):
-            for each in files:
-                os.unlink(each, dir_fd=folder)
-            for each in folders:
-                _remove_folder(each, folder)
-        os.rmdir(name, dir_fd=parent)
-
-
-def _remove_folder(name: str, parent: int) -> None:
-    try:
-        os.rmdir(name, dir_fd=parent)
-    except NotADirectoryError:  # a link to one
-        os.unlink(name, dir_fd=parent)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    with contextlib.suppress(*[OSError] if ignore_errors else []), reached(path) as name:
+        shutil.rmtree(name, ignore_errors)
 
 
 def sync_directory(path: Path, phase: str = "") -> None:
     """Make the entries of a directory durable (fsync(2)), where the file system knows that."""
-    with reached(path) as (name, folder):
-        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    with reached(path) as name:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _sync(descriptor, path, phase, "sync_directory")
     except OSError as error:

@@ -125,11 +125,21 @@ class Copies:
         """
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
+        copied: list[str] = []
         try:
-            return self._copied_below(ObjectPath(self.store.url, root))
+            if self._job.nodes().is_first:
+                place = ObjectPath(self.store.url, root)
+                names = [each[:-1] for each in self.store.places(root) if each.endswith("/")]
+                is_one = any(Attempt.parse(name) for name in names)
+                for folder in [] if is_one else [place, place / INDEX_NAME]:
+                    copied += self._spread(folder)
+                for path in [place] if is_one else [place / name for name in names]:
+                    copied += self._spread(path)
+                    with contextlib.suppress(CheckpointNotFoundError):
+                        copied += self._look_at(open_committed(path))
         except (DataStatesError, OSError) as error:
             self._say_failed(root, error)
-            return []
+        return copied
 
     def _settle(self, copied: list[str]) -> None:
         """Delete what was copied while another process deleted it."""
@@ -140,17 +150,6 @@ class Copies:
                 self.store.delete(key for key in copied if own.find(name_of(key)) is None)
             except OSError as error:
                 self._say_failed(copied[0], error)
-
-    def _copied_below(self, place: ObjectPath) -> list[str]:
-        if not self._job.nodes().is_first:
-            return []
-        names = [each[:-1] for each in self.store.places(place.key) if each.endswith("/")]
-        is_one = any(Attempt.parse(name) for name in names)
-        copied = [] if is_one else self._spread(place) + self._spread(place / INDEX_NAME)
-        for path in [place] if is_one else [place / name for name in names]:
-            with contextlib.suppress(CheckpointNotFoundError):
-                copied += self._spread(path) + self._look_at(open_committed(path))
-        return copied
 
     def _look_at(self, committed: Committed) -> list[str]:
         place = stored(committed.directory)

@@ -28,7 +28,7 @@ from dcp_datastates.storage.attempts import INDEX_NAME
 from dcp_datastates.storage.local_store import UNFINISHED
 
 _GRANT_BYTES: Final = 64 << 20
-"""The most bytes that a process writes before it looks again how full the directory is, or syncs."""
+"""The most bytes of an object that are written before it is looked again how full the directory is, and synced."""
 
 _NAMING_SECONDS: Final = 20.0
 """How long a request of another node waits until this process has named the path, too."""
@@ -68,7 +68,6 @@ class NodeFiles:
         self._is_whole_system = directory == Path("/")
         self._most = most_bytes
         self._lock = threading.Condition(threading.RLock())  # guards what follows
-        self._granted = 0
         self._named: set[str] = set()
         if not self._is_whole_system:
             self._check_own("")
@@ -199,24 +198,19 @@ class NodeFiles:
                 used += os.lstat(path).st_size
         return max(0, min(self._most - used, free))
 
-    def take(self, nbytes: int) -> None:
-        """Ask for room for ``nbytes`` more. Raises OSError with ENOSPC if there is none.
-
-        Processes ask by turns of up to 64 MiB, less when little is left, so together they may exceed the limit a
-        little.
+    def grant(self, nbytes: int) -> int:
+        """How many bytes an object may have that is to have ``nbytes`` more, before it asks again: up to 64 MiB, less
+        when little is left. So together, objects may exceed the limit a little. Raises OSError with ENOSPC if there is
+        no room.
         """
-        with self._lock:
-            if self._most is None or self._granted >= nbytes:
-                self._granted -= nbytes
-                return
-        left = self.left()
-        if left < nbytes:
+        if self._most is None:
+            return max(_GRANT_BYTES, nbytes)
+        if (left := self.left()) < nbytes:
             raise OSError(
                 errno.ENOSPC,
                 f"the directory {self._directory} may have {self._most} bytes, and has room for {left}",
             )
-        with self._lock:
-            self._granted = max(0, min(_GRANT_BYTES, left // 16) - nbytes)
+        return max(nbytes, min(_GRANT_BYTES, left // 16))
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -253,18 +247,18 @@ class Unpublished:
         self._folder, name = os.path.split(target)
         self._path: Final = os.path.join(self._folder, f".{name}.{secrets.token_hex(8)}~")
         self._file = self._create()
-        self._unsynced = 0
+        self._granted = 0
 
     def write(self, piece: Buffer) -> None:
         """Returns when ``piece`` may be changed."""
         view = memoryview(piece).cast("B")
-        self._files.take(view.nbytes)
-        self._unsynced += view.nbytes
+        if self._granted < view.nbytes:
+            self._granted = self._files.grant(view.nbytes)
+            if self._files.sync and self._file.tell():  # so that no sync takes long
+                os.fdatasync(self._file.fileno())
+        self._granted -= view.nbytes
         while view.nbytes:
             view = view[self._file.write(view) :]
-        if self._files.sync and self._unsynced > _GRANT_BYTES:  # so that no sync takes long
-            os.fdatasync(self._file.fileno())
-            self._unsynced = 0
 
     def complete(self) -> None:
         """Returns when all pieces are in the file, as they are after each write."""

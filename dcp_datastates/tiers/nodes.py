@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,9 +215,9 @@ class NodesJob:
         self._known.set()
 
     def _set_nodes(self, found: Sequence[_Process]) -> None:
-        by_node: dict[str, list[_Process]] = {}
+        by_node = defaultdict[str, list[_Process]](list)
         for process in found:
-            by_node.setdefault(process.node, []).append(process)
+            by_node[process.node].append(process)
         for name, processes in by_node.items():
             if len({process.directory for process in processes}) > 1:
                 self._problem = (
@@ -225,23 +226,19 @@ class NodesJob:
                 )
                 return
         pace = Pace(self.config.rate)
-        ring: list[Node] = [
-            self.own if name == self._process.node else self._other(name, by_node[name], pace)
+        mine, peers = self._process.node, self.config.peers
+        by_name = {
+            name: self.own if name == mine else self._other(name, by_node[name], pace)
             for name in sorted(by_node)
-        ]
-        if self._rank_set.rank == 0 and len(ring) <= self.config.peers:
+        }
+        if self._rank_set.rank == 0 and len(by_name) <= peers:
             logger.warning(
                 "configure_nodes(peers=%d), and the job has %d nodes: each data file lies on all of them",
-                *(self.config.peers, len(ring)),
+                *(peers, len(by_name)),
             )
-        by_name = dict(zip(sorted(by_node), ring, strict=True))
-        self._nodes = Nodes(
-            self.own,
-            ring,
-            self.config.peers,
-            [by_name[process.node] for process in found],
-            by_node[self._process.node][0] == self._process,
-        )
+        of_ranks = [by_name[process.node] for process in found]
+        is_first = by_node[mine][0] == self._process
+        self._nodes = Nodes(self.own, list(by_name.values()), peers, of_ranks, is_first)
 
     def _other(self, name: str, processes: Sequence[_Process], pace: Pace) -> OtherNode:
         first = self._rank_set.rank % len(processes)  # so that their servers share the work

@@ -94,25 +94,19 @@ class Server:
         self._listening = listening
         self._thread_name = thread_name
         self._serve = serve
-        self._lock = threading.RLock()  # guards what follows
+        self._changed = threading.Condition()  # guards what follows
         self._lines: set[Line] = set()
         self._is_closed = False
         self._start(self._accept)
 
     def await_unused(self, seconds: float) -> bool:
         """Wait until no other process is connected, or for ``seconds``; return whether none is."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with self._lock:  # a line may answer before the acceptor's thread has noted it
-                if not self._lines:
-                    return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK_SECONDS)
+        with self._changed:  # a line may answer before the acceptor's thread has noted it
+            return self._changed.wait_for(lambda: not self._lines, seconds)
 
     def close(self) -> None:
         """End all connections, and take no more. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             lines = list(self._lines)
         with contextlib.suppress(OSError):
@@ -167,7 +161,7 @@ class Server:
 
     def _admit(self, connection: socket.socket, proved: bool) -> None:
         """Give the connection a thread, if it has ``proved`` that it knows the key; else close it."""
-        with self._lock:
+        with self._changed:
             if proved and not self._is_closed and len(self._lines) < MOST_LINES:
                 try:
                     line = Line(connection, patience=2.0)
@@ -187,5 +181,6 @@ class Server:
             logger.exception("unexpected error in %s", self._thread_name)
         finally:
             line.close()
-            with self._lock:
+            with self._changed:
                 self._lines.discard(line)
+                self._changed.notify_all()

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_datastates
 from dcp_datastates import CheckpointManager, DataStatesReader
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError
-from dcp_datastates.sharing import joint_reads, shared_reads
+from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire import line
@@ -139,7 +139,7 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
 ):
     expected = state("ddp")
     save(expected, shared_dir / "c")
-    target, links, listen = zeros(expected), [], joint_reads.listen
+    target, links, listen = zeros(expected), [], shared_reads.listen
 
     def listen_at_link(host):
         """Other ranks reach this one through a link that does harm."""
@@ -149,7 +149,7 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
         return listening, address._replace(port=links[0].port)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_reads, "listen", listen_at_link)
+        patch.setattr(shared_reads, "listen", listen_at_link)
         patch.setattr(shared_reads, "_ANSWER_SECONDS", 1.0)
         load(target, shared_dir / "c", share_reads=True)
     for link in links:

@@ -57,7 +57,7 @@ def assert_tidy(path: Path, world: int) -> None:
     assert not more, f"left behind: {entries(path)}"
     files = [f"{attempt.name}/r{rank:05}-0.safetensors" for rank in range(world)]
     decision = f"{attempt.name}/decision"
-    assert entries(path) == sorted([".metadata", "README", attempt.name, decision, *files])
+    assert entries(path) == sorted([".metadata", attempt.name, decision, *files])
 
 
 def fault_between_saves(

@@ -471,7 +471,7 @@ def _end_calmly(world: World, begin: Callable[[int], Job]) -> None:
         assert path.store.get((path / ".metadata").key) == metadata(newest)
         if world.directory is not None:
             left = {each.name for each in Path(str(path)).iterdir()}
-            assert left == {newest.name, ".metadata", "README"}
+            assert left == {newest.name, ".metadata"}
     assert job.over
 
 

@@ -68,14 +68,3 @@ def test_a_mistake_is_answered_in_one_line_that_says_what_belongs_there(mistake,
     assert "\n" not in message
     assert len(message) < 250
     assert 1 <= frames_in(raised.value) <= 3
-
-
-def test_the_call_that_a_checkpoint_tells_its_reader_works(tmp_path):
-    ds.save({"t": torch.ones(3)}, tmp_path / "c", host_cache_size=CACHE)
-    text = (tmp_path / "c" / "README").read_text()
-    (call,) = [part for part in text.split() if part.startswith("dcp_datastates.load(")]
-    call += " " + text.split(call)[1].split(",")[0].strip()
-    assert call == "dcp_datastates.load(PATH, state)"
-    state = {"t": torch.zeros(3)}
-    eval(call, {"dcp_datastates": ds, "PATH": tmp_path / "c", "state": state})
-    assert torch.equal(state["t"], torch.ones(3))

@@ -74,9 +74,7 @@ def test_the_checksum_table_is_that_of_an_independent_crc32c(elements, tmp_path)
 def test_the_files_are_where_they_should_be_and_nothing_else_is(tmp_path):
     save({"w": torch.ones(3)}, tmp_path)
     (attempt,) = attempts(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
-        [".metadata", "README", attempt.name]
-    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".metadata", attempt.name]
     assert sorted(entry.name for entry in attempt.iterdir()) == ["decision", "r00000-0.safetensors"]
 
 

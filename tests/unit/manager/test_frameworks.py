@@ -12,7 +12,7 @@ import torch
 from support.crashes.failing import armed
 
 import dcp_datastates as ds
-from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.checkpoints.retention import Deletions
 from dcp_datastates.manager.frameworks import (
     BackgroundSaves,
     files_from,

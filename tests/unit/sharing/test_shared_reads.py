@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,8 @@ from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks
-from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads
+from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads, pays
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire.line import RefusedError, connect
 from dcp_datastates.wire.secret import Address
 from dcp_datastates.wire.server import listen
@@ -361,3 +364,41 @@ def test_after_the_end_nothing_is_kept(begun):
 
 def test_a_rank_without_units_keeps_nothing():
     assert _units(_Storage(), 8, count=0).are_gone.is_set()
+
+
+# ---- where it pays: by default, in object stores and network file systems ----------------------------
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run/c", "gs://b/c", "ram://run/c", "memory://c"])
+def test_object_stores_but_for_those_in_memory(url):
+    assert pays(locate(url)) is url.startswith(("s3", "gs"))
+
+
+def _mounts(tmp_path: Path, kind: str, device: int) -> Path:
+    of_path = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"20 1 0:999 / /elsewhere rw shared:1 - nfs4 host:/x rw\n"
+        f"21 1 {of_path} / {tmp_path} rw,relatime - {kind} host:/export rw,vers=4.2\n"
+    )
+    return mounts
+
+
+_ON_OTHER_MACHINES = ["nfs4", "nfs", "lustre", "cifs", "fuse.s3fs", "gpfs", "ceph", "beegfs"]
+_LOCAL = ["ext4", "xfs", "tmpfs", "fuseblk", "overlay"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [*((kind, True) for kind in _ON_OTHER_MACHINES), *((kind, False) for kind in _LOCAL)],
+)
+def test_file_systems_by_the_type_of_their_mount(tmp_path, kind, expected):
+    mounts = _mounts(tmp_path, kind, tmp_path.stat().st_dev)
+    assert pays(tmp_path, mounts) is expected
+
+
+def test_what_is_not_known_counts_as_local(tmp_path):
+    assert pays(tmp_path, tmp_path / "no such file") is False
+    assert pays(tmp_path / "no such place", _mounts(tmp_path, "nfs", 1)) is False
+    (tmp_path / "mountinfo").write_text("nonsense\n\n1 2 3\n")
+    assert pays(tmp_path, tmp_path / "mountinfo") is False
