@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
-from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
+from dcp_datastates.format.metadata import DCP_VERSION, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described, fields_to_json
@@ -172,8 +172,7 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row, places = self._catalog.row(key), self._placement
         path = places.paths[places.files.item(row)]
-        begin, length = places.begins.item(row), places.lengths.item(row)
-        return _StorageInfo(path, begin, length, TRANSFORM_DESCRIPTORS)
+        return _StorageInfo(path, places.begins.item(row), places.lengths.item(row))
 
 
 # ---- columns of objects --------------------------------------------------------------------------
