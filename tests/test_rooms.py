@@ -53,7 +53,7 @@ BUDGETS = {
     "conversion": 2_176,
     "dcp": 2_089,
     "deepspeed": 730,
-    "format": 2_882,
+    "format": 2_866,
     "huggingface": 1_123,
     "io": 2_514,
     "lightning": 722,

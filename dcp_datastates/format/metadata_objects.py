@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
+from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
@@ -68,7 +68,7 @@ def opened_from(metadata: Metadata) -> MetadataTable:
 
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
-    mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
+    mappings = None if catalog.mappings is None else dict(catalog.mappings)
     return Metadata(dict(_entries(catalog)), planner_data=mappings)
 
 
@@ -226,7 +226,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
     return Catalog(
         names=tuple(names),
         table=tuple(table),
-        mappings=with_types(metadata.planner_data),
+        mappings=metadata.planner_data,
         **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
 
