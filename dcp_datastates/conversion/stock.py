@@ -242,7 +242,7 @@ def stock_output(source: Source, folder: Path, shard_bytes: int) -> Output:
             for name, each in source.tensors.items()
         }
         entries.update((name, BytesStorageMetadata()) for name in source.objects)
-        paths = dict(as_dcp_has_them(dict(source.paths)))
+        paths = as_dcp_has_them(dict(source.paths))
         metadata = Metadata(entries, paths, places, StorageMeta(), DCP_VERSION)
         write_small_file(folder / local.METADATA_NAME, pickle.dumps(metadata))
 

@@ -30,12 +30,6 @@ KeyPath = tuple[str | int | tuple[Any, ...], ...]
 EMPTY: Final = ()
 
 
-class Paths(dict[str, Any]):
-    """Paths as DCP has them, for its planners. ``typed``: the same paths with types, and those of empty dicts."""
-
-    typed: Mapping[str, KeyPath] = {}
-
-
 def part_of(key: Any) -> str | tuple[Any, ...]:
     """The part of a path for the ``key`` of a dict. Warns of a key that can be stored as a string only."""
     text = str(key)
@@ -158,25 +152,16 @@ def _name_is_taken(name: str) -> ValueError:
 
 
 def as_dcp_has_them(paths: Any) -> Any:
-    """What DCP's planners are told of ``paths``: a :class:`Paths` if they have more than DCP knows."""
+    """What DCP's planners are told of ``paths``: every key as a string, and no empty dicts."""
     if not isinstance(paths, dict) or not set(map(type, paths.values())) <= {tuple}:
         return paths
     if tuple not in set(map(type, chain.from_iterable(paths.values()))):
         return paths
-    found = Paths(
-        {
-            name: tuple(str(part[-1]) if isinstance(part, tuple) else part for part in path)
-            for name, path in paths.items()
-            if path[-1:] != (EMPTY,)
-        }
-    )
-    found.typed = paths
-    return found
-
-
-def with_types(paths: Any) -> Any:
-    """The paths that :func:`as_dcp_has_them` was given; other values are returned as they are."""
-    return paths.typed if isinstance(paths, Paths) else paths
+    return {
+        name: tuple(str(part[-1]) if isinstance(part, tuple) else part for part in path)
+        for name, path in paths.items()
+        if path[-1:] != (EMPTY,)
+    }
 
 
 # ---- paths from a file ---------------------------------------------------------------------------
@@ -292,7 +277,6 @@ def _with_numbers_as_text(found: Any) -> Iterator[dict[str, Any]]:
 
 def path_of(name: str, paths: object) -> KeyPath:
     """The path that the save's planner stored for ``name``; the name itself, if it stored none."""
-    paths = with_types(paths)
     path = paths.get(name) if isinstance(paths, dict) else None
     return path if isinstance(path, tuple) and path else (name,)
 

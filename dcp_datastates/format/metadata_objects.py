@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.key_paths import as_dcp_has_them, with_types
-from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
+from dcp_datastates.format.key_paths import as_dcp_has_them
+from dcp_datastates.format.metadata import DCP_VERSION, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described, fields_to_json
@@ -46,9 +46,9 @@ Value = TypeVar("Value")
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
     metadata = Metadata(
-        state_dict_metadata=_Entries(table.catalog),  # type: ignore[arg-type]  # it does all that a dict is asked for
+        state_dict_metadata=_entries(table.catalog),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
-        storage_data=_Places(table.catalog, table.placement),
+        storage_data=_places(table.catalog, table.placement),
         storage_meta=table.storage_meta,
         version=DCP_VERSION,
     )
@@ -68,31 +68,32 @@ def opened_from(metadata: Metadata) -> MetadataTable:
 
 def catalog_metadata(catalog: Catalog) -> Metadata:
     """The catalog as plain objects, as stock planners make them, for other writers."""
-    mappings = None if catalog.mappings is None else as_dcp_has_them(dict(catalog.mappings))
-    return Metadata(dict(_Entries(catalog)), planner_data=mappings)
+    mappings = None if catalog.mappings is None else dict(catalog.mappings)
+    return Metadata(dict(_entries(catalog)), planner_data=mappings)
 
 
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
-    """A dict whose values are made when they are looked up. A change makes all of them."""
+    """A dict whose values are made when they are looked up. A change makes all of them.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        count: how many there are.
+        keys: gives the keys, in order.
+        make: gives the value of a key; KeyError if there is none.
+    """
+
+    def __init__(
+        self, count: int, keys: Callable[[], Iterator[Key]], make: Callable[[Key], Value]
+    ) -> None:
+        self._count, self._keys, self._make = count, keys, make
         self._all: dict[Key, Value] | None = None
-
-    def _made(self, key: Key) -> Value:
-        """The value; KeyError if there is none."""
-        raise NotImplementedError
-
-    def _keys(self) -> Iterator[Key]:
-        raise NotImplementedError
 
     def _plain(self) -> dict[Key, Value]:
         if self._all is None:
-            self._all = {key: self._made(key) for key in self._keys()}
+            self._all = {key: self._make(key) for key in self._keys()}
         return self._all
 
     def __getitem__(self, key: Key) -> Value:
-        return self._made(key) if self._all is None else self._all[key]
+        return self._make(key) if self._all is None else self._all[key]
 
     def __setitem__(self, key: Key, value: Value) -> None:
         self._plain()[key] = value
@@ -113,37 +114,20 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         return dict, (self._plain(),)
 
 
-class _Entries(_Lazy[str, STORAGE_TYPES]):
-    """``Metadata.state_dict_metadata``. Caches entries: DCP looks the same entry up repeatedly.
+def _entries(catalog: Catalog) -> _Lazy[str, STORAGE_TYPES]:
+    """``Metadata.state_dict_metadata``.
 
     A lookup finds a wrapper subclass, too, of which only the parts are stored: DCP plans an object for it, and the
     reader reads its parts instead.
     """
+    split = functools.cache(lambda: wrappers(catalog.names))
 
-    def __init__(self, catalog: Catalog) -> None:
-        super().__init__(len(catalog.names))
-        self._catalog = catalog
-        self._kept: dict[str, STORAGE_TYPES] = {}
-
-    def _keys(self) -> Iterator[str]:
-        return iter(self._catalog.names)
-
-    def _made(self, key: str) -> STORAGE_TYPES:
-        if key not in self._kept:
-            number = self._catalog.number.get(key)
-            if number is None and key not in self._wrappers:
-                raise KeyError(key)
-            self._kept[key] = BytesStorageMetadata() if number is None else self._make(number)
-        return self._kept[key]
-
-    @functools.cached_property
-    def _wrappers(self) -> Container[str]:
-        return wrappers(self._catalog.names)
-
-    def _make(self, number: int) -> STORAGE_TYPES:
-        catalog = self._catalog
-        kind = int(catalog.properties[number])
-        if kind < 0:
+    @functools.cache  # DCP looks the same entry up repeatedly
+    def make(name: str) -> STORAGE_TYPES:
+        number = catalog.number.get(name)
+        if number is None and name not in split():
+            raise KeyError(name)
+        if number is None or catalog.properties[number] < 0:
             return BytesStorageMetadata()
         offsets, sizes = (
             map(torch.Size, catalog.of_chunks(column, number).tolist())
@@ -151,29 +135,28 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         )
         with collection_paused() if catalog.counts[number] > _MANY else contextlib.nullcontext():
             chunks = list(map(ChunkStorageMetadata, offsets, sizes))
-        return TensorStorageMetadata(catalog.table[kind], catalog.shape(number), chunks)
+        properties = catalog.table[int(catalog.properties[number])]
+        return TensorStorageMetadata(properties, catalog.shape(number), chunks)
+
+    return _Lazy(len(catalog.names), lambda: iter(catalog.names), make)
 
 
-class _Places(_Lazy[MetadataIndex, _StorageInfo]):
+def _places(catalog: Catalog, placement: Placement) -> _Lazy[MetadataIndex, _StorageInfo]:
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
-    def __init__(self, catalog: Catalog, placement: Placement) -> None:
-        super().__init__(len(placement.files))
-        self._catalog, self._placement = catalog, placement
-
-    def _keys(self) -> Iterator[MetadataIndex]:
-        catalog = self._catalog
+    def keys() -> Iterator[MetadataIndex]:
         for number, name in enumerate(catalog.names):
             for place, begin in enumerate(catalog.of_chunks(catalog.offsets, number).tolist()):
                 yield MetadataIndex(name, begin, place)
         for number in catalog.object_rows:
             yield MetadataIndex(catalog.names[number])
 
-    def _made(self, key: MetadataIndex) -> _StorageInfo:
-        row, places = self._catalog.row(key), self._placement
-        path = places.paths[places.files.item(row)]
-        begin, length = places.begins.item(row), places.lengths.item(row)
-        return _StorageInfo(path, begin, length, TRANSFORM_DESCRIPTORS)
+    def make(key: MetadataIndex) -> _StorageInfo:
+        row = catalog.row(key)
+        path = placement.paths[placement.files.item(row)]
+        return _StorageInfo(path, placement.begins.item(row), placement.lengths.item(row))
+
+    return _Lazy(len(placement.files), keys, make)
 
 
 # ---- columns of objects --------------------------------------------------------------------------
@@ -243,7 +226,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
     return Catalog(
         names=tuple(names),
         table=tuple(table),
-        mappings=with_types(metadata.planner_data),
+        mappings=metadata.planner_data,
         **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
 

@@ -5,7 +5,7 @@ It derives from torchtitan's ``BaseCheckpointManager``, the contract of all mana
 
 * all saves, also the last one, go to a :class:`~dcp_datastates.DataStatesWriter`, and use private connections of this
   package: no collective of a save runs on the job's groups, whatever their backend and timeout. Only a last save in the
-  Hugging Face format is torch's own;
+  Hugging Face format, and a load of one, are those of its manager for DCP;
 * checkpoints are recognised by their metadata; stock DCP's load, too;
 * the job resumes from, and deletes by counting, only checkpoints that are committed and intact;
 * ``close()`` waits for the saves in flight.
@@ -24,10 +24,6 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files_on_every_rank,
-)
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
     LR_SCHEDULER,
@@ -36,6 +32,7 @@ from torchtitan.components.checkpointer.base import (
     BaseCheckpointManager,
     ModelWrapper,
 )
+from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
@@ -168,7 +165,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             DATALOADER: parts["dataloader"],
             LR_SCHEDULER: parts["lr_schedulers"],
         }
-        self._sd_adapter = sd_adapter
+        self.sd_adapter = sd_adapter
         self._saves = BackgroundSaves(config.writer_options(), max_failures=1)
         self._closed = False
 
@@ -194,7 +191,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.maybe_wait_for_saving()
         model_only = last_step and config.last_save_model_only
         if model_only and config.last_save_in_hf:
-            save_hugging_face(self._exported(), self._sd_adapter, path)
+            CheckpointManager.dcp_save(self, self._exported(), path, AsyncMode.DISABLED, to_hf=True)
         elif last_step or config.async_mode == "disabled":
             state = self._exported() if model_only else self._all_states()
             # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
@@ -258,9 +255,14 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         elif (initial := config.initial_load_path) and not is_directory(locate(initial)):
             raise ConfigurationError(f"checkpoint.initial_load_path={initial!r} is no directory")
         elif config.initial_load_in_hf:
-            path = initial or hugging_face_assets(self._sd_adapter)
+            if self.sd_adapter is None:
+                raise ConfigurationError(
+                    "checkpoint.initial_load_in_hf=True needs an sd_adapter, and the model has none"
+                )
+            path = initial or hugging_face_assets(self.sd_adapter)
+            state = self.states[MODEL].state_dict()
             quantized = config.initial_load_in_hf_quantized
-            load_hugging_face(self.states[MODEL], self._sd_adapter, path, quantized)
+            CheckpointManager.dcp_load(self, state, path, True, quantized)
         elif initial:
             self._load_from(initial, model_only=config.initial_load_model_only)
         else:
@@ -366,48 +368,6 @@ def _format(path: Location) -> Format:
         return format_of(path)
     except DataStatesError:  # a save of this package: uncommitted or damaged
         return Format.DATASTATES
-
-
-# ---- the Hugging Face format ---------------------------------------------------------------------
-# As torchtitan has it: a model's adapter names the tensors, torch reads and writes them.
-
-
-_THREADS: Final = 5
-"""With which a rank puts shards together, as in torchtitan."""
-
-
-def save_hugging_face(model_state: dict[str, Any], adapter: Any, path: str) -> None:
-    """Save a model's state at ``path``; returns when it is there. Every rank calls this.
-
-    If the adapter says which file each tensor is in, the ranks write shards into ``path/sharded``, and then put them
-    together; else torch writes one file.
-    """
-    files = adapter.fqn_to_index_mapping
-    sharded = os.path.join(path, "sharded") if files else path
-    writer = HuggingFaceStorageWriter(
-        path=sharded,
-        save_distributed=True,
-        fqn_to_index_mapping=files,
-        enable_consolidation=not files,
-    )
-    dcp.save(adapter.to_hf(model_state), storage_writer=writer)  # type: ignore[attr-defined]
-    if files:
-        consolidate_safetensors_files_on_every_rank(
-            input_dir=sharded, output_dir=path, fqn_to_index_mapping=files, num_threads=_THREADS
-        )
-
-
-def load_hugging_face(model: Any, adapter: Any, path: str, quantized: bool) -> None:
-    """Load ``model`` from ``path``, a folder of safetensors files; ``quantized``: their values are. Every rank calls
-    it.
-    """
-    if adapter is None:
-        raise ConfigurationError(
-            "checkpoint.initial_load_in_hf=True needs an sd_adapter, and the model has none"
-        )
-    state = adapter.to_hf(model.state_dict())
-    dcp.load(state, storage_reader=adapter.get_hf_storage_reader(path, quantized))  # type: ignore[attr-defined]
-    model.load_state_dict(adapter.from_hf(state))
 
 
 def hugging_face_assets(adapter: Any) -> str:
