@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.format.metadata import encode
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import Compose, Trace
 from dcp_datastates.planning.messages import Report
@@ -129,7 +129,8 @@ def document(
         paths = [f"{claim.attempt.name}/{name}" for name, _, _ in report.files]
         places = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
         for index, number, offset, length in zip(indices, *places, strict=True):
-            metadata.storage_data[index] = _StorageInfo(paths[number], offset, length)
+            info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
+            metadata.storage_data[index] = info
     metadata.storage_meta = meta
     note = note_of(claim, [report for _, report in reports], metrics, trace)
     return encode(table_of(metadata, note))

@@ -1,6 +1,7 @@
-"""The ``.metadata`` file: a pickle by which DCP's own tools refuse it, and a table of columns for this package.
+"""The ``.metadata`` file: a pickle for DCP's own tools, and a table with the same contents for this package.
 
-This package reads only the table: it never unpickles metadata, and the table names no class or function to call.
+The pickle is a ``Metadata`` with names, shapes and dtypes. A table of columns follows it. This package reads
+only the table: it never unpickles metadata, and the table names no class or function to call.
 
 Format 2. Integers are little-endian, except for the number of the format:
 
@@ -49,14 +50,26 @@ The document has the parts of a table other than chunks and places, as JSON, by 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
+import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 
 from dcp_datastates._native import crc32c
@@ -89,19 +102,24 @@ from dcp_datastates.format.values import (
 )
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location
 
 DCP_VERSION: Final = "1.0.0"
 """The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
 
-_REFUSAL: Final = (
-    b"cthis is a checkpoint of dcp_datastates: load it with that package's load(), or with "
-    b"storage_reader=DataStatesReader(PATH); `dcp-datastates convert PATH OUT --to dcp` makes one of stock DCP\n"
-    b"Metadata\n."
+TRANSFORM_DESCRIPTORS: Final = (
+    (
+        "this is a checkpoint of dcp_datastates: load it with dcp_datastates.load(path), or with "
+        "storage_reader=dcp_datastates.DataStatesReader(path); `dcp-datastates convert PATH OUT --to dcp` makes one of "
+        "stock DCP"
+    ),
 )
-"""A pickle that refers to a class in a module with this sentence for a name. Stock DCP unpickles the file, and so it
-raises ``ModuleNotFoundError: No module named '...'``, whether this package is installed or not. The sentence contains
-no dot: the text after a dot would not be printed.
+"""The sentence by which a stock reader refuses a checkpoint of this package. ``FileSystemReader`` expects files of
+``torch.save``, and would advise to switch ``weights_only`` off. But first it looks up the extensions that the metadata
+name for each piece of data (``_StorageInfo.transform_descriptors``), and raises ``ValueError: Unknown extension
+name='...'`` for an unknown one. So the extension's name is this sentence. It contains no slash: text after a slash is a
+version, and is not printed. This package's reader ignores it, and reads checkpoints without it.
 """
 
 
@@ -130,7 +148,7 @@ def encode(table: MetadataTable) -> bytes:
     document = _written_document(table)
     columns = [getattr(table.catalog, name) for name in CATALOG]
     columns += [getattr(table.placement, name) for name in PLACEMENT]
-    data = _joined(document, columns)
+    data = _joined(stub_of(table.catalog), document, columns)
     values.check_memory(len(data), document, sum(map(len, columns)))
     return data
 
@@ -152,6 +170,56 @@ def decode(data: bytes, path: Location) -> MetadataTable:
     except ValueRefused as error:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
     return table
+
+
+# ---- the pickle for DCP's own tools --------------------------------------------------------------
+
+
+_PROTOCOL: Final = 4
+
+_NOWHERE: Final = _StorageInfo(METADATA_NAME, 0, 0, TRANSFORM_DESCRIPTORS)
+"""A file that exists: stock DCP opens it before it refuses the entry."""
+
+
+@once
+def stub_of(catalog: Catalog) -> bytes:
+    """The pickle for a catalog that ``metadata_check`` has accepted. The same torch gives the same bytes."""
+    return _pickled(_stub(catalog))
+
+
+def _stub(catalog: Catalog) -> Metadata:
+    entries: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    # Few are different, and the pickle has each once. An entry is its tensor's own: programs change its size.
+    alike: dict[torch.Size, ChunkStorageMetadata] = {}
+    for number, (name, kind) in enumerate(
+        zip(catalog.names, catalog.properties.tolist(), strict=True)
+    ):
+        if kind < 0:
+            entries[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _NOWHERE
+            continue
+        size = catalog.shape(number)
+        if size not in alike:
+            alike[size] = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        chunk = alike[size]
+        entries[name] = TensorStorageMetadata(catalog.table[kind], chunk.sizes, [chunk])
+        places[MetadataIndex(name, chunk.offsets)] = _NOWHERE
+    return Metadata(entries, storage_data=places, version=DCP_VERSION)
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written, _PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _for_every_torch}
+    pickler.dump(metadata)
+    return written.getvalue()
+
+
+def _for_every_torch(properties: TensorProperties) -> tuple[Any, ...]:
+    """Releases before 2.15 read a tuple of five fields only, later ones read it, too."""
+    own = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), own[:5] if type(own) is tuple else own  # type: ignore[attr-defined]
 
 
 # ---- the document --------------------------------------------------------------------------------
@@ -268,13 +336,13 @@ _CHECKSUM: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<BQ")
 
 
-def _joined(document: bytes, columns: Iterable[Ints]) -> bytes:
-    """The bytes of a whole file: the pickle, followed by the table."""
+def _joined(pickled: bytes, document: bytes, columns: Iterable[Ints]) -> bytes:
+    """The bytes of a whole file: ``pickled``, followed by the table."""
     packed = [np.frombuffer(document, np.uint8), *map(narrowed, columns)]
-    parts: list[bytes | memoryview] = [_REFUSAL, *(column.data for column in packed)]
+    parts: list[bytes | memoryview] = [pickled, *(column.data for column in packed)]
     parts += [_ENTRY.pack(column.itemsize, len(column)) for column in packed]
     number = FORMAT.to_bytes(2, "big")
-    parts.append(_END.pack(_MAGIC, number, len(_REFUSAL), len(packed), 0)[: -_CHECKSUM.size])
+    parts.append(_END.pack(_MAGIC, number, len(pickled), len(packed), 0)[: -_CHECKSUM.size])
     checksum = 0
     for part in parts:
         checksum = crc32c(part, checksum)

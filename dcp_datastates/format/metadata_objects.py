@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import as_dcp_has_them
-from dcp_datastates.format.metadata import DCP_VERSION, refusing
+from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described, fields_to_json
@@ -154,7 +154,8 @@ def _places(catalog: Catalog, placement: Placement) -> _Lazy[MetadataIndex, _Sto
     def make(key: MetadataIndex) -> _StorageInfo:
         row = catalog.row(key)
         path = placement.paths[placement.files.item(row)]
-        return _StorageInfo(path, placement.begins.item(row), placement.lengths.item(row))
+        begin, length = placement.begins.item(row), placement.lengths.item(row)
+        return _StorageInfo(path, begin, length, TRANSFORM_DESCRIPTORS)
 
     return _Lazy(len(placement.files), keys, make)
 

@@ -49,11 +49,10 @@ _HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
 _NESTED: Final = frozenset({list, dict})
 
 _MOST_TIMES: Final = 4
-_MOST_TIMES_JSON: Final = 12
 _SPARE_BYTES: Final = 128 << 20
 """What is read from a file becomes at most so many times its bytes, and these, which let a small one be dense.
 
-Columns of many ranks become 3 times their bytes, and the JSON of names with one chunk 5 to 10 times. JSON alone may
+Columns of many ranks become 3 times their bytes, and metadata of names with one chunk 2 to 3 times. JSON alone may
 become 30 times its bytes: ``[],`` are a list. The checks of columns take temporary memory besides.
 """
 _PYTHON_BYTES: Final[Mapping[bytes, int]] = {b"[": 64, b"{": 184, b'"': 28, b",": 8}
@@ -166,8 +165,7 @@ def check_memory(file_bytes: int, document: bytes, numbers: int = 0) -> None:
     """
     needed = 8 * numbers + len(document)
     needed += sum(cost * document.count(byte) for byte, cost in _PYTHON_BYTES.items())
-    others = file_bytes - len(document)
-    most = _MOST_TIMES * others + _MOST_TIMES_JSON * len(document) + _SPARE_BYTES
+    most = _MOST_TIMES * file_bytes + _SPARE_BYTES
     if needed > most:
         raise ValueRefused(
             f"{file_bytes} bytes would become {needed} bytes in memory; those of a checkpoint become {most} at most"

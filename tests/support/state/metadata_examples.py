@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.metadata_table import Catalog, FileRecord, Note, Placement
 from dcp_datastates.storage.attempt import Attempt
 
@@ -94,7 +95,7 @@ class Example:
         return Metadata(state, self.mappings, places, META, "1.0.0")
 
     def _info(self, place: tuple[int, int, int]) -> _StorageInfo:
-        return _StorageInfo(self.paths[place[0]], *place[1:])
+        return _StorageInfo(self.paths[place[0]], *place[1:], TRANSFORM_DESCRIPTORS)
 
 
 def _ints(values: Any) -> Any:
@@ -120,6 +121,8 @@ def assert_identical(found: Any, expected: Metadata) -> None:
         (k.fqn, k.offset, k.index) for k in others
     ]
     assert [type(k.offset) for k in keys] == [type(k.offset) for k in others]
+    for info in found.storage_data.values():
+        assert info.transform_descriptors == TRANSFORM_DESCRIPTORS
 
 
 PROPERTIES = st.builds(

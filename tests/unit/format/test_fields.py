@@ -12,7 +12,7 @@ from support.jobs.scripts import ranks_of_torchrun, run_program
 from support.state.checkpoints import assert_same, load, load_everything, save
 from support.state.metadata import parts_of, rewritten
 from support.state.written import CHECKPOINTS, empty_state, expected_state
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import DataStatesReader, DataStatesSavePlanner
@@ -174,13 +174,15 @@ def test_new_fields_are_left_out_and_one_line_says_so(tmp_path):
     target = {"w": torch.zeros(4, 3)}
     dcp.load(target, storage_reader=HuggingFaceStorageReader(str(attempt)), no_dist=True)
     assert torch.equal(target["w"], torch.arange(12.0).reshape(3, 4).t())
+    FileSystemReader(tmp_path).read_metadata()
 
 
 LOADED = """
 for planned in ("own", "stock"):
     path = f"{sys.argv[1]}/{planned}"
-    entry = read().state_dict_metadata["w"]
-    assert entry.properties.strides is None and entry.chunks[0].note == "a note"
+    for found in (read(), dcp.FileSystemReader(path).read_metadata()):
+        entry = found.state_dict_metadata["w"]
+        assert entry.properties.strides is None and entry.chunks[0].note == "a note"
     target = {"w": torch.zeros(3, 4)}
     dcp.load(target, storage_reader=DataStatesReader(path))
     assert torch.equal(target["w"], torch.arange(12.0).reshape(3, 4))
@@ -220,7 +222,19 @@ def test_what_another_torch_has_written_loads(path):
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
-def test_torchs_reader_of_safetensors_opens_what_another_torch_has_written(path):
+def test_stock_readers_open_what_another_torch_has_written(path):
+    ours, stock = DataStatesReader(path).read_metadata(), FileSystemReader(path).read_metadata()
+    places = [
+        {
+            index: (info.relative_path, info.offset, info.length)
+            for index, info in each.storage_data.items()
+        }
+        for each in (ours, stock)
+    ]  # without the sentence for stock readers, which may change
+    assert places[0] == places[1]
+    assert ours.planner_data == stock.planner_data
+    assert list(ours.state_dict_metadata) == list(stock.state_dict_metadata)
+    assert stock.state_dict_metadata["weight"].properties.dtype == torch.float32
     (attempt,) = (entry for entry in path.iterdir() if entry.is_dir())
     state = {"weight": torch.zeros(6, 4), "half": torch.zeros(5, dtype=torch.bfloat16)}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(attempt)), no_dist=True)

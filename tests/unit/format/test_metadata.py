@@ -30,6 +30,7 @@ def test_a_file_is_what_the_layout_says(checkpoint, state):
     """By other code than the package's."""
     data = decision_of(checkpoint).read_bytes()
     parts = parts_of(checkpoint)
+    assert data.startswith(b"\x80\x04")
     assert parts.pickled.endswith(b".")
     assert set(parts.document) == {
         *("attempt", "after", "files", "names", "properties"),

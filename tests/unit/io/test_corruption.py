@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import assert_same, load_everything, raises, save
 from support.state.files import data_files, put_back
 from support.state.metadata import decision_of, file_of, parts_of, rewritten
@@ -57,6 +58,7 @@ def test_metadata_that_was_cut_short_is_seen(keep, checkpoint):
 def test_metadata_without_their_table_are_damaged_and_not_taken_for_stock_dcp(checkpoint):
     path = decision_of(checkpoint)
     path.write_bytes(parts_of(path).pickled)
+    dcp.FileSystemReader(checkpoint).read_metadata()
     with raises(CheckpointCorruptError, "no checksums at its end"):
         load_everything(checkpoint)
 
