@@ -48,13 +48,13 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_507,
-    "checkpoints": 2_730,
+    "checkpoints": 2_677,
     "cli": 1_002,
-    "commit": 1_558,
-    "conversion": 2_194,
+    "commit": 1_556,
+    "conversion": 2_193,
     "dcp": 2_031,
     "deepspeed": 730,
-    "format": 2_965,
+    "format": 2_933,
     "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
@@ -66,18 +66,18 @@ BUDGETS = {
     "process": 906,
     "ranks": 2_133,
     "saving": 2_207,
-    "sharing": 753,
+    "sharing": 728,
     "staging": 1_930,
-    "storage": 3_743,
-    "tiers": 2_268,
-    "torchtitan": 506,
+    "storage": 3_631,
+    "tiers": 2_258,
+    "torchtitan": 466,
     "weights": 1_014,
-    "wire": 665,
+    "wire": 660,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_838}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_736}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
