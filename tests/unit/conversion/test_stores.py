@@ -12,9 +12,8 @@ from support.state.checkpoints import assert_same, save
 from support.state.states import filled
 
 import dcp_datastates
-from dcp_datastates import convert, copy, diff, latest
+from dcp_datastates import convert, diff
 from dcp_datastates.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
 )
@@ -108,16 +107,6 @@ def test_what_is_missing_or_no_checkpoint_is_named(store, path, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_damage_in_a_store_is_found(store, path, tmp_path):
-    save({"a": filled((300_000,), torch.float32, 1)}, path)
-    (key,) = [each for each in store.objects if each.endswith(".safetensors")]
-    data = bytearray(store.data(key))
-    data[len(data) // 2] ^= 1
-    store.put(key, data)
-    with pytest.raises(CheckpointCorruptError, match="'a'"):
-        convert(path, tmp_path / "out", "torch", **SMALL)
-
-
 # ---- to a store --------------------------------------------------------------------------------
 
 
@@ -129,21 +118,4 @@ def test_a_store_is_no_target_and_the_way_there_is_said(to, path, store, tmp_pat
     assert not store.requests()
 
 
-def test_what_was_converted_is_copied_to_a_server(model, s3_root, tmp_path):
-    convert(model, tmp_path / "ours", **SMALL)
-    copy(tmp_path / "ours", f"{s3_root}/step-1")
-    assert diff(model, f"{s3_root}/step-1").same
-    assert str(latest(s3_root)) == f"{s3_root}/step-1"
-
-
 # ---- comparisons -------------------------------------------------------------------------------
-
-
-def test_differences_between_a_store_and_a_directory_are_found(path, tmp_path):
-    save({"a": torch.arange(9.0)}, path)
-    save({"a": torch.arange(9.0)}, tmp_path / "same")
-    save({"a": torch.arange(9.0) + 1}, tmp_path / "other")
-    assert diff(path, tmp_path / "same").same
-    found = diff(tmp_path / "other", path)
-    assert [each.problem for each in found.differences] == ["values"]
-    assert str(found).startswith(f"{tmp_path / 'other'} and {path}: ")

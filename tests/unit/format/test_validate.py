@@ -230,13 +230,6 @@ def test_chunks_that_would_take_for_ever_to_compare_are_refused_soon(shapes, che
         load_everything(checkpoint)
 
 
-def test_overlapping_chunks_are_refused(checkpoint):
-    begins, sizes = np.array([[0, 0], [2, 3]]), np.array([[4, 4], [4, 4]])
-    rewritten(checkpoint, lambda parts: _grid(parts, (8, 8), begins, sizes))
-    with raises(UnreadableMetadataError, "w has overlapping chunks"):
-        load_everything(checkpoint)
-
-
 def test_memory_is_in_proportion_to_the_file(checkpoint):
     count = 100_000
     begins = np.stack([np.arange(count), np.zeros(count, np.int64)], axis=1)

@@ -112,16 +112,16 @@ def test_lost_replies_do_not_condemn_a_store(monkeypatch):
     assert creates_once(installed(monkeypatch, store, "run"))
 
 
-@pytest.mark.parametrize("kind", ["put", "put_if_absent", "get_range", "list", "delete"])
-def test_expired_credentials_tell_nothing_of_a_store(monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["put", "put_if_absent", "get_range", "list", "delete", ""])
+def test_expired_credentials_and_no_answer_tell_nothing_of_a_store(monkeypatch, kind):
     def refuse(request):
         if request.kind == kind:
             raise ExpiredError(errno.EACCES, "ExpiredToken", request.key)
-        return Fate.DONE
+        return Fate.DONE if kind else Fate.REFUSED
 
     store = MemoryStore(refuse)
     root = installed(monkeypatch, store, "run")
-    with pytest.raises(ExpiredError, match="ExpiredToken"):
+    with pytest.raises(StorageError, match="ExpiredToken" if kind else "503"):
         what_works(root)
     store.on_request = lambda request: Fate.DONE
     assert all(each.works for each in what_works(root).answers)
@@ -178,15 +178,6 @@ def test_a_slow_store_that_answers_is_not_given_up(monkeypatch):
     root = installed(monkeypatch, MemoryStore(slowly), "run")
     monkeypatch.setattr(bounded_work, "_LOOK_SECONDS", 0.01)
     assert bounded_work.bounded("trying", root, 0.2, lambda: creates_once(root))
-
-
-def test_a_store_that_does_not_answer_is_tried_again(monkeypatch):
-    store = MemoryStore(lambda request: Fate.REFUSED)
-    root = installed(monkeypatch, store, "run")
-    with pytest.raises(StorageError):
-        creates_once(root)
-    store.on_request = lambda request: Fate.DONE
-    assert creates_once(root)
 
 
 def test_credentials_that_may_not_delete_suffice_for_saves_and_that_is_said_once(

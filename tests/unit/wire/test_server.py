@@ -159,23 +159,20 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
 # ---- who is served -----------------------------------------------------------------------------------
 
 
-def test_another_token_or_secret_is_refused_at_both_ends(server, monkeypatch):
-    with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
-        connect(server.address._replace(token=bytes(16)))
-    monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
-    with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
-        connect(server.address)
-    assert not server._lines
-
-
-def test_a_process_that_has_read_all_of_the_store_does_not_know_the_secret(monkeypatch):
-    monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
+@pytest.mark.parametrize(("of_server", "of_client"), [("", "s" * 32), ("s" * 32, "")])
+def test_another_token_or_secret_is_refused_at_both_ends(of_server, of_client, monkeypatch):
+    """Who has read all of the job's store knows the token, and not the secret."""
+    monkeypatch.setenv("DCP_DATASTATES_SECRET", of_server)
     with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
         with contextlib.closing(connect(server.address)) as own:
             assert asked(own, "own") == ("own", b"")
-        monkeypatch.delenv("DCP_DATASTATES_SECRET")
-        with pytest.raises(PermissionError):
+        await_that(lambda: not server._lines)
+        with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
+            connect(server.address._replace(token=bytes(16)))
+        monkeypatch.setenv("DCP_DATASTATES_SECRET", of_client)
+        with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
             connect(server.address)
+        assert not server._lines
 
 
 def test_a_server_that_does_not_know_the_key_is_told_nothing():

@@ -25,7 +25,6 @@ from dcp_datastates.wire import server as servers
 from dcp_datastates.wire.line import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
-    Client,
     connect,
     new_challenge,
     proof,
@@ -102,24 +101,6 @@ def test_what_is_sent_is_received_and_crosses_the_network_encrypted(server):
             assert nbytes < 64 or data[:64] not in seen
     assert len(seen) > 18_000_000
     assert b"words" not in seen
-
-
-def test_many_requests_and_threads_share_connections(server):
-    client = Client([server.address], most_idle=2)
-    answers = {}
-    threads = [
-        threading.Thread(
-            target=lambda n=n: answers.update({n: [client.ask([n, i])[0] for i in range(20)]})
-        )
-        for n in range(8)
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert answers == {n: [[n, i] for i in range(20)] for n in range(8)}
-    client.close()
-    await_that(lambda: server.await_unused(0))
 
 
 def test_a_store_of_nodes_works_by_tls(own, tmp_path):
