@@ -78,7 +78,7 @@ def children(process: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory):
     """The quick start, run for 13 steps in one process."""
     directory = write(tmp_path_factory.mktemp("uninterrupted"), QUICK_START)
     train(directory, 13)
@@ -86,7 +86,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory):
     """The last checkpoint of the quick start, run for 9 steps in one process."""
     directory = write(tmp_path_factory.mktemp("begun"), QUICK_START)
     train(directory, 9)

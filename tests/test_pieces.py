@@ -44,11 +44,11 @@ def shown() -> Iterator[tuple[str, str, str]]:
         ("integration/torchtitan/README.md", "torchtitan.md"),
     ],
 )
-def test_the_page_of_a_framework_shows_its_example(page: str, name: str) -> None:
+def test_the_page_of_a_framework_shows_its_example(page, name):
     assert (page, name) in {(page, name) for page, name, _ in shown()}
 
 
-def test_what_is_shown_of_an_example_is_in_it() -> None:
+def test_what_is_shown_of_an_example_is_in_it():
     assert [(page, piece) for page, name, piece in shown() if not is_of(name, piece)] == []
     assert not is_of("quick_start.py", "manager.save(step, state)  # returns later\n")
 
@@ -59,7 +59,7 @@ def is_of(name: str, piece: str) -> bool:
     return any(f"\n{textwrap.indent(piece, indent)}" in f"\n{text}" for indent in ("", " " * 4))
 
 
-def test_the_documents_have_no_programs_of_their_own() -> None:
+def test_the_documents_have_no_programs_of_their_own():
     pieces = {(page, piece) for page, _, piece in shown()}
     found = [block for page in documents() for block in blocks(page)]
     python = [block for block in found if block.language in ("python", "py")]

@@ -67,7 +67,7 @@ def weak_names(source: str) -> set[str]:
     return {each for each in names if "weak" in each.lower()}
 
 
-def test_every_factory_call_says_its_device_and_dtype() -> None:
+def test_every_factory_call_says_its_device_and_dtype():
     found = [
         f"{file.relative_to(ROOT.parent)}:{line}"
         for file in FILES
@@ -86,11 +86,11 @@ def test_every_factory_call_says_its_device_and_dtype() -> None:
         ("torch.frombuffer(data, dtype=torch.uint8)", True),
     ],
 )
-def test_a_factory_call_that_leaves_it_open_is_found(call: str, decided: bool) -> None:
+def test_a_factory_call_that_leaves_it_open_is_found(call, decided):
     assert list(undecided(f"x = 1\ny = [{call}]\n")) == ([] if decided else [2])
 
 
-def test_torch_is_imported_by_its_name() -> None:
+def test_torch_is_imported_by_its_name():
     """Else calls would not be found."""
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -102,7 +102,7 @@ def test_torch_is_imported_by_its_name() -> None:
                 ), file
 
 
-def test_only_what_is_no_tensor_is_referred_to_weakly() -> None:
+def test_only_what_is_no_tensor_is_referred_to_weakly():
     found = {file for file in FILES if weak_names(file.read_text())}
     assert {str(each.relative_to(ROOT)) for each in found} == set(WEAK)
 
@@ -116,5 +116,5 @@ def test_only_what_is_no_tensor_is_referred_to_weakly() -> None:
         "torch.multiprocessing.reductions.StorageWeakRef(storage)",
     ],
 )
-def test_a_weak_reference_is_found(line: str) -> None:
+def test_a_weak_reference_is_found(line):
     assert weak_names(line)

@@ -1,7 +1,5 @@
 """``delete`` removes one checkpoint of this package, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """``inspect`` says what is in a checkpoint, and what lies in a directory of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

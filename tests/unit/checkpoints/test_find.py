@@ -1,7 +1,5 @@
 """``latest`` finds the newest checkpoint that is whole."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

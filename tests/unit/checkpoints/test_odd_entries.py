@@ -133,12 +133,12 @@ ON_ENTRY: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
+def checkpoints(tmp_path_factory):
     return make_root(tmp_path_factory.mktemp("shared") / "root")
 
 
 @pytest.fixture
-def root(checkpoints, tmp_path) -> Path:
+def root(checkpoints, tmp_path):
     shutil.copytree(checkpoints, tmp_path / "root")
     listing._say_left_out.cache_clear()
     return tmp_path / "root"

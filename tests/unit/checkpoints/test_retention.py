@@ -1,7 +1,5 @@
 """``retain`` deletes the older checkpoints, and never one that may be needed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -35,7 +35,7 @@ def _state(step: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved") / "run"
     for step in range(1, NEWEST + 1):
         save(_state(step), root / f"step-{step}")
@@ -43,7 +43,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def root(saved, tmp_path) -> Path:
+def root(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     return tmp_path / "run"
 
@@ -82,7 +82,7 @@ class Faults:
 
 
 @pytest.fixture
-def faults(monkeypatch) -> Faults:
+def faults(monkeypatch):
     return Faults(monkeypatch)
 
 

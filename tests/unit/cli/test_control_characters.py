@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ STRANGE = os.fsdecode(b"\xff") + EVIL
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("control") / f"root{STRANGE}"
     save({f"w{EVIL}": torch.ones(10), f"o{EVIL}": {1}}, root / f"a{STRANGE}")
     save({f"v{EVIL}": torch.ones(10)}, root / f"b{STRANGE}")

@@ -1,7 +1,5 @@
 """A save is committed at its place, or is not; the place is a prefix in an object store, or a directory."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import shutil

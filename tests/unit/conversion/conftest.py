@@ -39,12 +39,12 @@ def save_stock(state: dict[str, Any], path: Path) -> None:
 
 
 @pytest.fixture
-def state() -> dict[str, Any]:
+def state():
     return make_state()
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     """One state in each format that holds all of it. Tests leave them as they are."""
     root = tmp_path_factory.mktemp("sources")
     state = make_state()

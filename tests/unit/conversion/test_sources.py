@@ -1,7 +1,5 @@
 """Sources: recognized by their content, and refused where they are damaged, unsafe or not clear."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import io

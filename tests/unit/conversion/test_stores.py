@@ -24,12 +24,12 @@ FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     return MemoryStore()
 
 
 @pytest.fixture
-def path(store, monkeypatch) -> str:
+def path(store, monkeypatch):
     return str(installed(monkeypatch, store))
 
 

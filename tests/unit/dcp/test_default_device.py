@@ -9,7 +9,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def _state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_a_state_is_saved_and_loaded(tmp_path: Path, default: str) -> None:
+def test_a_state_is_saved_and_loaded(tmp_path, default):
     state, expected, plain = _state(), _state(), _state()
     del expected["wrapper"], plain["wrapper"]
     into, wide = zeros(plain), zeros(plain)
@@ -74,7 +73,7 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path, default: str) -> None:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, default: str) -> None:
+def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path, default):
     wide = {"w": torch.zeros(600, 600, dtype=torch.float64)}
     expected, wrapped = blocks(seed=1), {"v": blocks(seed=2)}
     with DEFAULTS[default]():
@@ -88,7 +87,7 @@ def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, defaul
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_a_training_job_saves_and_resumes(tmp_path: Path, default: str) -> None:
+def test_a_training_job_saves_and_resumes(tmp_path, default):
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
     track(optimizer)
@@ -119,7 +118,7 @@ def test_a_training_job_saves_and_resumes(tmp_path: Path, default: str) -> None:
         keep=lambda case: case[0] == "set_default_device" or case == ("set_default_dtype", "hf"),
     ),
 )
-def test_a_checkpoint_is_converted(tmp_path: Path, default: str, to: str) -> None:
+def test_a_checkpoint_is_converted(tmp_path, default, to):
     state = {"large": torch.randn(600, 600), "small": torch.randn(3)}
     dcp_datastates.save(state, tmp_path / "from", writer=writer())
     with DEFAULTS[default]():
@@ -131,7 +130,7 @@ def test_a_checkpoint_is_converted(tmp_path: Path, default: str, to: str) -> Non
 
 
 @ranks(2)
-def test_ranks_save_and_load(shared_dir: Path) -> None:
+def test_ranks_save_and_load(shared_dir):
     state = {"w": torch.randn(600, 600, generator=torch.Generator().manual_seed(0))}
     into = {"w": torch.zeros(600, 600)}
     with torch.device("meta"):

@@ -1,7 +1,5 @@
 """``dcp_datastates.load``: into a state, or as it was saved, with nothing but a path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.jobs.ranks import ranks

@@ -1,7 +1,5 @@
 """Arguments that cannot work: one short line that names the argument and what belongs there, raised by the call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import CACHE

@@ -1,7 +1,5 @@
 """Any planner works: stock with cached plans, one that transforms, one that fails."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

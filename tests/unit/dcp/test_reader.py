@@ -1,7 +1,5 @@
 """What a load takes from a checkpoint: all of it, part of it, or all without a template."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Everything around the tensors comes back too: names, nesting, Python objects, nothing at all."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

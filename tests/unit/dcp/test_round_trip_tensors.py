@@ -1,7 +1,5 @@
 """What a tensor was when it was saved is what it is when it is loaded, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import assert_same, clone, load, load_everything, put, save, zeros

@@ -1,7 +1,5 @@
 """Checkpoints in stores of each kind: saved, replaced, found, loaded and deleted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import assert_same

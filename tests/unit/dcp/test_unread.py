@@ -1,7 +1,5 @@
 """A load that leaves stored tensors unread says so; ``unexpected="error"`` makes it an error."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

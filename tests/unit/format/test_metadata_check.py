@@ -316,7 +316,7 @@ def _beside_nothing(shape: tuple[int, ...]) -> Example:
         (sharded(3, 2), None),
     ],
 )
-def test_what_could_not_be_read_again_is_not_written(case: Example, words: str | None) -> None:
+def test_what_could_not_be_read_again_is_not_written(case, words):
     packed, note = packed_example(case)
     expected = _refusal(table_of, packed.metadata(), note)
     assert expected is None if words is None else words in (expected or "")
@@ -324,7 +324,7 @@ def test_what_could_not_be_read_again_is_not_written(case: Example, words: str |
         assert _refusal(MetadataTable, *packed.columns(), note, META) == expected
 
 
-def test_a_catalog_is_looked_through_once() -> None:
+def test_a_catalog_is_looked_through_once():
     packed, note = packed_example(sharded(3, 2))
     catalog, placement = packed.columns()
     encode(MetadataTable(catalog, placement, note))

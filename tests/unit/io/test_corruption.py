@@ -1,7 +1,5 @@
 """Damage that no random one is likely to be: cuts where something ends, other files' pickles, paths, formats."""
 
-from __future__ import annotations
-
 import os
 import pickle
 

@@ -52,7 +52,7 @@ def _save(path: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_logs() -> Iterator[None]:
+def _no_logs():
     """DCP logs each failure with its traceback."""
     logging.disable(logging.CRITICAL)
     yield
@@ -60,7 +60,7 @@ def _no_logs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("corruption")
     run_on_ranks(3, _save, path=str(path))
     assert len(data_files(path)) == 3
@@ -153,7 +153,7 @@ class File(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def files(checkpoint: Path) -> list[File]:
+def files(checkpoint):
     found = []
     for path in data_files(checkpoint):
         file = read_file(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ SEGMENT = _native.SEGMENT_BYTES
 
 
 @pytest.fixture
-def engine() -> Iterator[_native.Engine]:
+def engine():
     engine = _native.Engine(24 * SEGMENT)
     yield engine
     engine.shutdown()
@@ -54,13 +53,13 @@ def check_restores(
     check_nothing_left(engine)
 
 
-def test_all_is_fetched_in_ranges_of_at_most_a_segment(engine: _native.Engine) -> None:
+def test_all_is_fetched_in_ranges_of_at_most_a_segment(engine):
     objects, names, data = saved(engine, 5 * SEGMENT + 12, 4, SEGMENT)
     check_restores(engine, objects, names, data)
     assert max(end - begin for _, begin, end in objects.ranges) == SEGMENT
 
 
-def test_many_ranges_are_fetched_at_once(engine: _native.Engine) -> None:
+def test_many_ranges_are_fetched_at_once(engine):
     objects, names, data = saved(engine, 16 * SEGMENT)
     together = threading.Barrier(16, timeout=60)
 
@@ -73,9 +72,7 @@ def test_many_ranges_are_fetched_at_once(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize(("part", "errors"), [(SEGMENT, 8), (12 * SEGMENT, 1)])
-def test_an_error_fails_the_restore_and_leaves_nothing(
-    engine: _native.Engine, part: int, errors: int
-) -> None:
+def test_an_error_fails_the_restore_and_leaves_nothing(engine, part, errors):
     objects, names, data = saved(engine, 12 * SEGMENT)
     together = threading.Barrier(errors, timeout=60)
 
@@ -108,9 +105,7 @@ def test_an_error_fails_the_restore_and_leaves_nothing(
     ],
     ids=["short", "long", "empty", "whole"],
 )
-def test_a_range_of_a_wrong_length_is_an_error_that_names_it(
-    engine: _native.Engine, wrong: Callable[[bytes, int, int], bytes]
-) -> None:
+def test_a_range_of_a_wrong_length_is_an_error_that_names_it(engine, wrong):
     objects, names, data = saved(engine, 2 * SEGMENT)
     whole = objects.stored[names[0]] + b"!"
     job = restore(engine, objects, names, [np.zeros_like(each) for each in data])
@@ -122,7 +117,7 @@ def test_a_range_of_a_wrong_length_is_an_error_that_names_it(
     check_nothing_left(engine)
 
 
-def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine: _native.Engine) -> None:
+def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     damaged = bytearray(objects.stored[names[0]])
     damaged[2 * SEGMENT + 7] ^= 4
@@ -135,7 +130,7 @@ def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine: _native.Engine
     check_nothing_left(engine)
 
 
-def test_a_cancelled_restore_is_done_while_the_store_hangs(engine: _native.Engine) -> None:
+def test_a_cancelled_restore_is_done_while_the_store_hangs(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     hangs, released = threading.Event(), threading.Event()
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,14 +31,14 @@ def running(work: Callable[[], object]) -> Iterator[threading.Thread]:
     thread.join()
 
 
-def test_threads_that_wait_in_the_standard_library_run_no_operation() -> None:
+def test_threads_that_wait_in_the_standard_library_run_no_operation():
     wanted = threading.Event()
     with running(wanted.wait) as thread:
         await_that(lambda: thread.ident is not None and thread.ident not in places())
         wanted.set()
 
 
-def test_an_operation_is_waited_for_until_its_thread_goes_on() -> None:
+def test_an_operation_is_waited_for_until_its_thread_goes_on():
     tensor, index = torch.zeros(1 << 20), torch.randint(0, 1 << 20, (1 << 23,))
     values = torch.ones(1 << 23)
     written = []
@@ -77,7 +76,7 @@ def _by_an_executor(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     "by", [_by_a_thread_pool, _by_an_exit_stack, _by_a_dispatcher, _by_an_executor]
 )
-def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> None:
+def test_an_operation_that_the_standard_library_calls_is_waited_for(by):
     """Directly, so that the innermost frame is the standard library's."""
     tensor, index = torch.zeros(1 << 20), torch.randint(0, 1 << 20, (1 << 23,))
     call = functools.partial(tensor.index_put_, (index,), torch.ones(1 << 23))
@@ -89,9 +88,7 @@ def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> 
 
 
 @pytest.mark.parametrize("beside", ["none", "threads that never rest"])
-def test_a_thread_that_sleeps_is_not_waited_for_long(
-    beside: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_sleeps_is_not_waited_for_long(beside, monkeypatch):
     if beside != "none":
         monkeypatch.setattr(running_calls, "_WORKERS_SECONDS", 0.3)
         monkeypatch.setattr(running_calls, "_workers_can_run", lambda: True)
@@ -105,7 +102,7 @@ def test_a_thread_that_sleeps_is_not_waited_for_long(
         held.release()
 
 
-def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for() -> None:
+def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for():
     held = threading.Lock()
     held.acquire()
     with running(lambda: held.acquire(timeout=60)) as thread:
@@ -116,9 +113,7 @@ def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for() -> None:
         held.release()
 
 
-def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long(monkeypatch):
     """Those of execnet, say, and of C++ code that calls Python."""
     monkeypatch.setattr(running_calls, "_UNKNOWN_SECONDS", 0.05)
     held = threading.Lock()
@@ -151,7 +146,7 @@ def _tasks() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for() -> None:
+def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for():
     """The thread has done its half, and sleeps until its worker has done the other half."""
     processor = max(os.sched_getaffinity(0))
     tensor = torch.full((1 << 24,), 0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from support.state.objects import Objects, save, sources
@@ -17,7 +16,7 @@ NAME = "dcp_datastates-upload"
 
 
 @pytest.fixture
-def engine() -> Iterator[_native.Engine]:
+def engine():
     engine = _native.Engine(_native.MIN_HOST_CACHE_BYTES)
     yield engine
     engine.shutdown()
@@ -43,9 +42,7 @@ def check_next_save(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize("files_at_once", [1, 2, 9])
-def test_all_files_are_stored_through_the_smallest_cache(
-    engine: _native.Engine, files_at_once: int
-) -> None:
+def test_all_files_are_stored_through_the_smallest_cache(engine, files_at_once):
     data = sources(4 * SEGMENT, 3 * SEGMENT + 4, 4, SEGMENT, 5 * SEGMENT)
     objects = Objects()
     job, names = save(engine, data)
@@ -58,7 +55,7 @@ def test_all_files_are_stored_through_the_smallest_cache(
     check_nothing_left(engine)
 
 
-def test_a_save_without_files_is_done(engine: _native.Engine) -> None:
+def test_a_save_without_files_is_done(engine):
     job, names = save(engine, [])
     Upload(job, names, Objects().put_stream).join()
     assert job.wait(60)
@@ -66,7 +63,7 @@ def test_a_save_without_files_is_done(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize("part", [0, SEGMENT, 4 * SEGMENT])
-def test_an_error_fails_the_save_and_leaves_nothing(engine: _native.Engine, part: int) -> None:
+def test_an_error_fails_the_save_and_leaves_nothing(engine, part):
     def fail(name: str, at: int) -> None:
         if name.endswith("1") and at == part:
             raise OSError(5, "the store refuses")
@@ -84,7 +81,7 @@ def test_an_error_fails_the_save_and_leaves_nothing(engine: _native.Engine, part
     check_next_save(engine)
 
 
-def test_a_store_that_takes_too_little_fails_the_save(engine: _native.Engine) -> None:
+def test_a_store_that_takes_too_little_fails_the_save(engine):
     job, names = save(engine, sources(2 * SEGMENT))
     upload = Upload(job, names, lambda name, pieces: None)
     assert job.wait(60)
@@ -92,7 +89,7 @@ def test_a_store_that_takes_too_little_fails_the_save(engine: _native.Engine) ->
     assert "not taken to its end" in job.fault.message
 
 
-def test_a_cancelled_save_ends_its_threads(engine: _native.Engine) -> None:
+def test_a_cancelled_save_ends_its_threads(engine):
     job, names = save(engine, sources(5 * SEGMENT))
     begun = threading.Event()
     objects = Objects(lambda name, at: begun.set())
@@ -105,7 +102,7 @@ def test_a_cancelled_save_ends_its_threads(engine: _native.Engine) -> None:
     check_nothing_left(engine)
 
 
-def test_a_store_that_hangs_is_not_waited_for(engine: _native.Engine) -> None:
+def test_a_store_that_hangs_is_not_waited_for(engine):
     hangs, released = threading.Event(), threading.Event()
 
     def hang(name: str, at: int) -> None:

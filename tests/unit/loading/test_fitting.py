@@ -1,7 +1,5 @@
 """What of a checkpoint goes into what of a state: names, patterns, renaming, and errors that name everything."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

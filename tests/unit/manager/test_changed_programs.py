@@ -3,8 +3,6 @@
 Each way of changing is one of ``docs/resume.md``.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["one", "renamed"])
-def test_models_and_optimizers_come_back_in_separate_calls(name: str, tmp_path: Path) -> None:
+def test_models_and_optimizers_come_back_in_separate_calls(name, tmp_path):
     model, optimizer = program("one", "two")
     state = state_of({"model": model, "optimizer": optimizer})
     assert state["model"]["one.weight"].data_ptr() == model["one"].weight.data_ptr(), "no copy"
@@ -55,14 +54,14 @@ def test_models_and_optimizers_come_back_in_separate_calls(name: str, tmp_path: 
     assert files_from(tmp_path / "x") == {"a.json": b"{}"}
 
 
-def test_the_state_of_an_optimizer_may_be_asked_for_alone() -> None:
+def test_the_state_of_an_optimizer_may_be_asked_for_alone():
     model, optimizer = program("one")
     parts = {"model": model, "optimizer": optimizer}
     assert state_of(parts, ["optimizer"]).keys() == {"optimizer"}
     assert "one.weight" in state_of(parts, ["optimizer"])["optimizer"]["state"]
 
 
-def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path: Path) -> None:
+def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path):
     model, optimizer = program("one")
     ds.save(state_of({"model": model}), tmp_path / "x")
     parts = {"model": model, "optimizer": optimizer, "empty": torch.nn.Identity()}
@@ -74,7 +73,7 @@ def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path: Path)
     load_parts(tmp_path / "x", parts, ["model", "empty"])
 
 
-def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path: Path) -> None:
+def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path):
     model, optimizer = program("one")
     ds.save(state_of({"model": model, "old": optimizer}), tmp_path / "x")
     other, fresh = program("one", seed=1)
@@ -103,7 +102,7 @@ class Tokens(torch.nn.Linear):
         self.words = state
 
 
-def test_objects_that_may_run_code_are_an_option_of_a_frameworks_class(tmp_path: Path) -> None:
+def test_objects_that_may_run_code_are_an_option_of_a_frameworks_class(tmp_path):
     ds.save(state_of({"model": Tokens(Vocabulary(a=1))}), tmp_path / "x")
     fresh = Tokens(Vocabulary())
     with pytest.raises(ds.errors.UnsafeObjectError, match="Vocabulary"):
@@ -120,9 +119,7 @@ STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
 
 
-def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(tmp_path, monkeypatch):
     """That thread has taken the deletion, and is held up before it passes it on."""
     taken, old = threading.Event(), tmp_path / "old"
     real = Deletions.request
@@ -145,9 +142,7 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(tmp_path, caplog):
     with pytest.raises(ds.errors.UnsupportedTensorError):
         BackgroundSaves({}, 1).start(REFUSED, tmp_path / "path")
     saves = BackgroundSaves({})
@@ -167,14 +162,14 @@ def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
     assert str(tmp_path / "7") in lines[0]
 
 
-def test_options_are_taken_and_checked() -> None:
+def test_options_are_taken_and_checked():
     saves = {"host_cache_size": "64MiB", "max_in_flight": 2}
     loads = {"missing": "warn", "rename": {"a": "b"}}
     keywords = {**saves, "precision": "32", **loads}
     assert pop_options(keywords) == (saves, loads)
     assert keywords == {"precision": "32"}
     with pytest.raises(ds.errors.ConfigurationError, match="max_failures"):
-        BackgroundSaves({}, max_failures="no")  # type: ignore[arg-type]
+        BackgroundSaves({}, max_failures="no")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +181,6 @@ def test_options_are_taken_and_checked() -> None:
         ({"mising": "warn"}, "'mising'; did you mean 'missing'"),
     ],
 )
-def test_options_that_cannot_work_are_refused(keywords: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_work_are_refused(keywords, said):
     with pytest.raises(ds.errors.ConfigurationError, match=said):
         pop_options(keywords)

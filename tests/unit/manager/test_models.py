@@ -6,7 +6,6 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -274,7 +273,7 @@ class Adapter(torch.nn.Module):
         self.up = torch.nn.Parameter(torch.zeros(WIDTH, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+        return self.base(x) + x @ self.down.T @ self.up.T
 
 
 class Net(torch.nn.Module):
@@ -291,7 +290,7 @@ class Net(torch.nn.Module):
         self.embedding.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.body(self.embedding(x))))  # type: ignore[no-any-return]
+        return self.head(self.norm(self.body(self.embedding(x))))
 
 
 NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
@@ -302,8 +301,8 @@ Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 TRAINED_AS: dict[str, Wrap] = {
     "plain": lambda model: model,
     "DDP": DistributedDataParallel,
-    "FSDP2": lambda model: fully_shard(model),  # type: ignore[call-overload,no-any-return]
-    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[return-value]
+    "FSDP2": lambda model: fully_shard(model),
+    "compiled": lambda model: torch.compile(model, backend="eager"),
 }
 
 
@@ -329,7 +328,7 @@ def _go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrap", TRAINED_AS.values(), ids=TRAINED_AS)
-def test_training_goes_on_from_the_adapters_alone(wrap: Wrap, tmp_path: Path) -> None:
+def test_training_goes_on_from_the_adapters_alone(wrap, tmp_path):
     model = wrap(Net())
     optimizer = _trained(model, range(3))
     state = {"adapter": Trainable(model), "optimizer": optimizer}
@@ -345,7 +344,7 @@ def test_training_goes_on_from_the_adapters_alone(wrap: Wrap, tmp_path: Path) ->
     assert _go_on(model, optimizer, range(3, 6)) == losses
 
 
-def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path: Path) -> None:
+def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path):
     model = Net()
     assert set(Trainable(model).state_dict()) == NORM | ADAPTERS
     model.head.requires_grad_(True)
@@ -359,11 +358,11 @@ def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path: Path) ->
     assert other.head.weight is other.embedding.weight
 
 
-def test_buffers_may_be_left_out() -> None:
+def test_buffers_may_be_left_out():
     assert set(Trainable(Net(), buffers=False).state_dict()) == ADAPTERS
 
 
-def test_a_frozen_part_may_be_named(tmp_path: Path) -> None:
+def test_a_frozen_part_may_be_named(tmp_path):
     net = Net()
     net.body.down.requires_grad_(False)
     assert "body.down" not in Trainable(net).state_dict()
@@ -374,7 +373,7 @@ def test_a_frozen_part_may_be_named(tmp_path: Path) -> None:
     assert torch.equal(other.body.down, net.body.down)
 
 
-def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
+def test_what_is_frozen_again_is_not_lost(tmp_path):
     """First the head, then the adapters: the checkpoint of the second phase has both, and so have those after it."""
     model = Net()
     model.body.requires_grad_(False)
@@ -398,7 +397,7 @@ def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
     assert set(ds.load(tmp_path / "step-2")["part"]) == NORM | {"body.down"} | HEAD
 
 
-def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path):
     model = Net()
     ds.save({"part": Trainable(model)}, tmp_path / "step-0", host_cache_size=CACHE)
     model.head.requires_grad_(True)
@@ -409,18 +408,24 @@ def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path: Path) -> None:
         manager.restore_latest({"part": Trainable(model)})
 
 
-def test_a_state_with_dcp_alone(tmp_path: Path) -> None:
+def test_a_state_with_dcp_alone(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     model = Net()
     _trained(model, range(2))
-    dcp.save({"part": Trainable(model)}, storage_writer=ds.DataStatesWriter(tmp_path / "c", no_dist=True), no_dist=True)  # type: ignore[attr-defined]  # fmt: skip
+    dcp.save(
+        {"part": Trainable(model)},
+        storage_writer=ds.DataStatesWriter(tmp_path / "c", no_dist=True),
+        no_dist=True,
+    )
     again = Net()
-    dcp.load({"part": Trainable(again)}, storage_reader=ds.DataStatesReader(tmp_path / "c"), no_dist=True)  # type: ignore[attr-defined]  # fmt: skip
+    dcp.load(
+        {"part": Trainable(again)}, storage_reader=ds.DataStatesReader(tmp_path / "c"), no_dist=True
+    )
     assert torch.equal(again.body.up, model.body.up)
     assert again.body.up.abs().sum() > 0
 
 
-def test_only_a_module_has_parameters() -> None:
+def test_only_a_module_has_parameters():
     with raises(ConfigurationError, "torch.nn.Module", "dict"):
-        Trainable({"w": torch.ones(1)})  # type: ignore[arg-type]
+        Trainable({"w": torch.ones(1)})

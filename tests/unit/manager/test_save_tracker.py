@@ -30,7 +30,7 @@ class Handle:
 
 
 def begin(tracker: SaveTracker, path: Path) -> Handle:
-    return tracker.begin(path, Handle)  # type: ignore[arg-type, return-value]
+    return tracker.begin(path, Handle)
 
 
 def fail(tracker: SaveTracker, path: Path, how: str) -> None:
@@ -55,9 +55,7 @@ def kept(tracker: SaveTracker) -> int:
 
 @pytest.mark.parametrize("limit", [None, 10**6])
 @pytest.mark.parametrize("how", ["at the call", "at once", "later"])
-def test_a_thousand_failed_saves_leave_nothing_behind(
-    how: str, limit: int | None, tmp_path: Path
-) -> None:
+def test_a_thousand_failed_saves_leave_nothing_behind(how, limit, tmp_path):
     called: list[str] = []
     tracker = SaveTracker(limit)
     before = tmp_path / "good"
@@ -84,7 +82,7 @@ def test_a_thousand_failed_saves_leave_nothing_behind(
     assert kept(tracker) == 0
 
 
-def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> None:
+def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path):
     tracker = SaveTracker()
     begin(tracker, tmp_path / "good")
     for name in ("empty", "full"):
@@ -100,9 +98,7 @@ def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", ["fails first", "fails late"])
-def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(
-    order: str, tmp_path: Path
-) -> None:
+def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(order, tmp_path):
     tracker, called = SaveTracker(), []
     begin(tracker, tmp_path / "1").committed.set_result(None)
     second = begin(tracker, tmp_path / "2")
@@ -121,9 +117,7 @@ def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(
     assert kept(tracker) == 0
 
 
-def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
-    tmp_path: Path,
-) -> None:
+def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(tmp_path):
     tracker, called = SaveTracker(), []
     old, new, third = (tmp_path / name for name in ("old", "new", "third"))
     begin(tracker, new).committed.set_exception(FAILURE)
@@ -135,7 +129,7 @@ def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
     assert called == []
 
 
-def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path: Path) -> None:
+def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
     tracker, called = SaveTracker(), []
     first = begin(tracker, tmp_path / "1")
     tracker.when_committed(lambda: called.append(1))
@@ -153,9 +147,7 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("raising", [(), ("a",), ("a", "failed", "skipped")])
-def test_every_record_is_told_once_whatever_hooks_raise(
-    raising: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_every_record_is_told_once_whatever_hooks_raise(raising, tmp_path):
     records: list[Any] = []
 
     def tell(step: int, record: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, stored: bool) -> None:
+def test_a_state_comes_back_as_it_was(tmp_path, kind, groups, stored):
     if kind == "lbfgs" and groups == 2:
         groups = 1  # it takes no more
     torch.manual_seed(0)  # LBFGS diverges from some others

@@ -11,7 +11,7 @@ import pytest
 from dcp_datastates.process.futures import Worker
 
 
-def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
+def test_work_runs_in_order_and_none_is_taken_after_the_close():
     worker, done = Worker("test"), []
     for number in range(100):
         assert worker.post(lambda number=number: done.append(number))
@@ -21,7 +21,7 @@ def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
     assert worker.refusal == "the process is ending"
 
 
-def test_a_failing_function_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_function_does_not_end_the_thread(caplog):
     worker, done = Worker("test"), []
     worker.post(lambda: 1 / 0)
     worker.post(lambda: done.append(1))
@@ -44,7 +44,7 @@ class _Held(queue.SimpleQueue[Any]):
             assert self.goes_on.wait(60)
 
 
-def test_another_thread_posts_while_one_is_interrupted_in_a_post() -> None:
+def test_another_thread_posts_while_one_is_interrupted_in_a_post():
     """A signal handler that saves may wait for that other thread."""
     worker, done = Worker("test"), []
     held = worker._work = _Held()
@@ -60,7 +60,7 @@ def test_another_thread_posts_while_one_is_interrupted_in_a_post() -> None:
     assert sorted(done) == ["first", "second"]
 
 
-def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between() -> None:
+def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between():
     for _ in range(300):
         worker, done, taken = Worker("test"), [], []
 
@@ -91,7 +91,7 @@ class _Late(queue.SimpleQueue[Any]):
         super().put(item)
 
 
-def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
+def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same():
     worker, done = Worker("test"), []
     worker._work = _Late(worker)
     assert worker.post(lambda: done.append("first"))
@@ -106,7 +106,7 @@ def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
         ("can't create new thread at interpreter shutdown", ("the process is ending",)),
     ],
 )
-def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch) -> None:
+def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError(cause)
 

@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_only_time_without_progress_counts() -> None:
+def test_only_time_without_progress_counts():
     clock = Clock()
     stall = Stall(logger, "a step", 10.0, clock)
     for moved in range(50):
@@ -36,7 +36,7 @@ def test_only_time_without_progress_counts() -> None:
         stall.look(moved, "reads")
 
 
-def test_without_any_progress_the_time_counts_from_the_start() -> None:
+def test_without_any_progress_the_time_counts_from_the_start():
     clock = Clock()
     stall = Stall(logger, "a step", 10.0, clock)
     clock.now += 9
@@ -56,9 +56,7 @@ def test_time_counts_only_after_patience():
         stall.look(None, "its reads")
 
 
-def test_at_the_end_of_the_process_waits_for_storage_are_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_at_the_end_of_the_process_waits_for_storage_are_given_up(monkeypatch):
     clock = Clock()
     stall = Stall(logger, "a save", 1000.0, clock)
 
@@ -78,9 +76,7 @@ def test_at_the_end_of_the_process_waits_for_storage_are_given_up(
         stall.look(1, "its files", storage=True)
 
 
-def test_a_wait_of_five_seconds_is_logged_and_then_ever_more_rarely(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_wait_of_five_seconds_is_logged_and_then_ever_more_rarely(caplog):
     clock = Clock()
     stall = Stall(logger, "a step", 1000.0, clock)
     for _ in range(100):

@@ -1,7 +1,5 @@
 """Every save ends in one line of the log, and asking for its outcome starts its reads."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import Future, wait
 

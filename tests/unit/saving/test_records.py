@@ -1,7 +1,5 @@
 """The record of a save: one for each, whatever comes of it, and with every API."""
 
-from __future__ import annotations
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor

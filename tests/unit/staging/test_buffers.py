@@ -1,7 +1,5 @@
 """A host cache far smaller than the state, references, leaks: nothing is lost, nothing is kept."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

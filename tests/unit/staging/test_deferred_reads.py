@@ -1,7 +1,5 @@
 """What is committed is what the tensors held at the call, whatever training does right after it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

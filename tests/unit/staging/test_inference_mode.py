@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +44,7 @@ INFERENCE: dict[str, Callable[[], tuple[Any, list[torch.Tensor]]]] = {
         keep=lambda case: case[1] != case[2],
     ),
 )
-def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
-    tmp_path: Path, kind: str, owned: bool, inside: bool
-) -> None:
+def test_an_inference_tensor_is_stored_as_it_was_at_the_call(tmp_path, kind, owned, inside):
     with torch.inference_mode():
         value, written = INFERENCE[kind]()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -73,7 +70,7 @@ def _floats(nested: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("save", [dcp_datastates.save, dcp_datastates.async_save])
-def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path: Path, save: Any) -> None:
+def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path, save):
     with torch.inference_mode():
         model = torch.nn.Linear(300, 300)
     for number, state in enumerate((model.state_dict(), dict(model.named_parameters()))):
@@ -84,7 +81,7 @@ def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path: Path, save: 
         assert torch.equal(found["weight"], model.weight)
 
 
-def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_path: Path) -> None:
+def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_path):
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     track(optimizer)
@@ -112,9 +109,7 @@ def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_pa
         keep=lambda case: case[2] == (case[1] == torch.float32),
     ),
 )
-def test_inference_tensors_are_loaded_into(
-    tmp_path: Path, kind: str, dtype: torch.dtype, inside: bool
-) -> None:
+def test_inference_tensors_are_loaded_into(tmp_path, kind, dtype, inside):
     saved = torch.randn(30, 40)
     dcp_datastates.save({"w": saved}, tmp_path, writer=writer())
     with torch.inference_mode():

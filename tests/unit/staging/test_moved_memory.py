@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ EACH_KIND = ("share_memory_", "a storage of nothing", "an out= that grows", "ano
 
 
 @pytest.mark.parametrize("move", sampled(MOVES, EACH_KIND))
-def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_bytes(
-    move: str, tmp_path: Path
-) -> None:
+def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_bytes(move, tmp_path):
     done, outcomes = MOVES[move]
     ended = run_script(SAVED + done + CHECKED, tmp_path / "c")
     ended.assert_clean()
@@ -100,7 +97,7 @@ class Mapped:
         assert self._libc.munmap(self._address, self._nbytes) == 0
 
 
-def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path) -> None:
+def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path):
     """Nothing tells of it: neither a storage's address nor its size, nor a counter."""
     mapped = Mapped(32 << 20)
     mapped.tensor.fill_(7.0)
@@ -118,7 +115,7 @@ def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path
     assert torch.equal(load({"w": torch.zeros(1 << 20)}, tmp_path)["w"], following)
 
 
-def test_memory_moves_freely_once_it_is_read(tmp_path: Path) -> None:
+def test_memory_moves_freely_once_it_is_read(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer)
@@ -134,7 +131,7 @@ def test_memory_moves_freely_once_it_is_read(tmp_path: Path) -> None:
         assert torch.equal(found, before)
 
 
-def test_storages_that_are_not_saved_do_not_wait(tmp_path: Path) -> None:
+def test_storages_that_are_not_saved_do_not_wait(tmp_path):
     """FSDP2 frees and allocates a storage for each module, in forward and backward."""
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     track(torch.optim.SGD([parameter], lr=1.0))
@@ -147,7 +144,7 @@ def test_storages_that_are_not_saved_do_not_wait(tmp_path: Path) -> None:
     future.result(60)
 
 
-def test_storages_resize_in_compiled_code(tmp_path: Path) -> None:
+def test_storages_resize_in_compiled_code(tmp_path):
     def shrink_and_grow(tensor: Any) -> Any:
         doubled = tensor * 2
         tensor.untyped_storage().resize_(0)

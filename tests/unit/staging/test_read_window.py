@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -45,13 +43,11 @@ def _frozen() -> torch.Tensor:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     track(optimizer)
     # The test keeps the optimizer, and with it what it owns.
-    parameter.optimizer = optimizer  # type: ignore[attr-defined]
+    parameter.optimizer = optimizer
     return parameter
 
 
-def test_without_gradients_reads_begin_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_reads_begin_at_once(tmp_path, monkeypatch):
     value = _frozen()
     _leave_out_all_but(monkeypatch, value.optimizer)
     future = async_save({"w": value}, tmp_path, reads=3600)
@@ -59,9 +55,7 @@ def test_without_gradients_reads_begin_at_once(
     future.result()
 
 
-def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(tmp_path, monkeypatch):
     """The replay of a captured backward pass calls no hook."""
     model, optimizer = _model()
     _leave_out_all_but(monkeypatch, optimizer)
@@ -74,9 +68,7 @@ def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(
     second.result()
 
 
-def test_the_window_waits_again_once_gradients_announce_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_window_waits_again_once_gradients_announce_steps(monkeypatch):
     model, optimizer = _model()
     _leave_out_all_but(monkeypatch, optimizer)
     answers = []
@@ -90,7 +82,7 @@ def test_the_window_waits_again_once_gradients_announce_steps(
     assert answers == [True, True, False, False, True, True, True]
 
 
-def test_one_optimizer_with_gradients_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_optimizer_with_gradients_is_enough(monkeypatch):
     model, optimizer = _model()
     other, replayed = _model()
     _leave_out_all_but(monkeypatch, optimizer, replayed)
@@ -104,9 +96,7 @@ def test_one_optimizer_with_gradients_is_enough(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("option", [False, True])
-def test_saves_do_not_compile_the_backward_pass_anew(
-    tmp_path: Path, option: bool, whole: bool
-) -> None:
+def test_saves_do_not_compile_the_backward_pass_anew(tmp_path, option, whole):
     """With compiled autograd, hooks on gradients are compiled, too."""
     torch.compiler.reset()
     model, optimizer = _model()

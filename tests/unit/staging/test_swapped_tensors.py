@@ -51,7 +51,7 @@ STATES: dict[str, Callable[[torch.nn.Module], dict[str, torch.Tensor]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _swapping() -> Iterator[None]:
+def _swapping():
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
 
@@ -97,9 +97,7 @@ CASES = list(itertools.product(CONVERSIONS, KINDS, STATES))
     ("conversion", "kind", "state"),
     sampled(CASES, keep=lambda case: case[0] == "double" or case[2] == "parameters"),
 )
-def test_a_model_that_was_saved_is_converted_and_saved_again(
-    tmp_path: Path, conversion: str, kind: str, state: str
-) -> None:
+def test_a_model_that_was_saved_is_converted_and_saved_again(tmp_path, conversion, kind, state):
     model, optimizer = _trained(kind)
     ours = writer(reads=3600)
     dcp_datastates.async_save(STATES[state](model), tmp_path / "1", writer=ours).result(SECONDS)
@@ -121,8 +119,8 @@ def test_a_model_that_was_saved_is_converted_and_saved_again(
     sampled(CASES, keep=lambda case: case[2] == "parameters"),
 )
 def test_a_conversion_during_a_save_never_changes_what_is_committed(
-    tmp_path: Path, conversion: str, kind: str, state: str
-) -> None:
+    tmp_path, conversion, kind, state
+):
     model, _optimizer = _trained(kind)
     expected = _bytes(STATES[state](model))
     ours = writer(reads=3600)
@@ -145,9 +143,7 @@ def test_a_conversion_during_a_save_never_changes_what_is_committed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
-    tmp_path: Path, kind: str
-) -> None:
+def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(tmp_path, kind):
     """Plans are cached for states that look alike: the look at the call, and the plan later, must be of one state."""
     model, _optimizer = _trained(kind)
     ours, slow = writer(reads=3600), LatePlanner()
@@ -168,7 +164,7 @@ def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
 
 
 @ranks(1)
-def test_a_model_under_fsdp_is_moved_and_converted_after_a_save(shared_dir: Path) -> None:
+def test_a_model_under_fsdp_is_moved_and_converted_after_a_save(shared_dir):
     model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -194,7 +190,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "DTensor"])
-def test_nothing_refers_weakly_to_a_tensor(tmp_path: Path, kind: str) -> None:
+def test_nothing_refers_weakly_to_a_tensor(tmp_path, kind):
     model, optimizer = _trained(kind)
     low = torch.zeros(100_000)
     track(optimizer, also=[low])

@@ -1,7 +1,5 @@
 """A directory as a store: what is created once, also on a full file system, and on one without hard links."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore; ``ram://``."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """The file ``README`` of a checkpoint is there for people; no save and no deletion depends on it."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -32,7 +32,7 @@ STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.floa
 
 
 @pytest.fixture
-def store() -> MemoryStore:
+def store():
     return MemoryStore()
 
 
