@@ -211,7 +211,7 @@ def test_a_load_of_everything(count, checkpoint, files):
     assert counts.total() == count
 
 
-@pytest.mark.parametrize("count", tries(200, 1500))
+@pytest.mark.parametrize("count", tries(150, 1500))
 def test_a_load_of_one_thing(count, checkpoint, files):
     counts: collections.Counter[str] = collections.Counter()
     names = list(ALL)
@@ -235,7 +235,7 @@ def test_a_load_of_one_thing(count, checkpoint, files):
         assert counts[f"{kind}: loaded"] >= count // 20
 
 
-@pytest.mark.parametrize("count", tries(200, 1500))
+@pytest.mark.parametrize("count", tries(100, 1500))
 def test_damaged_metadata(count, checkpoint):
     path = decision_of(checkpoint)
     raw = path.read_bytes()

@@ -21,8 +21,8 @@ from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
 
-ELEMENTS = 6 << 20
-"""24 MiB in float32: a file of four parts."""
+ELEMENTS = 3 << 20
+"""12 MiB in float32: a file of two parts."""
 
 OLD = {"w": torch.zeros(ELEMENTS)}
 NEW = {"w": torch.ones(ELEMENTS)}
