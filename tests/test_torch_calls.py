@@ -1,9 +1,6 @@
 """How the package calls torch: no default of a program moves its tensors, and it refers weakly to none."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +37,7 @@ WEAK = {
 references, so ``Module.to`` would fail under FSDP2."""
 
 
-def undecided(source: str) -> Iterator[int]:
+def undecided(source):
     """The lines with a factory call that does not say its device, or its dtype."""
     for node in ast.walk(ast.parse(source)):
         if (
@@ -54,7 +51,7 @@ def undecided(source: str) -> Iterator[int]:
             yield node.lineno
 
 
-def weak_names(source: str) -> set[str]:
+def weak_names(source):
     """The names in which "weak" occurs: imported, called, or looked up."""
     names = set()
     for node in ast.walk(ast.parse(source)):

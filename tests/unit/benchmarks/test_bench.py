@@ -1,13 +1,9 @@
 """The report of ``make bench``, of tiny states: all parts and rows, those that fail, and the arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,20 +13,20 @@ from bench.failures import expected, reckon
 from bench.loaders import LOADERS
 from bench.report import draw, markdown
 from bench.samples import Column, Row, Table, interleave, summary
-from bench.savers import SAVERS, Save, Saver, Started
-from bench.states import CASES, State
+from bench.savers import SAVERS, Saver, Started
+from bench.states import CASES
 from bench.system import cpu_seconds, files_of, sync_tree
 from bench.training import shortest
 from disk import raw_read_rate, raw_write_rate
 
 
-def fails_at_once(state: State) -> Save:
+def fails_at_once(state):
     raise ImportError("no module of that name")
 
 
-def fails_when_committed(state: State) -> Save:
-    def save(path: Path) -> Started:
-        def commit() -> None:
+def fails_when_committed(state):
+    def save(path):
+        def commit():
             raise OSError("the disk is full")
 
         path.mkdir()
@@ -72,7 +68,7 @@ def document(tmp_path_factory):
     }
 
 
-def rows(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def rows(document):
     return ((table, row) for table in document["tables"] for row in table["rows"])
 
 
@@ -114,7 +110,7 @@ def test_the_text_has_every_row_of_the_document(document, tmp_path):
     assert draw(document, tmp_path / "bench.png")
 
 
-def table_of(**samples: list[float]) -> Table:
+def table_of(**samples):
     columns = [Column("seconds", "time", "s", compared=True)]
     found = [
         Row(name, own=name == "ours", samples=[{"seconds": each} for each in values])
@@ -139,7 +135,7 @@ def test_without_a_peer_there_is_no_ratio():
 def test_all_take_turns_and_one_that_fails_leaves_the_others():
     turns = []
 
-    def measure(row: Row, number: int) -> dict[str, float]:
+    def measure(row, number):
         turns.append((number, row.name))
         if row.name == "b" and number == 1:
             raise ValueError("once")
@@ -174,7 +170,7 @@ def test_a_part_that_dies_says_so(tmp_path, monkeypatch):
     assert "not done after 0.1 s" in "\n".join(markdown(document_of(table)).splitlines())
 
 
-def document_of(*tables: dict[str, Any]) -> dict[str, Any]:
+def document_of(*tables):
     return {
         "quick": False,
         "seconds": 1.0,

@@ -1,13 +1,10 @@
 """The first half hour on a GPU, as far as a machine without one gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.tiers import sampled
@@ -33,7 +30,7 @@ time.sleep(600)
 """
 
 
-def is_running(process: int) -> bool:
+def is_running(process):
     try:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0]
     except OSError:
@@ -60,7 +57,7 @@ def test_all_steps_have_ten_minutes():
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
-def gpu_first(*arguments: str) -> subprocess.CompletedProcess[str]:
+def gpu_first(*arguments):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-m", "gpu_first", *arguments]
@@ -78,7 +75,7 @@ def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path):
 def test_smoke(tmp_path, step):
     ended = gpu_first("--smoke", "--results", str(tmp_path), "--only", step)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    document: dict[str, Any] = json.loads(next(tmp_path.glob("*.json")).read_text())
+    document = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert document["smoke"]
     assert document["steps"][0]["found"] or document["steps"][0]["module"] == "pytest"
     assert next(tmp_path.glob("*.txt")).read_text().startswith("SMOKE")

@@ -1,7 +1,5 @@
 """The thread that deletes old checkpoints: whatever a deletion raises, and whether or not a thread can start."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import threading
@@ -74,7 +72,7 @@ def test_what_no_thread_can_do_now_is_done_later(error, monkeypatch, caplog):
 
 
 def test_an_interrupt_while_the_thread_starts_loses_nothing(monkeypatch):
-    done: list[int] = []
+    done = []
     real = threading.Thread.start
 
     def interrupted(thread):

@@ -1,7 +1,5 @@
 """The rules of ``Keep``, and pins: what ``retain`` leaves, and what no deletion takes."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -70,7 +68,7 @@ def test_a_metric_that_no_checkpoint_has_deletes_nothing(run):
 DAY = 86400
 
 
-def _set_ages(run, days: dict[str, float]) -> None:
+def _set_ages(run, days):
     for name, age in days.items():
         path = decision_of(run / name)
         table = decode(path.read_bytes(), path)

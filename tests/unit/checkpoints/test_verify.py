@@ -1,7 +1,5 @@
 """``verify`` sees every damage there is, says where it is and what it concerns, and invents none."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -276,7 +274,7 @@ def test_no_descriptor_stays_open(of_two_ranks):
 # --- parts that disagree, their checksums intact --------------------------------------------------
 
 
-def _replace(old: bytes, new: bytes):
+def _replace(old, new):
     def change(raw):
         assert raw.count(old) == 1
         at = raw.index(old)

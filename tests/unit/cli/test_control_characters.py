@@ -1,7 +1,5 @@
 """Nothing that a name on storage says is obeyed by a terminal: control characters are printed as escapes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -26,7 +24,7 @@ def root(tmp_path_factory):
     return root
 
 
-def _is_clean(text: str) -> bool:
+def _is_clean(text):
     return all(character.isprintable() or character in "\n " for character in text)
 
 

@@ -1,14 +1,11 @@
 """``watch``: a line for each commit in a pipe, a table on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -22,7 +19,7 @@ from dcp_datastates_cli.describe import next_commit, screen
 
 
 @contextmanager
-def watching(*arguments: object, output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+def watching(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "dcp_datastates", "watch", *map(str, arguments)]
     process = subprocess.Popen(
         command,
@@ -69,7 +66,7 @@ def test_a_table_on_a_terminal(tmp_path):
     with watching(tmp_path, "--every", "0.1", output=theirs):
         os.set_blocking(ours, False)
 
-        def has_shown() -> bool:
+        def has_shown():
             nonlocal shown
             try:
                 shown += os.read(ours, 1 << 16)

@@ -3,10 +3,7 @@
 ``integration/huggingface`` compares with what PEFT itself saves.
 """
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ STORED = {
 }
 
 
-def _state(names: Any) -> dict[str, torch.Tensor]:
+def _state(names):
     return {name: torch.full((3,), float(number)) for number, name in enumerate(names)}
 
 
@@ -47,7 +44,7 @@ def config(tmp_path):
 @pytest.mark.parametrize("key", ["model", "adapter.inner", None])
 def test_the_adapter_is_taken_from_wherever_it_lies(key, config, tmp_path):
     model = _state(STORED)
-    state: dict[str, Any] = model
+    state = model
     for part in reversed(key.split(".")) if key else ():
         state = {part: state}
     slots = {name: {"exp_avg": torch.zeros(3)} for name in model}
@@ -80,7 +77,7 @@ def test_the_configuration_in_the_checkpoint_is_taken(tmp_path):
 def test_one_of_several_adapters_is_chosen(config, tmp_path):
     names = [f"{LAYER}.lora_A.{adapter}.weight" for adapter in ("first", "second")]
     save({"model": _state(names)}, tmp_path / "in")
-    options: dict[str, Any] = {"config_from": config, **SMALL}
+    options = {"config_from": config, **SMALL}
     with pytest.raises(ConfigurationError, match=r"2 adapters: first, second; .*only='\*\.first"):
         convert(tmp_path / "in", tmp_path / "out", "peft", **options)
     convert(tmp_path / "in", tmp_path / "out", "peft", only="*.second*", **options)
@@ -91,7 +88,7 @@ def test_one_of_several_adapters_is_chosen(config, tmp_path):
 def test_several_models_with_adapters_are_refused(config, tmp_path):
     model = _state([f"{LAYER}.lora_A.default.weight"])
     save({"actor": model, "critic": model}, tmp_path / "in")
-    options: dict[str, Any] = {"config_from": config, **SMALL}
+    options = {"config_from": config, **SMALL}
     with pytest.raises(ConfigurationError, match=r"several models.*part"):
         convert(tmp_path / "in", tmp_path / "out", "peft", **options)
     assert convert(tmp_path / "in", tmp_path / "out", "peft", part="critic", **options).tensors == 1

@@ -1,7 +1,5 @@
 """Conversions and comparisons of what lies in object stores."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -33,7 +31,7 @@ def path(store, monkeypatch):
     return str(installed(monkeypatch, store))
 
 
-def _upload(store, local, url) -> None:
+def _upload(store, local, url):
     """As any other tool does."""
     key = url.removeprefix("mem://bucket/")
     files = [local] if local.is_file() else [each for each in local.rglob("*") if each.is_file()]

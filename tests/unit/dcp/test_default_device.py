@@ -3,13 +3,8 @@
 The device ``meta`` stands in for another device than the host: its tensors have no memory there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def _set(set_default: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+def _set(set_default, value, back):
     set_default(value)
     try:
         yield
@@ -34,14 +29,14 @@ def _set(set_default: Callable[[Any], None], value: Any, back: Any) -> Iterator[
         set_default(back)
 
 
-DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+DEFAULTS = {
     "set_default_device": lambda: _set(torch.set_default_device, "meta", None),
     "with torch.device": lambda: torch.device("meta"),
     "set_default_dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
 }
 
 
-def _state() -> dict[str, Any]:
+def _state():
     torch.manual_seed(0)
     return {
         "large": torch.randn(600, 600),
@@ -93,7 +88,7 @@ def test_a_training_job_saves_and_resumes(tmp_path, default):
     track(optimizer)
     batch = torch.ones(2, 300)
 
-    def train() -> None:
+    def train():
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,7 @@
 """The pickle in ``.metadata``: what programs that know DCP only see of a checkpoint."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from dcp_datastates.format import metadata as metadata_file
 from dcp_datastates.format.metadata import stub_of
 
 
-def _assert_shows(found: Any, case: Example) -> None:
+def _assert_shows(found, case):
     assert list(found.state_dict_metadata) == list(case.entries)
     keys = []
     for name, entry in case.entries.items():

@@ -1,12 +1,10 @@
 """Downloads: threads that fetch what a streamed restore reads."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
 import pytest
-from support.state.objects import Data, Objects, restore, save, sources
+from support.state.objects import Objects, restore, save, sources
 from support.waiting import await_that
 
 from dcp_datastates import _native
@@ -24,7 +22,7 @@ def engine():
     engine.shutdown()
 
 
-def saved(engine: _native.Engine, *sizes: int) -> tuple[Objects, list[str], list[Data]]:
+def saved(engine, *sizes):
     objects, data = Objects(), sources(*sizes)
     job, names = save(engine, data)
     for file, name in enumerate(names):
@@ -34,16 +32,14 @@ def saved(engine: _native.Engine, *sizes: int) -> tuple[Objects, list[str], list
     return objects, names, data
 
 
-def check_nothing_left(engine: _native.Engine) -> None:
+def check_nothing_left(engine):
     await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
     assert [
         each for each in threading.enumerate() if each.name.startswith("dcp_datastates-work")
     ] == []
 
 
-def check_restores(
-    engine: _native.Engine, objects: Objects, names: list[str], data: list[Data]
-) -> None:
+def check_restores(engine, objects, names, data):
     found = [np.zeros_like(each) for each in data]
     job = restore(engine, objects, names, found)
     fetch(job, objects.read_range)
@@ -63,7 +59,7 @@ def test_many_ranges_are_fetched_at_once(engine):
     objects, names, data = saved(engine, 16 * SEGMENT)
     together = threading.Barrier(16, timeout=60)
 
-    def meet(name: str, begin: int) -> None:
+    def meet(name, begin):
         if begin < 16 * SEGMENT:  # not the table
             together.wait()
 
@@ -76,7 +72,7 @@ def test_an_error_fails_the_restore_and_leaves_nothing(engine, part, errors):
     objects, names, data = saved(engine, 12 * SEGMENT)
     together = threading.Barrier(errors, timeout=60)
 
-    def fail(name: str, begin: int) -> None:
+    def fail(name, begin):
         if part <= begin < part + 8 * SEGMENT:
             together.wait()
             kept = OSError(5, "the store refuses")  # with its frames, until a garbage collection
@@ -134,7 +130,7 @@ def test_a_cancelled_restore_is_done_while_the_store_hangs(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     hangs, released = threading.Event(), threading.Event()
 
-    def hang(name: str, begin: int) -> None:
+    def hang(name, begin):
         hangs.set()
         assert released.wait(60)
 

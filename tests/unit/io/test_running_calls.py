@@ -1,7 +1,5 @@
 """Whether the operations that other threads run have ended."""
 
-from __future__ import annotations
-
 import _thread
 import functools
 import gc
@@ -9,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
@@ -24,7 +21,7 @@ from dcp_datastates.io.running_calls import RunningCalls, places
 
 
 @contextmanager
-def running(work: Callable[[], object]) -> Iterator[threading.Thread]:
+def running(work):
     thread = threading.Thread(target=work)
     thread.start()
     yield thread
@@ -43,7 +40,7 @@ def test_an_operation_is_waited_for_until_its_thread_goes_on():
     values = torch.ones(1 << 23)
     written = []
 
-    def write() -> None:
+    def write():
         tensor[index] = values
         written.append(tensor._version)
 
@@ -54,21 +51,21 @@ def test_an_operation_is_waited_for_until_its_thread_goes_on():
         assert tensor._version == 1
 
 
-def _by_a_thread_pool(call: Callable[[], object]) -> None:
+def _by_a_thread_pool(call):
     with ThreadPool(1) as pool:
         pool.apply_async(call).get()
 
 
-def _by_an_exit_stack(call: Callable[[], object]) -> None:
+def _by_an_exit_stack(call):
     with ExitStack() as stack:
         stack.callback(call)
 
 
-def _by_a_dispatcher(call: Callable[[], object]) -> None:
+def _by_a_dispatcher(call):
     functools.singledispatch(lambda _: call())(0)
 
 
-def _by_an_executor(call: Callable[[], object]) -> None:
+def _by_an_executor(call):
     with ThreadPoolExecutor(1) as executor:
         executor.submit(call).result()
 
@@ -128,7 +125,7 @@ def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long
 
 
 @contextmanager
-def busy(processor: int) -> Iterator[None]:
+def busy(processor):
     """A process that keeps this processor busy."""
     program = (
         f"import os; os.sched_setaffinity(0, {{{processor}}}); print(flush=True)\nwhile True: pass"
@@ -142,7 +139,7 @@ def busy(processor: int) -> Iterator[None]:
             process.kill()
 
 
-def _tasks() -> set[int]:
+def _tasks():
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
@@ -150,11 +147,11 @@ def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for():
     """The thread has done its half, and sleeps until its worker has done the other half."""
     processor = max(os.sched_getaffinity(0))
     tensor = torch.full((1 << 24,), 0.5)
-    versions: list[int] = []
+    versions = []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
 
-    def write() -> None:
+    def write():
         before = _tasks()
         tensor.erfinv_()  # this starts the worker
         for worker in _tasks() - before:

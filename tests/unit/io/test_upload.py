@@ -1,7 +1,5 @@
 """Uploads: threads that send the files of a streamed save."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -22,16 +20,16 @@ def engine():
     engine.shutdown()
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [each for each in threading.enumerate() if each.name == NAME]
 
 
-def check_nothing_left(engine: _native.Engine) -> None:
+def check_nothing_left(engine):
     await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
     assert threads() == []
 
 
-def check_next_save(engine: _native.Engine) -> None:
+def check_next_save(engine):
     objects = Objects()
     job, names = save(engine, data := sources(3 * SEGMENT), 1)
     upload = Upload(job, names, objects.put_stream)
@@ -64,7 +62,7 @@ def test_a_save_without_files_is_done(engine):
 
 @pytest.mark.parametrize("part", [0, SEGMENT, 4 * SEGMENT])
 def test_an_error_fails_the_save_and_leaves_nothing(engine, part):
-    def fail(name: str, at: int) -> None:
+    def fail(name, at):
         if name.endswith("1") and at == part:
             raise OSError(5, "the store refuses")
 
@@ -105,7 +103,7 @@ def test_a_cancelled_save_ends_its_threads(engine):
 def test_a_store_that_hangs_is_not_waited_for(engine):
     hangs, released = threading.Event(), threading.Event()
 
-    def hang(name: str, at: int) -> None:
+    def hang(name, at):
         hangs.set()
         assert released.wait(60)
 

@@ -1,10 +1,7 @@
 """What a framework saves and loads: models, optimizers, the files of each rank; and saves that it does not wait for."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from dcp_datastates.manager.frameworks import (
 )
 
 
-def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def program(*names, seed=0):
     """A model whose layers have these names, and its optimizer, after a step."""
     torch.manual_seed(seed)
     model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
@@ -32,7 +29,7 @@ def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Op
     return model, optimizer
 
 
-def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def moments(optimizer):
     return [each["exp_avg"] for each in optimizer.state.values()]
 
 
@@ -86,19 +83,19 @@ def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path):
 class Vocabulary:
     """More than safe types: unpickling it calls this class."""
 
-    def __init__(self, **words: int) -> None:
+    def __init__(self, **words):
         self.words = words
 
 
 class Tokens(torch.nn.Linear):
-    def __init__(self, words: Vocabulary) -> None:
+    def __init__(self, words):
         super().__init__(2, 2)
         self.words = words
 
-    def get_extra_state(self) -> Vocabulary:
+    def get_extra_state(self):
         return self.words
 
-    def set_extra_state(self, state: Vocabulary) -> None:
+    def set_extra_state(self, state):
         self.words = state
 
 
@@ -124,7 +121,7 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(tmp_path, mon
     taken, old = threading.Event(), tmp_path / "old"
     real = Deletions.request
 
-    def late(deletions: Deletions, delete: Any) -> None:
+    def late(deletions, delete):
         if threading.current_thread().name == "dcp_datastates-commit":
             taken.set()
             time.sleep(0.3)

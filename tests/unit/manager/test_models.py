@@ -1,7 +1,5 @@
 """Models by the names that torch would give; and ``Trainable``: what its checkpoint holds; training goes on from it."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
@@ -266,20 +264,20 @@ WIDTH = 32
 class Adapter(torch.nn.Module):
     """A frozen linear layer, and two small matrices beside it."""
 
-    def __init__(self, base: torch.nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = torch.nn.Parameter(torch.randn(2, WIDTH) / 8)
         self.up = torch.nn.Parameter(torch.zeros(WIDTH, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
 class Net(torch.nn.Module):
     """A body with adapters, a norm with buffers, and a head that is tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(16, WIDTH)
@@ -289,7 +287,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
         self.embedding.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.norm(self.body(self.embedding(x))))
 
 
@@ -298,7 +296,7 @@ ADAPTERS = {"body.down", "body.up"}
 HEAD = {"embedding.weight", "head.weight"}
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
-TRAINED_AS: dict[str, Wrap] = {
+TRAINED_AS = {
     "plain": lambda model: model,
     "DDP": DistributedDataParallel,
     "FSDP2": lambda model: fully_shard(model),
@@ -306,14 +304,14 @@ TRAINED_AS: dict[str, Wrap] = {
 }
 
 
-def _trained(model: torch.nn.Module, steps: range) -> torch.optim.Optimizer:
+def _trained(model, steps):
     owned = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(owned, 0.05)
     _go_on(model, optimizer, steps)
     return optimizer
 
 
-def _go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def _go_on(model, optimizer, steps):
     losses = []
     for step in steps:
         numbers = torch.Generator().manual_seed(step)

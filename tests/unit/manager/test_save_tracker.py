@@ -1,12 +1,8 @@
 """The tracker of saves by itself: what it keeps of saves that failed, and which work waits for which commit."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.waiting import little_work
@@ -20,20 +16,20 @@ FAILURE = OSError("broken")
 class Handle:
     """A save in flight."""
 
-    def __init__(self) -> None:
-        self.committed: Future[None] = Future()
-        self.record: Any = "what came of it"
+    def __init__(self):
+        self.committed = Future()
+        self.record = "what came of it"
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         self.committed.exception(timeout)
         return True
 
 
-def begin(tracker: SaveTracker, path: Path) -> Handle:
+def begin(tracker, path):
     return tracker.begin(path, Handle)
 
 
-def fail(tracker: SaveTracker, path: Path, how: str) -> None:
+def fail(tracker, path, how):
     """A save that fails before, or after, its deletions are known; or at the call."""
     if how == "at the call":
         with pytest.raises(OSError, match="broken"):
@@ -43,11 +39,11 @@ def fail(tracker: SaveTracker, path: Path, how: str) -> None:
         begin(tracker, path).committed.set_exception(FAILURE)
 
 
-def _refuse() -> Any:
+def _refuse():
     raise FAILURE
 
 
-def kept(tracker: SaveTracker) -> int:
+def kept(tracker):
     """The length of all that the tracker has."""
     values = [*vars(tracker).values(), *vars(tracker.deletions).values()]
     return sum(len(each) for each in values if hasattr(each, "__len__"))
@@ -56,7 +52,7 @@ def kept(tracker: SaveTracker) -> int:
 @pytest.mark.parametrize("limit", [None, 10**6])
 @pytest.mark.parametrize("how", ["at the call", "at once", "later"])
 def test_a_thousand_failed_saves_leave_nothing_behind(how, limit, tmp_path):
-    called: list[str] = []
+    called = []
     tracker = SaveTracker(limit)
     before = tmp_path / "good"
     begin(tracker, before).committed.set_result(None)
@@ -148,9 +144,9 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
 
 @pytest.mark.parametrize("raising", [(), ("a",), ("a", "failed", "skipped")])
 def test_every_record_is_told_once_whatever_hooks_raise(raising, tmp_path):
-    records: list[Any] = []
+    records = []
 
-    def tell(step: int, record: Any) -> None:
+    def tell(step, record):
         records.append((step, record.name))
         if record.name in raising:
             raise KeyError(record.name)

@@ -1,7 +1,5 @@
 """The newest checkpoint among directories that a framework numbers, of this package and of the framework's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,16 @@ import dcp_datastates as ds
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 
 
-def is_stock(path: Path) -> bool:
+def is_stock(path):
     return (path / "stock").exists()
 
 
-def newest(folder: Path) -> str | None:
+def newest(folder):
     found = newest_numbered(folder, "run-", is_stock)
     return None if found is None else found.name
 
 
-def save(*paths: Path) -> None:
+def save(*paths):
     for path in paths:
         ds.save({"a": torch.arange(8)}, path)
 

@@ -1,10 +1,7 @@
 """Nested values, taken apart and put together; and what is stored of an optimizer, as its ``state_dict()`` gave it."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict, deque
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +58,7 @@ def test_a_value_comes_back_with_its_types(seed):
 class WithNumbers(torch.optim.SGD):
     """Keeps its state under keys that are numbers, and in containers."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {0: torch.ones(2), "of": [torch.zeros(1), {1: "one"}]}
@@ -91,7 +88,7 @@ def test_a_state_comes_back_as_it_was(tmp_path, kind, groups, stored):
     given = [{"params": list(part.parameters())} for part in parts]
     optimizer = OPTIMIZERS[kind](given)
 
-    def loss() -> torch.Tensor:
+    def loss():
         optimizer.zero_grad()
         value = model(torch.ones(1, 2)).sum()
         value.backward()

@@ -1,7 +1,5 @@
 """What ``CheckpointManager`` makes of models, optimizers and other objects, and that it gives them back."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, OrderedDict, defaultdict
 
@@ -313,7 +311,7 @@ def test_a_value_within_a_tuple_cannot_be_put_back_and_says_so(tmp_path):
             checkpoints.restore(1, {"both": (torch.nn.Linear(1, 1), 4)})
 
 
-ENDLESS: dict = {"model": torch.nn.Linear(1, 1)}
+ENDLESS = {"model": torch.nn.Linear(1, 1)}
 ENDLESS["again"] = ENDLESS
 
 

@@ -1,8 +1,5 @@
 """The engine compares what it has copied with what was expected, not with the memory as it is afterwards."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,7 @@ def data():
     return np.random.default_rng(0).integers(0, 255, 20 << 20, dtype=np.uint8)  # three segments
 
 
-def expecting(data: Array, *, whole: Array | None = None) -> _native.ExpectedBytes:
+def expecting(data, *, whole=None):
     expected = _native.ExpectedBytes()
     if whole is None:
         expected.add_words([7], [data.ctypes.data], [data.nbytes], 1)
@@ -37,9 +34,7 @@ def expecting(data: Array, *, whole: Array | None = None) -> _native.ExpectedByt
     return expected
 
 
-def save(
-    engine: _native.Engine, data: Array, path: Path, expected: _native.ExpectedBytes
-) -> _native.SaveJob:
+def save(engine, data, path, expected):
     """A save in two files, whose content begins at an odd place of the stream."""
     half = data.nbytes // 2 - 3
     files = []

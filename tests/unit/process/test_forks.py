@@ -1,7 +1,5 @@
 """Forked children: one error refuses every call, and what runs without a call does nothing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -216,5 +214,5 @@ def test_the_locks_of_modules_are_reentrant():
     assert found == set(), "use threading.RLock"
 
 
-def _indented(text: str) -> str:
+def _indented(text):
     return "".join(f"        {line}" for line in text.splitlines(keepends=True))

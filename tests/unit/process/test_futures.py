@@ -1,7 +1,5 @@
 """``Worker``: what is posted runs once and in order, whatever comes in between."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from typing import Any
@@ -33,11 +31,11 @@ def test_a_failing_function_does_not_end_the_thread(caplog):
 class _Held(queue.SimpleQueue[Any]):
     """Its first ``put`` does not return, as if a signal handler ran right behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first = True
         self.goes_on = threading.Event()
 
-    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+    def put(self, item, *rest, **keywords):
         super().put(item)
         if self.first:
             self.first = False
@@ -64,7 +62,7 @@ def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between():
     for _ in range(300):
         worker, done, taken = Worker("test"), [], []
 
-        def post_some(worker: Worker = worker, done: Any = done, taken: Any = taken) -> None:
+        def post_some(worker=worker, done=done, taken=taken):
             for number in range(50):
                 if worker.post(lambda number=number: done.append(number)):
                     taken.append(number)
@@ -80,11 +78,11 @@ def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between():
 class _Late(queue.SimpleQueue[Any]):
     """A ``put`` of a function, other than the first, comes after the thread has ended."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker):
         self.worker = worker
         self.puts = 0
 
-    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+    def put(self, item, *rest, **keywords):
         self.puts += item is not None
         if item is not None and self.puts == 2:
             self.worker.close()
@@ -107,7 +105,7 @@ def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same():
     ],
 )
 def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch):
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(thread):
         raise RuntimeError(cause)
 
     worker = Worker("test")
@@ -115,7 +113,7 @@ def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypat
         patch.setattr(threading.Thread, "start", refuse)
         assert not worker.post(lambda: None)
     assert all(word in worker.refusal for word in words)
-    done: list[int] = []
+    done = []
     assert worker.post(lambda: done.append(1)), "the next one tries again"
     worker.close()
     assert done == [1]

@@ -1,9 +1,6 @@
 """How much memory the process may use, read from made-up files; what the host cache makes of it."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 from support.state.checkpoints import raises
@@ -22,7 +19,7 @@ from dcp_datastates.process.memory_limit import (
 GIB = 1 << 30
 
 
-def _machine(root: Path, *, gibibytes: int = 64, cgroup: str = "", **files: str | int) -> Path:
+def _machine(root, *, gibibytes=64, cgroup="", **files):
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal:       {gibibytes << 20} kB\nMemFree: 5 kB\n")
     (root / "proc/self/limits").write_text(
@@ -35,7 +32,7 @@ def _machine(root: Path, *, gibibytes: int = 64, cgroup: str = "", **files: str 
     return root
 
 
-def _write(root: Path, path: str, content: str | int) -> None:
+def _write(root, path, content):
     file = root / "sys/fs/cgroup" / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{content}\n")

@@ -1,7 +1,5 @@
 """Waits that last say so, and are given up without progress: by a clock of the test's own."""
 
-from __future__ import annotations
-
 import logging
 import time
 
@@ -19,7 +17,7 @@ logger = logging.getLogger("dcp_datastates.test")
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -60,7 +58,7 @@ def test_at_the_end_of_the_process_waits_for_storage_are_given_up(monkeypatch):
     clock = Clock()
     stall = Stall(logger, "a save", 1000.0, clock)
 
-    def is_over(since: float, phase: Phase) -> bool:
+    def is_over(since, phase):
         assert phase is Phase.GIVE_UP
         return since + 10 < time.monotonic()
 

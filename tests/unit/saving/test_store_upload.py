@@ -1,7 +1,5 @@
 """What an upload costs: training's time, memory and requests."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 
@@ -37,7 +35,7 @@ def test_a_file_whose_parts_do_not_fit_in_the_cache_is_refused_with_the_way_out(
 class _Waiting(MemoryStore):
     """Takes no piece of a stream until it may."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.may_go_on = threading.Event()
 

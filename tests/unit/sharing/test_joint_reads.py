@@ -1,9 +1,6 @@
 """By default ranks share reads of object stores and of network file systems."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ def test_object_stores_but_for_those_in_memory(url):
     assert pays(locate(url)) is url.startswith(("s3", "gs"))
 
 
-def _mounts(tmp_path: Path, kind: str, device: int) -> Path:
+def _mounts(tmp_path, kind, device):
     of_path = f"{os.major(device)}:{os.minor(device)}"
     mounts = tmp_path / "mountinfo"
     mounts.write_text(

@@ -1,10 +1,6 @@
 """Inference mode: its tensors have no version counter, so they are copied at the call."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +18,13 @@ SECONDS = 60.0
 COUNT = 100_000
 
 
-def _sharded(local: torch.Tensor) -> DTensor:
+def _sharded(local):
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 
 # Called in inference mode. The state, and the tensors that are written to after the call.
-INFERENCE: dict[str, Callable[[], tuple[Any, list[torch.Tensor]]]] = {
+INFERENCE = {
     "tensor": lambda: (each := torch.ones(COUNT), [each]),
     "view": lambda: ((each := torch.ones(2, COUNT))[1], [each]),
     "Parameter": lambda: (each := torch.nn.Parameter(torch.ones(COUNT)), [each]),
@@ -62,7 +58,7 @@ def test_an_inference_tensor_is_stored_as_it_was_at_the_call(tmp_path, kind, own
     assert all(each.eq(1).all() for each in tensors)
 
 
-def _floats(nested: Any) -> list[torch.Tensor]:
+def _floats(nested):
     """The floating-point tensors in a nested dict."""
     if isinstance(nested, dict):
         return list(itertools.chain.from_iterable(map(_floats, nested.values())))
@@ -114,7 +110,7 @@ def test_inference_tensors_are_loaded_into(tmp_path, kind, dtype, inside):
     dcp_datastates.save({"w": saved}, tmp_path, writer=writer())
     with torch.inference_mode():
         plain = torch.zeros(40, 30, dtype=dtype).t() if kind == "transposed" else None
-        target: torch.Tensor = torch.zeros(30, 40, dtype=dtype) if plain is None else plain
+        target = torch.zeros(30, 40, dtype=dtype) if plain is None else plain
         if kind == "Parameter":
             target = torch.nn.Parameter(target)
         if kind == "DTensor":

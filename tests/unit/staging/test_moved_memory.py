@@ -1,10 +1,7 @@
 """Memory that is moved, resized, shared or freed under a deferred read: the right bytes, or a torn save."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
-from typing import Any
 
 import pytest
 import torch
@@ -81,7 +78,7 @@ def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_byt
 class Mapped:
     """Memory that can be unmapped at will."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes):
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -93,7 +90,7 @@ class Mapped:
         buffer = (ctypes.c_char * nbytes).from_address(self._address)
         self.tensor = torch.frombuffer(buffer, dtype=torch.float32)
 
-    def unmap(self) -> None:
+    def unmap(self):
         assert self._libc.munmap(self._address, self._nbytes) == 0
 
 
@@ -145,7 +142,7 @@ def test_storages_that_are_not_saved_do_not_wait(tmp_path):
 
 
 def test_storages_resize_in_compiled_code(tmp_path):
-    def shrink_and_grow(tensor: Any) -> Any:
+    def shrink_and_grow(tensor):
         doubled = tensor * 2
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(doubled.untyped_storage().size())

@@ -1,7 +1,5 @@
 """Which tensors are deferred: those whose every change a hook announces."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -10,27 +8,26 @@ import weakref
 import pytest
 import torch
 from support.state.wrapped import Blocks, blocks
-from torch.optim import Optimizer
 
 import dcp_datastates
 from dcp_datastates.staging.ownership import Ownership, never_defer, track
 
 
-def owned_by(*optimizers: Optimizer) -> list[int | None]:
+def owned_by(*optimizers):
     """Groups of the parameters of the first."""
     parameters = optimizers[0].param_groups[0]["params"]
     return groups(Ownership(optimizers), *(parameter.detach() for parameter in parameters))
 
 
-def groups(ownership: Ownership, *tensors: torch.Tensor) -> list[int | None]:
+def groups(ownership, *tensors):
     return ownership.groups([tensor.untyped_storage() for tensor in tensors])
 
 
-def optimizer(*parameters: torch.Tensor, capturable: bool = False) -> Optimizer:
+def optimizer(*parameters, capturable=False):
     return torch.optim.AdamW(list(parameters), lr=0.1, capturable=capturable)
 
 
-def step(stepping: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def step(stepping, monkeypatch):
     """As on an accelerator, where ``capturable`` is allowed."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for parameter in stepping.param_groups[0]["params"]:

@@ -1,7 +1,5 @@
 """When deferred reads begin: with the next backward pass, or at once where no hook on a gradient can fire."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -16,29 +14,29 @@ from dcp_datastates.staging.step_gate import arm_backward
 SECONDS = 60.0
 
 
-def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def _model():
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     track(optimizer)
     return model, optimizer
 
 
-def _leave_out_all_but(monkeypatch: pytest.MonkeyPatch, *optimizers: torch.optim.Optimizer) -> None:
+def _leave_out_all_but(monkeypatch, *optimizers):
     """The gate watches these optimizers only: those of other tests may live."""
     monkeypatch.setattr(step_gate, "known_optimizers", lambda: list(optimizers))
 
 
-def _backward(model: torch.nn.Module) -> None:
+def _backward(model):
     model(torch.ones(4, 300)).sum().backward()
 
 
-def _replay(model: torch.nn.Module) -> None:
+def _replay(model):
     """Gradients without a backward pass of autograd's: a captured graph writes them."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
 
 
-def _frozen() -> torch.Tensor:
+def _frozen():
     parameter = torch.nn.Parameter(torch.ones(100_000), requires_grad=False)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     track(optimizer)

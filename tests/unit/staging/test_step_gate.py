@@ -1,14 +1,11 @@
 """The step gate does not wait without a bound, not in a signal handler either, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
 
 import pytest
 import torch
 from support.jobs.ranks import ranks
-from support.jobs.scripts import Ended, run_script
+from support.jobs.scripts import run_script
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -84,7 +81,7 @@ assert found["w"].unique().tolist() == [2.0]
 """
 
 
-def _slow(path: Path, then: str, *, pause: float, options: str, before: str = "") -> Ended:
+def _slow(path, then, *, pause, options, before=""):
     script = before + SLOW_STORAGE.format(pause=pause, options=options) + then
     ended = run_script(script, path, timeout=90)
     ended.assert_clean()
@@ -219,7 +216,7 @@ def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path, whole):
     assert compiles.frame_count == 1
 
 
-def _offloaded(local: torch.Tensor) -> torch.nn.Parameter:
+def _offloaded(local):
     """As FSDP2's CPUOffloadPolicy leaves a parameter: a mesh of GPUs, and the shard on the host."""
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
@@ -240,17 +237,17 @@ def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_p
     assert load({"w": torch.zeros(1_000_000)}, tmp_path)["w"].unique().tolist() == [2.0]
 
 
-def _plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _plain(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _with_an_empty_group(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _with_an_empty_group(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.add_param_group({"params": []})
     return optimizer
 
 
-def _beside_offloaded(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _beside_offloaded(model):
     parameters = [*model.parameters(), _offloaded(torch.ones(8))]
     return torch.optim.SGD(parameters, lr=1.0, foreach=False)
 

@@ -2,15 +2,10 @@
 committed, or the save fails. The oracle is a copy of the bytes that is made at the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +34,7 @@ from dcp_datastates.staging import step_gate
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def _saved(tensor: torch.Tensor, path: Path, **options: Any) -> Any:
+def _saved(tensor, path, **options):
     return dcp_datastates.async_save({"w": tensor}, path, host_cache_size=CACHE, **options)
 
 
@@ -71,18 +66,18 @@ def test_a_write_around_the_reads_is_never_committed_in_part(kind, all_writes, w
     assert not wrong
 
 
-def _one_value(target: torch.Tensor) -> None:
+def _one_value(target):
     target.reshape(-1)[12_345] = 7.0
 
 
-def _multiply_one(sharded: torch.Tensor) -> None:
+def _multiply_one(sharded):
     factor = torch.ones(ROWS * COLUMNS)
     factor[12_345] = 0.5
     mesh = sharded.device_mesh
     sharded.mul_(distribute_tensor(factor.view(ROWS, COLUMNS), mesh, [Shard(0)]))
 
 
-SMALL: dict[str, Callable[[Any], object]] = {
+SMALL = {
     "plain": _one_value,
     "plain, its .data in the state": _one_value,
     "DTensor": _multiply_one,
@@ -103,7 +98,7 @@ def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind, tmp_path):
     assert owner
 
 
-UNKNOWN: dict[str, Callable[[torch.Tensor], object]] = {
+UNKNOWN = {
     ".data": lambda p: _one_value(p.data),
     "numpy": lambda p: p.detach().numpy().reshape(-1).__setitem__(12_345, 7.0),
     "a view of the memory": lambda p: memoryview(p.detach().numpy().reshape(-1)).__setitem__(
@@ -166,9 +161,7 @@ class InTwoCalls(Blocks):
     goes_on = threading.Event()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is not torch.ops.aten.zero_.default:
             return super().__torch_dispatch__(function, types, args, kwargs)
         args[0].codes.zero_()
@@ -226,7 +219,7 @@ def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_c
     assert owners
 
 
-LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+LOADS = {
     "load": lambda state, path: dcp_datastates.load(path, state),
     "dcp.load": lambda state, path: dist.checkpoint.load(
         state, storage_reader=dcp_datastates.DataStatesReader(path)

@@ -1,7 +1,5 @@
 """What storage cannot do is found before the first save, which goes without it, or is refused by name."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -9,7 +7,6 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +42,7 @@ def claim(path):
 class Racing(MemoryStore):
     """Looks for the object, then stores it: two at once both succeed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.together = threading.Barrier(2)
         self.raced = iter([True, True])
@@ -235,7 +232,7 @@ def test_a_permission_without_which_no_save_works_is_named_before_anything_is_sa
 # ---- directories ---------------------------------------------------------------------------------
 
 
-def refusing(name: str, number: int, *, if_: Callable[..., bool] = lambda *paths: True):
+def refusing(name, number, *, if_=lambda *paths: True):
     """A file system that refuses a system call."""
 
     def patch(monkeypatch):
@@ -368,7 +365,7 @@ def test_what_a_killed_self_test_left_is_removed_later_and_nothing_else(tmp_path
 def test_a_root_that_cannot_be_written_to_is_tried_where_the_checkpoint_goes(tmp_path):
     place = tmp_path / "shared" / "mine"
     place.mkdir(parents=True)
-    found: list[str] = []
+    found = []
     answers = self_test.what_works
 
     def note(root):

@@ -1,7 +1,5 @@
 """Checkpoints that are carried to an archive behind training, by one process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets
@@ -11,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.archiving import archived_save, restart
 from support.state.checkpoints import raises, save
 from support.state.states import filled
@@ -107,7 +105,7 @@ def test_any_request_may_fail_or_lose_its_answer(tmp_path, slow, store, kind, fa
     """The first two of its kind."""
     left = [2]
 
-    def on_request(request: Request) -> Fate:
+    def on_request(request):
         if request.kind == kind and left[0] and threading.current_thread().name.endswith("archive"):
             left[0] -= 1
             return fate
@@ -208,7 +206,7 @@ def test_a_stock_checkpoint_in_the_archive_stays(tmp_path):
 def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
     gate = threading.Event()
 
-    def on_request(request: Request) -> Fate:
+    def on_request(request):
         gate.wait(30)
         return Fate.DONE
 

@@ -1,7 +1,5 @@
 """A server in a process that trains: strangers at its port, the job's own processes, and forked children."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -44,15 +42,15 @@ def server():
     await_that(lambda: not threads())
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def stranger(server) -> socket.socket:
+def stranger(server):
     return socket.create_connection(server.address[:2], 5)
 
 
-def has_ended(connection: socket.socket) -> bool:
+def has_ended(connection):
     """Whether the server has ended the connection; waits for that."""
     connection.settimeout(10)
     with contextlib.suppress(ConnectionError):
@@ -61,7 +59,7 @@ def has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def descriptors() -> int:
+def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -196,7 +194,7 @@ def test_a_server_that_does_not_know_the_key_is_told_nothing():
     assert said == [b""]
 
 
-def overheard(server) -> tuple[bytes, bytes]:
+def overheard(server):
     """What one of the job's own and the server say to each other."""
     up, down = bytearray(), bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:

@@ -1,7 +1,5 @@
 """Connections by TLS: who is refused, what crosses the network, and what is not waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -116,7 +114,7 @@ def test_a_store_of_nodes_works_by_tls(own, tmp_path):
 # ---- who is refused ----------------------------------------------------------------------------------
 
 
-def knocks(server, context: ssl.SSLContext) -> bytes:
+def knocks(server, context):
     """What the server answers to one who knows its key, and shakes hands as ``context`` says."""
     key = server.address.key()
     with socket.create_connection(server.address[:2], 5) as connection:
@@ -130,7 +128,7 @@ def knocks(server, context: ssl.SSLContext) -> bytes:
             return b""
 
 
-def a_client() -> ssl.SSLContext:
+def a_client():
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -241,7 +239,7 @@ def test_a_certificate_that_has_expired_is_named(tmp_path, monkeypatch):
 # ---- what is not waited for --------------------------------------------------------------------------
 
 
-def client_hello() -> bytes:
+def client_hello():
     """How a handshake begins."""
     out = ssl.MemoryBIO()
     begun = a_client().wrap_bio(ssl.MemoryBIO(), out)
@@ -348,7 +346,7 @@ def test_a_forked_child_holds_no_socket(own, tmp_path):
 # ---- the file ----------------------------------------------------------------------------------------
 
 
-def pem(text: str, what: str) -> str:
+def pem(text, what):
     """The parts of a file that are ``what``."""
     return "\n".join(re.findall(f"-----BEGIN {what}.*?-----END {what}-----", text, re.S)) + "\n"
 
