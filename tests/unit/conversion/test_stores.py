@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.simulated.object_stores import MemoryStore, installed
+from support.simulated.object_stores import installed
 from support.state.checkpoints import assert_same, save
 from support.state.states import filled
 
@@ -19,11 +19,6 @@ from dcp_datastates.errors import (
 from .conftest import SMALL
 
 FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
 
 
 @pytest.fixture

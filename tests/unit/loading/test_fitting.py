@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.state.checkpoints import assert_same, save
+from support.state.checkpoints import assert_same, save, zeros
 from support.state.wrapped import Blocks
 from support.tiers import tries
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,10 +34,7 @@ def _state():
 
 
 def _zeros():
-    return {
-        "model": {"layers": [{"w": torch.zeros(2, 3), "b": torch.zeros(2)} for _ in range(3)]},
-        "step": 0,
-    }
+    return {**zeros(_state()), "step": 0}
 
 
 @pytest.fixture

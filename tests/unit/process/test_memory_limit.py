@@ -45,34 +45,31 @@ def test_a_machine_without_limits_has_its_memory(tmp_path):
     assert default_host_cache_bytes(root) == 4 * GIB
 
 
-def test_the_limit_of_a_cgroup_counts_and_is_named(tmp_path):
-    root = _machine(tmp_path, cgroup="0::/job/step\n")
+V1 = "7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
+LIMITS = {
+    "its own": ("0::/job/step\n", "job/step/memory.max", 8 * GIB),
+    "one above": ("0::/job/step/task\n", "job/memory.max", 6 * GIB),
+    "version 1": (V1, "memory/docker/abc/memory.limit_in_bytes", 2 * GIB),
+    "version 1, of which only the container's root is seen": (
+        V1,
+        "memory/memory.limit_in_bytes",
+        2 * GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_limit_of_a_cgroup_counts_and_is_named(kind, tmp_path):
+    cgroup, file, nbytes = LIMITS[kind]
+    root = _machine(tmp_path, cgroup=cgroup)
     _write(root, "job/step/memory.max", 8 * GIB)
     _write(root, "job/memory.max", "max")
-    limit = memory_limit(root)
-    assert limit.nbytes == 8 * GIB
-    assert "/sys/fs/cgroup/job/step/memory.max" in limit.source
-
-
-def test_so_does_that_of_a_cgroup_above(tmp_path):
-    root = _machine(tmp_path, cgroup="0::/job/step/task\n")
-    _write(root, "job/step/memory.max", 8 * GIB)
-    _write(root, "job/memory.max", 6 * GIB)
-    assert memory_limit(root).nbytes == 6 * GIB
-
-
-@pytest.mark.parametrize("where", ["memory/docker/abc", "memory"])
-def test_version_1_counts_also_where_only_the_containers_root_is_seen(where, tmp_path):
-    root = _machine(tmp_path, cgroup="7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
-    _write(root, f"{where}/memory.limit_in_bytes", 2 * GIB)
     _write(root, "cpu/docker/abc/memory.limit_in_bytes", 1)
-    assert memory_limit(root).nbytes == 2 * GIB
-
-
-def test_version_1_without_a_limit_says_a_huge_number(tmp_path):
-    root = _machine(tmp_path, cgroup="4:memory:/\n")
-    _write(root, "memory/memory.limit_in_bytes", 9223372036854771712)
-    assert memory_limit(root).nbytes == 64 * GIB
+    _write(root, "memory/memory.limit_in_bytes", 9223372036854771712)  # none, in version 1
+    _write(root, file, nbytes)
+    limit = memory_limit(root)
+    assert limit.nbytes == nbytes
+    assert f"/sys/fs/cgroup/{file}" in limit.source
 
 
 def test_a_limit_of_the_address_space_counts(tmp_path):

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, installed
 from support.state.archiving import archived_save, restart
 from support.state.checkpoints import raises, save
+from support.state.files import flip_bit
 from support.state.states import filled
 
 import dcp_datastates
@@ -27,11 +28,6 @@ from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying, run_identity
 
 STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
 
 
 @pytest.fixture(autouse=True)
@@ -214,9 +210,7 @@ def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
     handle = _save(tmp_path / "fast/step-1", slow)
     handle.result(30)
     (path,) = (tmp_path / "fast/step-1").glob("*/*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[5000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 5000)
     gate.set()
     with pytest.raises(dcp_datastates.errors.CheckpointCorruptError):
         handle.archived.result(30)

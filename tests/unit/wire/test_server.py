@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.jobs.scripts import run_script
 from support.stores.asking import asked
+from support.stores.certificates import Certificate
 from support.waiting import await_that
 
 from dcp_datastates.wire import server as servers
@@ -40,6 +41,15 @@ def server():
     yield made
     made.close()
     await_that(lambda: not threads())
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def either(request, monkeypatch, tmp_path):
+    """A server with or without TLS."""
+    if request.param == "TLS":
+        certificate = Certificate(tmp_path / "job.pem")
+        monkeypatch.setenv("DCP_DATASTATES_SECRET_FILE", str(certificate.path))
+    return request.getfixturevalue("server")
 
 
 def threads():
@@ -105,11 +115,11 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_dropped_as_soon(server, mon
 
 
 @pytest.mark.parametrize("says", [os.urandom(4096), b"\xff" * 64, b"GET / HTTP/1.1\r\n" * 4])
-def test_garbage_is_answered_with_nothing_but_the_end(server, says):
-    with stranger(server) as connection:
+def test_garbage_is_answered_with_nothing_but_the_end(either, says):
+    with stranger(either) as connection:
         connection.sendall(says)
         assert has_ended(connection)
-    with contextlib.closing(connect(server.address)) as own:
+    with contextlib.closing(connect(either.address)) as own:
         assert asked(own, "after") == ("after", b"")
 
 
@@ -254,7 +264,8 @@ def test_without_a_thread_for_it_a_connection_is_refused(server, monkeypatch):
 # ---- the end -----------------------------------------------------------------------------------------
 
 
-def test_the_end_closes_all(server):
+def test_the_end_closes_all(either):
+    server = either
     own, silent = connect(server.address), stranger(server)
     assert asked(own, "there") == ("there", b"")
     assert not server.await_unused(0.1)

@@ -266,19 +266,6 @@ def test_one_who_stops_within_the_handshake_disturbs_nobody_and_is_dropped(
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize(
-    "says", [os.urandom(500), b"GET / HTTP/1.1\r\n" * 4], ids=["noise", "http"]
-)
-def test_garbage_in_place_of_a_handshake_ends_the_connection(server, says):
-    with socket.create_connection(server.address[:2], 10) as stranger:
-        began = time.monotonic()
-        stranger.sendall(says)
-        with contextlib.suppress(ConnectionError):
-            while stranger.recv(10_000):
-                pass
-        assert time.monotonic() - began < servers.STRANGER_SECONDS - 1
-
-
 def test_resets_within_the_handshake_do_not_hold_the_server_up(server):
     for number in range(200):
         with socket.create_connection(server.address[:2], 10) as stranger:
@@ -307,15 +294,6 @@ def test_a_server_that_is_silent_within_the_handshake_is_waited_for_no_longer_th
         assert time.monotonic() - began < 5
         thread.join()
         accepted[0].close()
-
-
-def test_the_end_of_the_server_wakes_those_who_wait(server):
-    with contextlib.closing(connect(server.address)) as line:
-        assert asked(line, "there") == ("there", b"")
-        server.close()
-        with pytest.raises(ConnectionError):
-            asked(line, "gone")
-    assert server.await_unused(5)
 
 
 def test_a_forked_child_holds_no_socket(own, tmp_path):
