@@ -1,7 +1,5 @@
 """What `make lint` shows to clang-tidy."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,13 +1,10 @@
 """The programs in ``examples`` run as they lie there, and do what they show."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.commands import ROOT, documents, program, run, started, torchrun
-from support.jobs.scripts import Ended, ranks_of_torchrun, run_program, run_script
+from support.jobs.scripts import ranks_of_torchrun, run_program, run_script
 from support.state.checkpoints import assert_same, attempts, committed, load_everything
 from support.stores import server
 from support.waiting import await_that
@@ -32,23 +29,21 @@ SPARSELY = "if step % 20 == 0 and rank == 0:"
 ROUNDED = "{loss.item():.3f}"
 
 
-def example(name: str) -> str:
+def example(name):
     return (EXAMPLES / f"{name}.py").read_text()
 
 
-def write(directory: Path, text: str) -> Path:
+def write(directory, text):
     directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(text)
     return directory
 
 
-def python(*arguments: str | int) -> list[str]:
+def python(*arguments):
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train(
-    directory: Path, *arguments: int | str, world: int = 0, expect: int = 0, **environment: str
-) -> Ended:
+def train(directory, *arguments, world=0, expect=0, **environment):
     """Run the program in ``directory`` to its end: by itself, or by as many ranks as torchrun would start."""
     text = (directory / "train.py").read_text()
     preface = ranks_of_torchrun(world) if world else ""
@@ -58,18 +53,18 @@ def train(
     return ended
 
 
-def begin_from(checkpoint: Path, root: Path) -> None:
+def begin_from(checkpoint, root):
     """Make a copy of ``checkpoint`` the only one in ``root``."""
     shutil.copytree(checkpoint, root / checkpoint.name)
 
 
-def await_commit(checkpoint: Path, process: subprocess.Popen[str]) -> None:
+def await_commit(checkpoint, process):
     """Return when ``process`` has committed ``checkpoint``."""
     await_that(lambda: committed(checkpoint) or process.poll() is not None, 120)
     assert committed(checkpoint), process.communicate()
 
 
-def children(process: int) -> list[int]:
+def children(process):
     return [
         int(child)
         for task in Path(f"/proc/{process}/task").iterdir()
@@ -78,7 +73,7 @@ def children(process: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory):
     """The quick start, run for 13 steps in one process."""
     directory = write(tmp_path_factory.mktemp("uninterrupted"), QUICK_START)
     train(directory, 13)
@@ -86,7 +81,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory):
     """The last checkpoint of the quick start, run for 9 steps in one process."""
     directory = write(tmp_path_factory.mktemp("begun"), QUICK_START)
     train(directory, 9)
@@ -128,7 +123,7 @@ def test_the_QUICK_START_under_torchrun_goes_on_as_if_it_had_not_ended(begun, tm
     assert_same_checkpoint(resumed, long)
 
 
-def assert_same_checkpoint(found: Path, expected: Path) -> None:
+def assert_same_checkpoint(found, expected):
     """The last checkpoint of the quick start is the same, bit for bit, in both folders."""
     states = [load_everything(directory / "ckpt" / "step-12") for directory in (found, expected)]
     assert_same(*states)
@@ -196,7 +191,7 @@ def test_fsdp2_goes_on_at_another_size(tmp_path):
     assert validations(finished) == validations(resumed)
 
 
-def validations(ended: Ended) -> list[float]:
+def validations(ended):
     return [float(found) for found in re.findall(r"validation ([\d.]+)", ended.stdout)]
 
 
@@ -352,9 +347,9 @@ def test_fsdp1_goes_on_with_equal_losses_after_a_kill_and_without_fsdp(tmp_path)
     assert fewer == plain
 
 
-def losses(ended: Ended) -> dict[int, set[str]]:
+def losses(ended):
     """The losses that the ranks have printed, by step."""
-    found: dict[int, set[str]] = {}
+    found = {}
     for step, loss in re.findall(r"step (\d+): loss ([\d.e-]+)", ended.stdout):
         found.setdefault(int(step), set()).add(loss)
     return found

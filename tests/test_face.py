@@ -1,7 +1,5 @@
 """What ``import dcp_datastates`` gives: names, help, types, what objects say of themselves, where errors come from."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -96,10 +93,10 @@ def test_pyright_finds_no_fault_in_the_examples_and_each_of_a_wrong_program(tmp_
 # --- what objects say of themselves ---------------------------------------------------------------
 
 
-def _says(thing: Any, *words: str) -> None:
+def _says(thing, *words):
     """Whether the ``repr`` has the kind and the words. It must not touch storage."""
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_, **__):
         raise AssertionError("a repr asks storage")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +152,7 @@ def test_values_and_results_say_what_they_are(tmp_path):
     _says(ds.RngState())
     _says(ds.Keep(last=3), "last=3")
     _says(ds.AutoInterval(mtbf="6h"), "mtbf='6h'")
-    found: list[Any] = []
+    found = []
     stop = ds.on_save(found.append)
     many = {f"layer {number}": torch.ones(3) for number in range(1000)}
     _says(ds.save(many, tmp_path / "a", host_cache_size=CACHE), "written_bytes=")
@@ -173,7 +170,7 @@ def test_values_and_results_say_what_they_are(tmp_path):
 # --- where errors come from -------------------------------------------------------------------------
 
 
-def _failing_save(root: Path) -> ds.results.SaveHandle:
+def _failing_save(root):
     with armed("publish.link.before@1=error:ENOSPC"):
         handle = ds.async_save(STATE, root / "step-2", host_cache_size=CACHE)
         assert handle.wait(60)
@@ -204,11 +201,11 @@ CALLS = {
 """Calls that fail, in a root whose only checkpoint is damaged. ``unit/dcp/test_mistakes.py`` has bad arguments."""
 
 
-def _manager(root: Path, **options: Any) -> ds.CheckpointManager:
+def _manager(root, **options):
     return ds.CheckpointManager(root, every=1, verify="full", host_cache_size=CACHE, **options)
 
 
-def _full_loop(root: Path) -> None:
+def _full_loop(root):
     with armed("publish.link.before@1=error:ENOSPC"), _manager(root, max_failures=1) as manager:
         manager.save(1, STATE)
 

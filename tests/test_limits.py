@@ -1,7 +1,5 @@
 """A test that stands still ends, and is named, also if it holds the GIL."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,10 +1,7 @@
 """Code that a page shows of an example is a piece of the file."""
 
-from __future__ import annotations
-
 import re
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 from support.commands import ROOT, blocks, documents
@@ -23,7 +20,7 @@ SHOWN = re.compile(
 )
 
 
-def shown() -> Iterator[tuple[str, str, str]]:
+def shown():
     """Page, name of the example, and a piece: of a diff, what is there after it, between two lines "@@"."""
     for page in PAGES:
         for found in SHOWN.finditer((ROOT / page).read_text()):
@@ -44,22 +41,22 @@ def shown() -> Iterator[tuple[str, str, str]]:
         ("integration/torchtitan/README.md", "torchtitan.md"),
     ],
 )
-def test_the_page_of_a_framework_shows_its_example(page: str, name: str) -> None:
+def test_the_page_of_a_framework_shows_its_example(page, name):
     assert (page, name) in {(page, name) for page, name, _ in shown()}
 
 
-def test_what_is_shown_of_an_example_is_in_it() -> None:
+def test_what_is_shown_of_an_example_is_in_it():
     assert [(page, piece) for page, name, piece in shown() if not is_of(name, piece)] == []
     assert not is_of("quick_start.py", "manager.save(step, state)  # returns later\n")
 
 
-def is_of(name: str, piece: str) -> bool:
+def is_of(name, piece):
     """Whether ``piece`` is in the example, be it indented there."""
     text = (ROOT / "examples" / name).read_text()
     return any(f"\n{textwrap.indent(piece, indent)}" in f"\n{text}" for indent in ("", " " * 4))
 
 
-def test_the_documents_have_no_programs_of_their_own() -> None:
+def test_the_documents_have_no_programs_of_their_own():
     pieces = {(page, piece) for page, _, piece in shown()}
     found = [block for page in documents() for block in blocks(page)]
     python = [block for block in found if block.language in ("python", "py")]

@@ -1,7 +1,5 @@
 """Whether a file or directory is there is asked in one place: ``storage/presence.py``."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -21,7 +19,7 @@ MAY_ASK = {
 }
 
 
-def _asked(source: str) -> list[str]:
+def _asked(source):
     return [
         f"line {node.lineno}: {name}() (use storage/presence.py)"
         for node in ast.walk(ast.parse(source))

@@ -1,7 +1,5 @@
 """What the documents print is true: programs run as printed, names exist, defaults and links are right."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import re

@@ -3,12 +3,9 @@
 Each package says what it is for, and files are short.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,7 +94,7 @@ MOST_PARAMETERS = 7
 """Without those that can only be given by name: users' options are in the signature, where editors find them."""
 
 
-def _all_below(room: str, below: dict[str, tuple[str, ...]]) -> set[str]:
+def _all_below(room, below):
     """The room itself, too."""
     found = {room}
     for each in below[room]:
@@ -105,7 +102,7 @@ def _all_below(room: str, below: dict[str, tuple[str, ...]]) -> set[str]:
     return found
 
 
-def _imports(file: Path) -> Iterator[tuple[int, str]]:
+def _imports(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
@@ -113,14 +110,14 @@ def _imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-def _room_of(name: str) -> str | None:
+def _room_of(name):
     parts = name.split(".")
     if parts[0] != "dcp_datastates" or len(parts) < 2:
         return None
     return parts[1] if (ROOT / parts[1]).is_dir() else None
 
 
-def turned_round(room: str, folder: Path) -> list[str]:
+def turned_round(room, folder):
     """The imports of a room's files that point the wrong way."""
     allowed = _all_below(room, BELOW)
     return [
@@ -152,7 +149,7 @@ def test_an_import_that_is_turned_round_is_found(tmp_path):
     ]
 
 
-def includes_turned_round(room: str, folder: Path) -> list[str]:
+def includes_turned_round(room, folder):
     """The includes of a native folder's files that point the wrong way."""
     allowed = _all_below(room, NATIVE_BELOW)
     return [
@@ -219,7 +216,7 @@ def test_every_room_has_a_budget():
     assert BUDGETS.keys() == {*BELOW, "", "cli"}
 
 
-def lines_of(room: str) -> int:
+def lines_of(room):
     folder = ROOT.parent / "dcp_datastates_cli" if room == "cli" else ROOT / room
     files = itertools.chain(
         folder.rglob("*.py") if room else folder.glob("*.py"), folder.glob("*.pyi")
@@ -237,6 +234,6 @@ def test_no_function_has_many_parameters():
     assert many == set()
 
 
-def _parameters(function: ast.FunctionDef) -> int:
+def _parameters(function):
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
     return len(names) - (names[:1] in (["self"], ["cls"]))

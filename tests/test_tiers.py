@@ -2,8 +2,6 @@
 third of the latter asks.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,9 +1,6 @@
 """How the package calls torch: no default of a program moves its tensors, and it refers weakly to none."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +38,7 @@ WEAK = {
 references, so ``Module.to`` would fail under FSDP2."""
 
 
-def undecided(source: str) -> Iterator[int]:
+def undecided(source):
     """The lines with a factory call that does not say its device, or its dtype."""
     for node in ast.walk(ast.parse(source)):
         if (
@@ -55,7 +52,7 @@ def undecided(source: str) -> Iterator[int]:
             yield node.lineno
 
 
-def weak_names(source: str) -> set[str]:
+def weak_names(source):
     """The names in which "weak" occurs: imported, called, or looked up."""
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -68,7 +65,7 @@ def weak_names(source: str) -> set[str]:
     return {each for each in names if "weak" in each.lower()}
 
 
-def test_every_factory_call_says_its_device_and_dtype() -> None:
+def test_every_factory_call_says_its_device_and_dtype():
     found = [
         f"{file.relative_to(ROOT.parent)}:{line}"
         for file in FILES
@@ -87,11 +84,11 @@ def test_every_factory_call_says_its_device_and_dtype() -> None:
         ("torch.frombuffer(data, dtype=torch.uint8)", True),
     ],
 )
-def test_a_factory_call_that_leaves_it_open_is_found(call: str, decided: bool) -> None:
+def test_a_factory_call_that_leaves_it_open_is_found(call, decided):
     assert list(undecided(f"x = 1\ny = [{call}]\n")) == ([] if decided else [2])
 
 
-def test_torch_is_imported_by_its_name() -> None:
+def test_torch_is_imported_by_its_name():
     """Else calls would not be found."""
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -103,7 +100,7 @@ def test_torch_is_imported_by_its_name() -> None:
                 ), file
 
 
-def test_only_what_is_no_tensor_is_referred_to_weakly() -> None:
+def test_only_what_is_no_tensor_is_referred_to_weakly():
     found = {file for file in FILES if weak_names(file.read_text())}
     assert {str(each.relative_to(ROOT)) for each in found} == set(WEAK)
 
@@ -117,5 +114,5 @@ def test_only_what_is_no_tensor_is_referred_to_weakly() -> None:
         "torch.multiprocessing.reductions.StorageWeakRef(storage)",
     ],
 )
-def test_a_weak_reference_is_found(line: str) -> None:
+def test_a_weak_reference_is_found(line):
     assert weak_names(line)

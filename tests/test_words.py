@@ -1,7 +1,5 @@
 """The documents use the field's words, and plain ones."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

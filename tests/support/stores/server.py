@@ -26,7 +26,8 @@ BUCKET = "test-bucket"
 def endpoint() -> str:
     """The URL of the server, which is started at the first call, and has the bucket :data:`BUCKET`."""
     moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
-    url = serve(lambda port: [*moto, str(port)], "/moto-api/")
+    pages = {"MOTO_S3_DEFAULT_MAX_KEYS": "100"}  # of listings: a test of many takes few objects
+    url = serve(lambda port: [*moto, str(port)], "/moto-api/", pages)
     urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
     return url
 

@@ -1,7 +1,5 @@
 """The benchmarks are no package: their folder is where Python finds them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

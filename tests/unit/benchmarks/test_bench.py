@@ -1,13 +1,9 @@
 """The report of ``make bench``, of tiny states: all parts and rows, those that fail, and the arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,20 +13,20 @@ from bench.failures import expected, reckon
 from bench.loaders import LOADERS
 from bench.report import draw, markdown
 from bench.samples import Column, Row, Table, interleave, summary
-from bench.savers import SAVERS, Save, Saver, Started
-from bench.states import CASES, State
+from bench.savers import SAVERS, Saver, Started
+from bench.states import CASES
 from bench.system import cpu_seconds, files_of, sync_tree
 from bench.training import shortest
 from disk import raw_read_rate, raw_write_rate
 
 
-def fails_at_once(state: State) -> Save:
+def fails_at_once(state):
     raise ImportError("no module of that name")
 
 
-def fails_when_committed(state: State) -> Save:
-    def save(path: Path) -> Started:
-        def commit() -> None:
+def fails_when_committed(state):
+    def save(path):
+        def commit():
             raise OSError("the disk is full")
 
         path.mkdir()
@@ -46,7 +42,7 @@ QUICK_ONES = tuple(
 
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def document(tmp_path_factory):
     """What the parts give, with a few of those that save and load."""
     directory = tmp_path_factory.mktemp("bench")
     savers = (*QUICK_ONES, *FAILING)
@@ -72,13 +68,11 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def rows(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def rows(document):
     return ((table, row) for table in document["tables"] for row in table["rows"])
 
 
-def test_every_part_has_its_rows_and_a_row_has_figures_or_an_error(
-    document: dict[str, Any],
-) -> None:
+def test_every_part_has_its_rows_and_a_row_has_figures_or_an_error(document):
     keys = [table["key"] for table in document["tables"]]
     assert keys == [
         *(f"saves.{case}" for case in CASES),
@@ -95,7 +89,7 @@ def test_every_part_has_its_rows_and_a_row_has_figures_or_an_error(
             assert row["figures"], row["error"]
 
 
-def test_those_that_fail_are_listed_with_their_errors(document: dict[str, Any]) -> None:
+def test_those_that_fail_are_listed_with_their_errors(document):
     for table in document["tables"][: len(CASES)]:
         errors = {row["name"]: row["error"] for row in table["rows"]}
         assert errors["missing"] == "ImportError: no module of that name"
@@ -104,7 +98,7 @@ def test_those_that_fail_are_listed_with_their_errors(document: dict[str, Any]) 
     assert text.count("- missing: `ImportError: no module of that name`") == len(CASES)
 
 
-def test_the_text_has_every_row_of_the_document(document: dict[str, Any], tmp_path: Path) -> None:
+def test_the_text_has_every_row_of_the_document(document, tmp_path):
     sections = markdown(document).split("\n## ")[1:]
     assert len(sections) == len(document["tables"]) + 1
     for table, section in zip(document["tables"], sections, strict=False):
@@ -116,7 +110,7 @@ def test_the_text_has_every_row_of_the_document(document: dict[str, Any], tmp_pa
     assert draw(document, tmp_path / "bench.png")
 
 
-def table_of(**samples: list[float]) -> Table:
+def table_of(**samples):
     columns = [Column("seconds", "time", "s", compared=True)]
     found = [
         Row(name, own=name == "ours", samples=[{"seconds": each} for each in values])
@@ -125,7 +119,7 @@ def table_of(**samples: list[float]) -> Table:
     return Table("Times", "", columns, found)
 
 
-def test_medians_spreads_and_ratios_are_those_of_the_samples() -> None:
+def test_medians_spreads_and_ratios_are_those_of_the_samples():
     found = summary(table_of(ours=[1.0, 3.0, 2.0], slow=[9.0, 8.0, 7.0], best=[4.0, 4.0, 6.0]))
     ours, slow, best = (row["figures"]["seconds"] for row in found["rows"])
     assert ours == {"median": 2.0, "low": 1.0, "high": 3.0, "n": 3, "of_best": 2.0}
@@ -133,15 +127,15 @@ def test_medians_spreads_and_ratios_are_those_of_the_samples() -> None:
     assert best["of_best"] == 1.0  # the best peer is never this package's
 
 
-def test_without_a_peer_there_is_no_ratio() -> None:
+def test_without_a_peer_there_is_no_ratio():
     (row,) = summary(table_of(ours=[1.0]))["rows"]
     assert "of_best" not in row["figures"]["seconds"]
 
 
-def test_all_take_turns_and_one_that_fails_leaves_the_others() -> None:
+def test_all_take_turns_and_one_that_fails_leaves_the_others():
     turns = []
 
-    def measure(row: Row, number: int) -> dict[str, float]:
+    def measure(row, number):
         turns.append((number, row.name))
         if row.name == "b" and number == 1:
             raise ValueError("once")
@@ -154,7 +148,7 @@ def test_all_take_turns_and_one_that_fails_leaves_the_others() -> None:
     assert found[1].error == "ValueError: once"
 
 
-def test_what_failures_cost() -> None:
+def test_what_failures_cost():
     interval, lost, ratio = expected(stall=0.5, durable=3.0, restart=7.0, mtbf=3600.0)
     assert (interval, lost) == (60.0, 40.0)  # sqrt(2 * 0.5 * 3600); 60 / 2 + 3 + 7
     assert ratio == pytest.approx((1 - 40 / 3600) / (1 + 0.5 / 60))
@@ -162,21 +156,21 @@ def test_what_failures_cost() -> None:
     assert expected(1.0, 50.0, 50.0, 60.0)[2] == 0.0
 
 
-def test_the_shortest_iteration_is_found_by_halving() -> None:
+def test_the_shortest_iteration_is_found_by_halving():
     found, longer = shortest(lambda seconds: 0.0 if seconds >= 0.1 else 1.0, 0.01, 1.0)
     assert 0.1 <= found < 0.12
     assert longer == 0.0
     assert shortest(lambda seconds: 0.3, 0.01, 1.0) == (math.inf, 0.3)
 
 
-def test_a_part_that_dies_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_dies_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(runner.MOST_SECONDS, "tiny", 0.1)
     (table,) = runner.run("saves", "tiny", tmp_path, str(tmp_path))
     assert table["rows"][0]["error"] == "not done after 0.1 s"
     assert "not done after 0.1 s" in "\n".join(markdown(document_of(table)).splitlines())
 
 
-def document_of(*tables: dict[str, Any]) -> dict[str, Any]:
+def document_of(*tables):
     return {
         "quick": False,
         "seconds": 1.0,
@@ -186,7 +180,7 @@ def document_of(*tables: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_raw_disk_moves_all_bytes(tmp_path: Path) -> None:
+def test_the_raw_disk_moves_all_bytes(tmp_path):
     try:
         assert raw_write_rate(tmp_path, 100_000) > 0
     except OSError as error:
@@ -196,7 +190,7 @@ def test_the_raw_disk_moves_all_bytes(tmp_path: Path) -> None:
     assert raw_read_rate(tmp_path / "file") > 0
 
 
-def test_a_tree_is_synced_with_its_folders(tmp_path: Path) -> None:
+def test_a_tree_is_synced_with_its_folders(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "file").write_bytes(b"1")
     sync_tree(tmp_path)

@@ -1,13 +1,10 @@
 """The first half hour on a GPU, as far as a machine without one gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.tiers import sampled
@@ -33,16 +30,14 @@ time.sleep(600)
 """
 
 
-def is_running(process: int) -> bool:
+def is_running(process):
     try:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0]
     except OSError:
         return False
 
 
-def test_a_step_that_hangs_is_killed_and_the_next_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_hangs_is_killed_and_the_next_runs(tmp_path, monkeypatch):
     (tmp_path / "well.py").write_text(WELL)
     (tmp_path / "hanging.py").write_text(HANGING)
     monkeypatch.setattr(runner, "_HERE", tmp_path)
@@ -57,19 +52,19 @@ def test_a_step_that_hangs_is_killed_and_the_next_runs(
     assert not runner.run(Step("none", 20, "no_such_module"), tmp_path)["passed"]
 
 
-def test_all_steps_have_ten_minutes() -> None:
+def test_all_steps_have_ten_minutes():
     assert sum(step.limit for step in STEPS) <= MOST_SECONDS
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
-def gpu_first(*arguments: str) -> subprocess.CompletedProcess[str]:
+def gpu_first(*arguments):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-m", "gpu_first", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path: Path) -> None:
+def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path):
     ended = gpu_first("--results", str(tmp_path / "results"))
     assert ended.returncode == 2
     assert "there is no GPU" in ended.stderr
@@ -77,16 +72,16 @@ def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("step", sampled([step.name for step in STEPS], keep=["facts", "launches"]))
-def test_smoke(tmp_path: Path, step: str) -> None:
+def test_smoke(tmp_path, step):
     ended = gpu_first("--smoke", "--results", str(tmp_path), "--only", step)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    document: dict[str, Any] = json.loads(next(tmp_path.glob("*.json")).read_text())
+    document = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert document["smoke"]
     assert document["steps"][0]["found"] or document["steps"][0]["module"] == "pytest"
     assert next(tmp_path.glob("*.txt")).read_text().startswith("SMOKE")
 
 
-def test_the_page_has_figures_by_module_and_what_tests_say() -> None:
+def test_the_page_has_figures_by_module_and_what_tests_say():
     ended = {"passed": True, "exit_code": 0, "seconds": 3.2, "limit": 30, "last_lines": []}
     saves = {**ended, "module": "saves"}
     tests = ["a_test PASSED", "FAILED test_b", "SKIPPED [1] x: one GPU only", "= 1 passed in 3s ="]
@@ -105,7 +100,7 @@ def test_the_page_has_figures_by_module_and_what_tests_say() -> None:
     assert text.splitlines()[-3:] == tests[1:]
 
 
-def test_spread() -> None:
+def test_spread():
     found = spread([n / 1e6 for n in range(1, 101)])
     assert {name: round(value) for name, value in found.items()} == {
         "count": 100,

@@ -1,7 +1,5 @@
 """``latest`` finds the newest checkpoint that is whole."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -72,27 +70,24 @@ def test_nothing_there_is_none(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with raises(ConfigurationError, "file"):
-        latest(tmp_path / "file")
-
-
-def test_a_checkpoint_itself_is_refused_and_told_what_to_pass(root):
-    with raises(ConfigurationError, "itself a checkpoint", str(root)):
-        latest(root / "step-9")
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("notes.txt", {}, ["file"]),
+        ("step-9", {}, ["itself a checkpoint", "ckpt"]),
+        *(("", {"verify": verify}, ["structure"]) for verify in ("", "all", True, None)),
+        *(("", {"timeout": timeout}, ["timeout"]) for timeout in (0, -1, float("nan"))),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(name, options, words, root):
+    with raises(ConfigurationError, *words):
+        latest(root / name, **options)
 
 
 def test_a_root_that_is_a_checkpoint_too_is_searched_with_a_warning(root, caplog):
     save(state_of(1), root)
     assert latest(root) == root / "step-11"
     assert "itself a checkpoint" in caplog.text
-
-
-@pytest.mark.parametrize("verify", ["", "all", True, None])
-def test_unknown_verification_is_refused(verify, root):
-    with raises(ConfigurationError, "structure"):
-        latest(root, verify=verify)
 
 
 @pytest.mark.parametrize("damage", STRUCTURAL, ids=lambda damage: damage.__name__)
@@ -156,9 +151,3 @@ def test_one_that_is_replaced_while_it_is_looked_at_is_looked_at_again(root, mon
     assert latest(root) == root / "step-11"
     assert calls
     assert not caplog.records
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_must_be_above_0(timeout, root):
-    with raises(ConfigurationError, "timeout"):
-        latest(root, timeout=timeout)

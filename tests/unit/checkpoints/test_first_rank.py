@@ -1,7 +1,5 @@
 """One rank looks, and all know; here without other ranks."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

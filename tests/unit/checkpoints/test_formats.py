@@ -1,7 +1,5 @@
 """``format_of``: which format a checkpoint has, by its content."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import save

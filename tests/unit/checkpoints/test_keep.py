@@ -1,7 +1,5 @@
 """The rules of ``Keep``, and pins: what ``retain`` leaves, and what no deletion takes."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -70,7 +68,7 @@ def test_a_metric_that_no_checkpoint_has_deletes_nothing(run):
 DAY = 86400
 
 
-def _set_ages(run, days: dict[str, float]) -> None:
+def _set_ages(run, days):
     for name, age in days.items():
         path = decision_of(run / name)
         table = decode(path.read_bytes(), path)
@@ -138,7 +136,7 @@ def test_nothing_is_deleted_before_there_are_as_many_good_ones_as_asked_for(run)
     ("rule", "name"),
     [
         ({"last": 0}, "last=0"),
-        ({"last": True}, "last=True"),
+        *(({"last": last}, f"last={last!r}") for last in (-1, 1.0, "2", True)),
         ({"every": 0}, "every=0"),
         ({"within": "soon"}, "within='soon'"),
         ({"within": 0}, "within=0"),
@@ -149,9 +147,12 @@ def test_nothing_is_deleted_before_there_are_as_many_good_ones_as_asked_for(run)
     ],
     ids=str,
 )
-def test_a_rule_that_cannot_work_is_refused(rule, name):
+def test_a_rule_that_cannot_work_is_refused(rule, name, tmp_path):
     with raises(ConfigurationError, name):
         Keep(**rule)
+    if "last" in rule:
+        with raises(ConfigurationError, f"keep={rule['last']!r}"):
+            retain(tmp_path, keep=rule["last"])
 
 
 # --- metrics -----------------------------------------------------------------------------------------

@@ -1,14 +1,11 @@
 """Odd and hostile entries beside checkpoints, and in them: no operation hangs, takes memory, or stops the others."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ ATTEMPT = "18ea000000000000-00000001"
 FAR = "ffffffffffffffff-00000001"
 
 
-def _socket(path: Path) -> None:
+def _socket(path):
     here = os.open(".", os.O_RDONLY)
     os.chdir(path.parent)  # a socket's path must be short
     try:
@@ -39,12 +36,12 @@ def _socket(path: Path) -> None:
         os.close(here)
 
 
-def _terabyte(path: Path) -> None:
+def _terabyte(path):
     path.touch()
     os.truncate(path, 1 << 40)
 
 
-THINGS: dict[str, Callable[[Path], object]] = {
+THINGS = {
     "pipe": os.mkfifo,
     "socket": _socket,
     "endless": lambda path: path.symlink_to("/dev/zero"),
@@ -56,43 +53,43 @@ THINGS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _as_metadata(make: Callable[[Path], object], odd: Path) -> None:
+def _as_metadata(make, odd):
     odd.mkdir()
     make(odd / ".metadata")
 
 
-def _as_metadata_of_ours(make: Callable[[Path], object], odd: Path) -> None:
+def _as_metadata_of_ours(make, odd):
     (odd / ATTEMPT).mkdir(parents=True)
     make(odd / ".metadata")
 
 
-def _as_data(make: Callable[[Path], object], odd: Path) -> None:
+def _as_data(make, odd):
     shutil.copytree(odd.with_name("step-9"), odd)
     file = data_files(odd)[0]
     file.unlink()
     make(file)
 
 
-def _as_attempt(make: Callable[[Path], object], odd: Path) -> None:
+def _as_attempt(make, odd):
     shutil.copytree(odd.with_name("step-9"), odd)
     make(odd / ATTEMPT)
 
 
-def _as_checkpoint(make: Callable[[Path], object], odd: Path) -> None:
+def _as_checkpoint(make, odd):
     make(odd)
 
 
-def _far(odd: Path) -> None:
+def _far(odd):
     (odd / FAR).mkdir(parents=True)
     (odd / ".metadata").touch()
 
 
-def _far_in_ours(odd: Path) -> None:
+def _far_in_ours(odd):
     shutil.copytree(odd.with_name("step-9"), odd)
     (odd / FAR).mkdir()
 
 
-def _linked_attempt(odd: Path) -> None:
+def _linked_attempt(odd):
     """A newer attempt, by its name, whose files are another checkpoint's."""
     shutil.copytree(odd.with_name("step-9"), odd)
     files = data_files(odd.with_name("step-11"))[0].parent
@@ -100,7 +97,7 @@ def _linked_attempt(odd: Path) -> None:
 
 
 PLACES = (_as_metadata, _as_metadata_of_ours, _as_data, _as_attempt, _as_checkpoint)
-ENTRIES: dict[str, Callable[[Path], None]] = {
+ENTRIES = {
     f"{name}{place.__name__}": lambda odd, make=make, place=place: place(make, odd)
     for (name, make), place in itertools.product(THINGS.items(), PLACES)
 }
@@ -109,11 +106,11 @@ ENTRIES |= {each.__name__[1:]: each for each in (_far, _far_in_ours, _linked_att
 STATE = {"w": torch.ones(3), "step": 99}
 
 
-def _save(path: Path) -> None:
+def _save(path):
     async_save(STATE, path).result(SECONDS)
 
 
-ON_ROOT: dict[str, Callable[[Path], object]] = {
+ON_ROOT = {
     "latest": lambda root: ds.latest(root),
     "latest in full": lambda root: ds.latest(root, verify="full"),
     "retain": lambda root: ds.retain(root, keep=1),
@@ -121,7 +118,7 @@ ON_ROOT: dict[str, Callable[[Path], object]] = {
     "save": lambda root: _save(root / "new"),
 }
 """These must succeed."""
-ON_ENTRY: dict[str, Callable[[Path], object]] = {
+ON_ENTRY = {
     "inspect": lambda odd: ds.inspect(odd),
     "verify": lambda odd: ds.verify(odd),
     "load": lambda odd: load_everything(odd),
@@ -133,12 +130,12 @@ ON_ENTRY: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
+def checkpoints(tmp_path_factory):
     return make_root(tmp_path_factory.mktemp("shared") / "root")
 
 
 @pytest.fixture
-def root(checkpoints, tmp_path) -> Path:
+def root(checkpoints, tmp_path):
     shutil.copytree(checkpoints, tmp_path / "root")
     listing._say_left_out.cache_clear()
     return tmp_path / "root"
@@ -158,7 +155,7 @@ def limit():
     signal.signal(signal.SIGALRM, before)
 
 
-def _assert_others_are_whole(root: Path, names: tuple[str, ...]) -> None:
+def _assert_others_are_whole(root, names):
     for name in names:
         assert ds.verify(root / name).whole, name
 

@@ -1,7 +1,5 @@
 """How a directory of checkpoints stands: what is in flight, what failed last, and what is deleted next."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

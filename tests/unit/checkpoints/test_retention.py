@@ -1,7 +1,5 @@
 """``retain`` deletes the older checkpoints, and never one that may be needed."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -32,6 +30,7 @@ from dcp_datastates.storage import operations
 
 
 def test_the_newest_are_kept_and_the_rest_is_gone_without_a_trace(root):
+    assert retain(root, keep=3) == [], "they are as many"
     assert retain(root, keep=2) == [root / "step-9"]
     assert retain(root, keep=2) == [], "again"
     assert not (root / "step-9").exists()
@@ -42,14 +41,9 @@ def test_the_newest_are_kept_and_the_rest_is_gone_without_a_trace(root):
         assert verify(root / name).whole
 
 
-@pytest.mark.parametrize("keep", [3, 4, 1000])
-def test_keeping_as_many_as_there_are_or_more_deletes_nothing(keep, root):
-    assert retain(root, keep=keep) == []
-    assert len(committed_names(root)) == 3
-
-
 @pytest.mark.parametrize(
-    ("keep", "opened"), [(4, 0), (1, 1), (Keep(last=1, every=1), 1), (Keep(last=2, every=1), 2)]
+    ("keep", "opened"),
+    [(4, 0), (1, 1), (Keep(last=1, every=1), 1), (Keep(last=2, every=1), 2)],
 )
 def test_only_checkpoints_that_may_have_to_go_are_opened(keep, opened, root, monkeypatch):
     if keep == 1:
@@ -61,13 +55,6 @@ def test_only_checkpoints_that_may_have_to_go_are_opened(keep, opened, root, mon
     )
     assert retain(root, keep=keep) == []
     assert len(paths) == opened
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1.0, "2", None, True])
-def test_keep_must_be_a_whole_number_above_0(keep, root):
-    with raises(ConfigurationError, "keep"):
-        retain(root, keep=keep)
-    assert len(committed_names(root)) == 3
 
 
 def test_no_root_is_nothing_to_delete_and_a_checkpoint_is_refused(root):
@@ -119,17 +106,10 @@ def test_one_of_another_format_is_never_deleted(root, caplog):
 def test_stock_checkpoints_are_neither_counted_nor_deleted(root):
     save_stock(root / "step-12")
     save_stock(root / "step-1")
+    uncommitted(root / "step-1", OLDER)  # a save is about to replace it
     assert retain(root, keep=2) == [root / "step-9"]
     assert (root / "step-12" / ".metadata").exists()
     assert (root / "step-1" / ".metadata").exists()
-
-
-def test_a_stock_checkpoint_that_a_save_is_about_to_replace_is_not_deleted(root):
-    save_stock(root / "step-1")
-    uncommitted(root / "step-1", OLDER)
-    before = (root / "step-1" / ".metadata").read_bytes()
-    retain(root, keep=1)
-    assert (root / "step-1" / ".metadata").read_bytes() == before
 
 
 def test_links_are_neither_counted_nor_followed(root, tmp_path):

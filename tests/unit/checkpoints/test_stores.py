@@ -1,14 +1,12 @@
 """Checkpoints in an object store: what a store does otherwise than a directory, or fails at."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, installed
 from support.state.checkpoints import load_everything, raises, save
 from support.state.states import filled
 
@@ -19,7 +17,7 @@ from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.object_path import locate
 
 
-def state(seed: int) -> dict[str, torch.Tensor]:
+def state(seed):
     return {"w": filled((300_000,), torch.float32, seed)}
 
 
@@ -36,12 +34,12 @@ def three(root):
     return root
 
 
-def _keys(store: MemoryStore, url: str) -> list[str]:
+def _keys(store, url):
     key = locate(url).key
     return [each for each in store.objects if each.startswith(f"{key}/")]
 
 
-def _data_keys(store: MemoryStore, url: str) -> list[str]:
+def _data_keys(store, url):
     return [each for each in _keys(store, url) if each.endswith(".safetensors")]
 
 
@@ -91,7 +89,7 @@ def test_one_with_a_missing_or_cut_object_is_left_out(store, three, caplog):
 
 @pytest.mark.parametrize("kind", ["list", "get"])
 def test_a_store_that_fails_is_an_error_and_never_none(store, three, kind):
-    def fate(request: Request) -> Fate:
+    def fate(request):
         return Fate.REFUSED if request.kind == kind else Fate.DONE
 
     store.on_request = fate
@@ -123,7 +121,7 @@ def test_the_page_of_a_proxy_is_no_damage_and_never_none(store, three, page):
 def test_a_root_is_empty_where_a_policy_grants_the_list_of_one_prefix_alone(store, root):
     """A request for an object that is missing, which names no prefix, is then refused in place of "no such object"."""
 
-    def fate(request: Request) -> Fate:
+    def fate(request):
         if request.kind in ("get", "size") and request.key not in store.objects:
             raise StorageError(errno.EACCES, "AccessDenied", request.key)
         return Fate.DONE
@@ -157,7 +155,7 @@ class _CutOff(BaseException):
 def test_a_deletion_that_is_cut_off_leaves_a_whole_checkpoint_or_none(store, three, at):
     changes = iter(range(at))
 
-    def fate(request: Request) -> Fate:
+    def fate(request):
         if request.changes and next(changes, None) is None:
             raise _CutOff
         return Fate.DONE
@@ -226,7 +224,7 @@ def test_a_copy_that_was_cut_off_goes_on_and_copies_again_what_was_damaged_on_th
     assert verify(target).whole
 
 
-def _damaged(data: bytes) -> bytes:
+def _damaged(data):
     return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
 
 

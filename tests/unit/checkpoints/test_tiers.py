@@ -1,7 +1,5 @@
 """A checkpoint in several tiers: the newest that is whole over all of them, read from the nearest good copies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -21,7 +19,7 @@ from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
 from dcp_datastates.storage.object_path import locate
 
 
-def _state(seed: int) -> dict[str, torch.Tensor]:
+def _state(seed):
     return {"w": filled((300_000,), torch.float32, seed), "b": filled((7,), torch.float32, seed)}
 
 

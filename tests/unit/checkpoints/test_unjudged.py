@@ -3,8 +3,6 @@
 Each call × each error × each place; the errors are those of the system's calls, made here for one path and all below.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -30,12 +28,12 @@ CALLS = ("stat", "lstat", "open", "scandir", "listdir")
 NEWEST = 3
 
 
-def _state(step: int) -> dict[str, object]:
+def _state(step):
     return {"w": torch.full((3000,), float(step)), "step": step}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved") / "run"
     for step in range(1, NEWEST + 1):
         save(_state(step), root / f"step-{step}")
@@ -43,7 +41,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def root(saved, tmp_path) -> Path:
+def root(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     return tmp_path / "run"
 
@@ -51,17 +49,17 @@ def root(saved, tmp_path) -> Path:
 class Faults:
     """The system's calls fail for one path and all below it, so many times (None: for good)."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.place: Path | None = None
+    def __init__(self, monkeypatch):
+        self.place = None
         self.number = 0
-        self.times: int | None = None
-        self.slept: list[float] = []
+        self.times = None
+        self.slept = []
         for name in CALLS:
             monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
         monkeypatch.setattr(presence.time, "sleep", self.slept.append)
         monkeypatch.setattr(presence, "_failed_at", -presence._REST_SECONDS)
 
-    def at(self, place: Path, number: int, times: int | None = None) -> None:
+    def at(self, place, number, times=None):
         self.place, self.number, self.times = place, number, times
 
     def _failing(self, real):
@@ -72,7 +70,7 @@ class Faults:
 
         return call
 
-    def _hits(self, path: object) -> bool:
+    def _hits(self, path):
         if self.place is None or not isinstance(path, (str, os.PathLike)) or self.times == 0:
             return False
         hit = Path(path) == self.place or self.place in Path(path).parents
@@ -82,15 +80,15 @@ class Faults:
 
 
 @pytest.fixture
-def faults(monkeypatch) -> Faults:
+def faults(monkeypatch):
     return Faults(monkeypatch)
 
 
-def _metadata(root: Path) -> Path:
+def _metadata(root):
     return decision_of(root / f"step-{NEWEST}")
 
 
-def _attempt(root: Path) -> Path:
+def _attempt(root):
     return data_files(root / f"step-{NEWEST}")[0].parent
 
 
@@ -102,7 +100,7 @@ PLACES = {
 }
 
 
-def _restore(root: Path) -> object:
+def _restore(root):
     return ds.CheckpointManager(root, every=1, no_dist=True).restore_latest(_state(0))
 
 
@@ -127,7 +125,7 @@ BY_NAMES = ("steps", "latest_step")
 """They open no data file: the attempt's directory does not matter to them."""
 
 
-def _raised(call, root: Path) -> BaseException | None:
+def _raised(call, root):
     try:
         call(root)
     except BaseException as error:  # DCP's is one
@@ -135,7 +133,7 @@ def _raised(call, root: Path) -> BaseException | None:
     return None
 
 
-def _all_files(root: Path) -> list[Path]:
+def _all_files(root):
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 

@@ -1,9 +1,6 @@
 """Nothing that a name on storage says is obeyed by a terminal: control characters are printed as escapes."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ STRANGE = os.fsdecode(b"\xff") + EVIL
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("control") / f"root{STRANGE}"
     save({f"w{EVIL}": torch.ones(10), f"o{EVIL}": {1}}, root / f"a{STRANGE}")
     save({f"v{EVIL}": torch.ones(10)}, root / f"b{STRANGE}")
@@ -27,7 +24,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def _is_clean(text: str) -> bool:
+def _is_clean(text):
     return all(character.isprintable() or character in "\n " for character in text)
 
 

@@ -1,7 +1,5 @@
 """``dcp-datastates convert`` and ``dcp-datastates diff``."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """``doctor`` says what storage at a root can do, what is missing, and what helps."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

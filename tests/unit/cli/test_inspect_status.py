@@ -1,9 +1,6 @@
 """``inspect``: its exit status for damage, lines in a pipe, and what it says of other programs' files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +12,13 @@ from support.state.metadata import decision_of
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for step in (1, 2):
         save({"w": torch.ones(100)}, tmp_path / "run" / f"step-{step}")
     return tmp_path / "run"
 
 
-def test_damage_has_an_exit_status_of_its_own(run: Path) -> None:
+def test_damage_has_an_exit_status_of_its_own(run):
     assert run_cli("inspect", run).returncode == 0
     assert run_cli("inspect", run / "step-1").returncode == 0
     data_files(run / "step-1")[0].unlink()
@@ -40,13 +37,13 @@ def test_damage_has_an_exit_status_of_its_own(run: Path) -> None:
     assert "nowhere" in ended.stderr
 
 
-def test_another_programs_checkpoint_beside_it_is_no_damage(run: Path) -> None:
+def test_another_programs_checkpoint_beside_it_is_no_damage(run):
     (run / "step-3").mkdir()
     (run / "step-3" / ".metadata").write_bytes(b"no pickle")
     assert run_cli("inspect", run).returncode == 0
 
 
-def test_lines_in_a_pipe_have_no_blanks_at_their_ends(run: Path) -> None:
+def test_lines_in_a_pipe_have_no_blanks_at_their_ends(run):
     for arguments in ([run], [run / "step-1", "--tensors"]):
         out = run_cli("inspect", *arguments).stdout
         assert "step-1" in out
@@ -67,7 +64,7 @@ def test_lines_in_a_pipe_have_no_blanks_at_their_ends(run: Path) -> None:
         (["anything"], "1 other entries, such as 'anything'"),
     ],
 )
-def test_a_folder_of_another_program_is_named(names: list[str], what: str, tmp_path: Path) -> None:
+def test_a_folder_of_another_program_is_named(names, what, tmp_path):
     for name in names:
         path = tmp_path / "there" / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
@@ -79,7 +76,7 @@ def test_a_folder_of_another_program_is_named(names: list[str], what: str, tmp_p
         assert what in ended.stderr
 
 
-def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_named(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
     ended = run_cli("inspect", tmp_path / "w.safetensors")
     assert ended.returncode == 2

@@ -3,8 +3,6 @@
 What ``verify`` and ``inspect`` print is tested beside the functions that they call.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Every command takes the URLs of a store."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -17,7 +15,7 @@ ROOT = "mem://bucket/run"
 
 
 @pytest.fixture
-def store(monkeypatch, tmp_path) -> MemoryStore:
+def store(monkeypatch, tmp_path):
     """With three checkpoints; nothing of what a command writes is to land in the working directory."""
     monkeypatch.chdir(tmp_path)
     store = MemoryStore()

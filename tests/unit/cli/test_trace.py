@@ -1,7 +1,5 @@
 """``trace``: a table, or a trace for Perfetto; and what there is none of."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``dcp-datastates verify``: of one checkpoint, and of all in a directory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,16 +1,12 @@
 """``watch``: a line for each commit in a pipe, a table on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from dcp_datastates_cli.describe import next_commit, screen
 
 
 @contextmanager
-def watching(*arguments: object, output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+def watching(*arguments, output=subprocess.PIPE):
     command = [sys.executable, "-m", "dcp_datastates", "watch", *map(str, arguments)]
     process = subprocess.Popen(
         command,
@@ -39,7 +35,7 @@ def watching(*arguments: object, output: int = subprocess.PIPE) -> Iterator[subp
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_line_for_each_commit_until_an_interrupt(as_json: bool, tmp_path: Path) -> None:
+def test_a_line_for_each_commit_until_an_interrupt(as_json, tmp_path):
     save({"w": torch.ones(100)}, tmp_path / "step-1")
     with watching(tmp_path, "--every", "0.1", *(["--json"] if as_json else [])) as process:
         assert process.stdout is not None
@@ -53,7 +49,7 @@ def test_a_line_for_each_commit_until_an_interrupt(as_json: bool, tmp_path: Path
         assert process.wait(30) == 130
 
 
-def test_a_reader_that_has_gone_ends_it(tmp_path: Path) -> None:
+def test_a_reader_that_has_gone_ends_it(tmp_path):
     save({"w": torch.ones(100)}, tmp_path / "step-1")
     with watching(tmp_path, "--every", "0.1") as process:
         assert process.stdout is not None
@@ -63,14 +59,14 @@ def test_a_reader_that_has_gone_ends_it(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_table_on_a_terminal(tmp_path: Path) -> None:
+def test_a_table_on_a_terminal(tmp_path):
     save({"w": torch.ones(100)}, tmp_path / "step-1")
     ours, theirs = pty.openpty()
     shown = b""
     with watching(tmp_path, "--every", "0.1", output=theirs):
         os.set_blocking(ours, False)
 
-        def has_shown() -> bool:
+        def has_shown():
             nonlocal shown
             try:
                 shown += os.read(ours, 1 << 16)
@@ -83,7 +79,7 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
     os.close(theirs)
 
 
-def test_the_table_has_age_distance_and_the_next(tmp_path: Path) -> None:
+def test_the_table_has_age_distance_and_the_next(tmp_path):
     for step in (1, 2, 3):
         save({"w": torch.ones(100)}, tmp_path / f"step-{step}")
     found = overview(tmp_path, 2)
@@ -100,7 +96,7 @@ def test_the_table_has_age_distance_and_the_next(tmp_path: Path) -> None:
     assert "newest        step-3, age 1 h, committed 2" in screen(found, times[0] + 3600.0, 2)
 
 
-def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_watched_is_refused(tmp_path):
     for every in ("0", "nan", "inf"):
         assert run_cli("watch", tmp_path, "--every", every).returncode == 2
     assert "no directory" in run_cli("watch", tmp_path / "absent").stderr

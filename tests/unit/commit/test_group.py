@@ -1,7 +1,5 @@
 """The commit group runs rounds in the order of their numbers, in whatever order they are submitted."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

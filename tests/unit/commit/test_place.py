@@ -1,14 +1,12 @@
 """A save is committed at its place, or is not; the place is a prefix in an object store, or a directory."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, installed
 
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.errors import (
@@ -23,11 +21,6 @@ from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import stored
 
 WORLD = 2
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What ranks tell each other in a round: votes, reasons, decisions; and what the store keeps of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ from support.state.states import filled
 SMALL = {"threads": 2}
 
 
-def make_state() -> dict[str, Any]:
+def make_state():
     """A training state: tensors of many kinds, nested, and objects."""
     model = {
         "layers.0.weight": filled((33, 65), torch.float32, 1),
@@ -32,19 +28,19 @@ def make_state() -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 7}
 
 
-def save_stock(state: dict[str, Any], path: Path) -> None:
+def save_stock(state, path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
 
 
 @pytest.fixture
-def state() -> dict[str, Any]:
+def state():
     return make_state()
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     """One state in each format that holds all of it. Tests leave them as they are."""
     root = tmp_path_factory.mktemp("sources")
     state = make_state()

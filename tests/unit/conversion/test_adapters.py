@@ -3,11 +3,7 @@
 ``integration/huggingface`` compares with what PEFT itself saves.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +29,12 @@ STORED = {
 }
 
 
-def _state(names: Any) -> dict[str, torch.Tensor]:
+def _state(names):
     return {name: torch.full((3,), float(number)) for number, name in enumerate(names)}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     folder = tmp_path / "config"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 4}))
@@ -46,11 +42,9 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("key", ["model", "adapter.inner", None])
-def test_the_adapter_is_taken_from_wherever_it_lies(
-    key: str | None, config: Path, tmp_path: Path
-) -> None:
+def test_the_adapter_is_taken_from_wherever_it_lies(key, config, tmp_path):
     model = _state(STORED)
-    state: dict[str, Any] = model
+    state = model
     for part in reversed(key.split(".")) if key else ():
         state = {part: state}
     slots = {name: {"exp_avg": torch.zeros(3)} for name in model}
@@ -69,7 +63,7 @@ def test_the_adapter_is_taken_from_wherever_it_lies(
     }
 
 
-def test_the_configuration_in_the_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_the_configuration_in_the_checkpoint_is_taken(tmp_path):
     """Of what the Trainer has saved, too, of which "hf" takes the optimizer."""
     files = {"rank-0": {"adapter_config.json": b'{"r": 8}', "trainer_state.json": b"{}"}}
     optimizer = {"state": {}, "param_groups": [{"lr": 1.0}]}
@@ -80,10 +74,10 @@ def test_the_configuration_in_the_checkpoint_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_one_of_several_adapters_is_chosen(config: Path, tmp_path: Path) -> None:
+def test_one_of_several_adapters_is_chosen(config, tmp_path):
     names = [f"{LAYER}.lora_A.{adapter}.weight" for adapter in ("first", "second")]
     save({"model": _state(names)}, tmp_path / "in")
-    options: dict[str, Any] = {"config_from": config, **SMALL}
+    options = {"config_from": config, **SMALL}
     with pytest.raises(ConfigurationError, match=r"2 adapters: first, second; .*only='\*\.first"):
         convert(tmp_path / "in", tmp_path / "out", "peft", **options)
     convert(tmp_path / "in", tmp_path / "out", "peft", only="*.second*", **options)
@@ -91,10 +85,10 @@ def test_one_of_several_adapters_is_chosen(config: Path, tmp_path: Path) -> None
     assert found[f"{LAYER}.lora_A.weight"].tolist() == [1.0] * 3
 
 
-def test_several_models_with_adapters_are_refused(config: Path, tmp_path: Path) -> None:
+def test_several_models_with_adapters_are_refused(config, tmp_path):
     model = _state([f"{LAYER}.lora_A.default.weight"])
     save({"actor": model, "critic": model}, tmp_path / "in")
-    options: dict[str, Any] = {"config_from": config, **SMALL}
+    options = {"config_from": config, **SMALL}
     with pytest.raises(ConfigurationError, match=r"several models.*part"):
         convert(tmp_path / "in", tmp_path / "out", "peft", **options)
     assert convert(tmp_path / "in", tmp_path / "out", "peft", part="critic", **options).tensors == 1
@@ -108,16 +102,14 @@ def test_several_models_with_adapters_are_refused(config: Path, tmp_path: Path) 
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
     ],
 )
-def test_an_adapter_with_more_is_refused(
-    settings: Any, named: str, config: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_with_more_is_refused(settings, named, config, tmp_path):
     (config / "adapter_config.json").write_text(json.dumps(settings))
     save({"model": _state(STORED)}, tmp_path / "in")
     with pytest.raises(ConfigurationError, match=named):
         convert(tmp_path / "in", tmp_path / "out", "peft", config_from=config, **SMALL)
 
 
-def test_what_is_no_adapter_is_refused(config: Path, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_refused(config, tmp_path):
     save({"model": {"weight": torch.ones(3), "lora_A.weight": torch.ones(3)}}, tmp_path / "in")
     with pytest.raises(ConfigurationError, match="no parameters of a LoRA adapter"):
         convert(tmp_path / "in", tmp_path / "out", "peft", config_from=config, **SMALL)

@@ -1,7 +1,5 @@
 """``diff``: what two checkpoints differ in, whatever their formats and however their tensors are sharded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

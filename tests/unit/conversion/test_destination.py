@@ -1,7 +1,5 @@
 """The destination appears at once, complete, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

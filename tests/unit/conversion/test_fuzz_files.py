@@ -1,12 +1,8 @@
 """Files of other programs, and small files beside checkpoints, changed at random: this package's errors, soon."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,36 +32,36 @@ def _nothing_shared_changes():
     assert process_wide() == before
 
 
-def _torch_file(folder: Path, is_archive: bool) -> Path:
+def _torch_file(folder, is_archive):
     state = {"w": torch.arange(6.0).view(2, 3).t(), "o": {"lr": 0.1, "betas": (0.9, 1)}, "n": [3]}
     torch.save(state, folder / "file", _use_new_zipfile_serialization=is_archive)
     return folder / "file"
 
 
-def _stock(folder: Path) -> Path:
+def _stock(folder):
     save_stock(folder)
     return folder / ".metadata"
 
 
-def _index(folder: Path) -> Path:
+def _index(folder):
     save_file({"a": torch.ones(2)}, folder / "m-1.safetensors")
     index = {"metadata": {"total_size": 8}, "weight_map": {"a": "m-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder / "model.safetensors.index.json"
 
 
-def _decision(folder: Path) -> Path:
+def _decision(folder):
     save({"w": torch.ones(2)}, folder / "step-1")
     return decision_of(folder / "step-1")
 
 
-def _identity(folder: Path) -> Path:
+def _identity(folder):
     (folder / "fast").mkdir()
     check_one_run(folder / "fast", folder / "slow")
     return folder / "fast" / IDENTITY_NAME
 
 
-READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], object]]] = {
+READERS = {
     "torch": (lambda folder: _torch_file(folder, True), lambda _, file: torch_source(file, False)),
     "legacy": (
         lambda folder: _torch_file(folder, False),

@@ -1,10 +1,7 @@
 """The memory of a conversion is that of the tensors that threads hold; but for ``torch.save``."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +20,7 @@ MORE = 24 * MIB
 """Bytes of files on their way to storage, and what is compared."""
 
 
-def _write_source(path: Path, nbytes: int) -> Path:
+def _write_source(path, nbytes):
     """A file of tensors of ``nbytes`` each, with holes, which take no space, and a value at each end."""
     ends = range(0, (COUNT + 1) * nbytes, nbytes)
     entries = {
@@ -51,18 +48,18 @@ def source(tmp_path):
     return _write_source(tmp_path / "in.safetensors", NBYTES)
 
 
-def _own_bytes() -> int:
+def _own_bytes():
     """The process's memory without pages of mapped files, which the system takes back when it needs memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) << 10
 
 
-def _most(call: Callable[[], object]) -> int:
+def _most(call):
     """The most memory beyond what there was before."""
     before = most = _own_bytes()
     over = threading.Event()
 
-    def watch() -> None:
+    def watch():
         nonlocal most
         while not over.wait(0.001):
             most = max(most, _own_bytes())

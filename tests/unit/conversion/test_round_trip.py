@@ -1,7 +1,5 @@
 """``convert`` from each format to each: what the format's own library reads is what was saved."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

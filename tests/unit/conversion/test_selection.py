@@ -1,7 +1,5 @@
 """Which values are taken, and under which names: ``only``, ``exclude``, ``part``, ``rename`` and ``dtype``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """The groups in which the tensors of a source are read, and of which files consist."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -3,14 +3,8 @@
 The device ``meta`` stands in for another device than the host: its tensors have no memory there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +21,7 @@ SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def _set(set_default: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+def _set(set_default, value, back):
     set_default(value)
     try:
         yield
@@ -35,14 +29,14 @@ def _set(set_default: Callable[[Any], None], value: Any, back: Any) -> Iterator[
         set_default(back)
 
 
-DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+DEFAULTS = {
     "set_default_device": lambda: _set(torch.set_default_device, "meta", None),
     "with torch.device": lambda: torch.device("meta"),
     "set_default_dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
 }
 
 
-def _state() -> dict[str, Any]:
+def _state():
     torch.manual_seed(0)
     return {
         "large": torch.randn(600, 600),
@@ -56,7 +50,7 @@ def _state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_a_state_is_saved_and_loaded(tmp_path: Path, default: str) -> None:
+def test_a_state_is_saved_and_loaded(tmp_path, default):
     state, expected, plain = _state(), _state(), _state()
     del expected["wrapper"], plain["wrapper"]
     into, wide = zeros(plain), zeros(plain)
@@ -74,7 +68,7 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path, default: str) -> None:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, default: str) -> None:
+def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path, default):
     wide = {"w": torch.zeros(600, 600, dtype=torch.float64)}
     expected, wrapped = blocks(seed=1), {"v": blocks(seed=2)}
     with DEFAULTS[default]():
@@ -88,13 +82,13 @@ def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, defaul
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_a_training_job_saves_and_resumes(tmp_path: Path, default: str) -> None:
+def test_a_training_job_saves_and_resumes(tmp_path, default):
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
     track(optimizer)
     batch = torch.ones(2, 300)
 
-    def train() -> None:
+    def train():
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +113,7 @@ def test_a_training_job_saves_and_resumes(tmp_path: Path, default: str) -> None:
         keep=lambda case: case[0] == "set_default_device" or case == ("set_default_dtype", "hf"),
     ),
 )
-def test_a_checkpoint_is_converted(tmp_path: Path, default: str, to: str) -> None:
+def test_a_checkpoint_is_converted(tmp_path, default, to):
     state = {"large": torch.randn(600, 600), "small": torch.randn(3)}
     dcp_datastates.save(state, tmp_path / "from", writer=writer())
     with DEFAULTS[default]():
@@ -131,7 +125,7 @@ def test_a_checkpoint_is_converted(tmp_path: Path, default: str, to: str) -> Non
 
 
 @ranks(2)
-def test_ranks_save_and_load(shared_dir: Path) -> None:
+def test_ranks_save_and_load(shared_dir):
     state = {"w": torch.randn(600, 600, generator=torch.Generator().manual_seed(0))}
     into = {"w": torch.zeros(600, 600)}
     with torch.device("meta"):

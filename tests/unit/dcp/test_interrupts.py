@@ -1,7 +1,5 @@
 """An interrupt stays an interrupt: a program that catches ``Exception`` to start afresh must not catch Ctrl-C."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import sys

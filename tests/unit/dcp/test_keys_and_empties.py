@@ -1,7 +1,5 @@
 """The keys of dicts come back with their types, and empty dicts where they were, for every way to save and to load."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``dcp_datastates.load``: into a state, or as it was saved, with nothing but a path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.jobs.ranks import ranks
@@ -159,8 +157,10 @@ def test_objects_that_may_run_code_are_refused_unless_they_are_left_out(path):
 
 
 def test_what_is_there_instead_of_a_checkpoint_is_said(tmp_path):
+    assert issubclass(CheckpointNotFoundError, FileNotFoundError)
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         load(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists(), "a load must create nothing"
     save_stock(tmp_path / "stock")
     with pytest.raises(ForeignCheckpointError, match="FileSystemReader"):
         load(tmp_path / "stock")
@@ -172,10 +172,11 @@ def test_what_is_there_instead_of_a_checkpoint_is_said(tmp_path):
 def test_a_state_is_filled_in_place_and_returned(path):
     target = zeros(_state())
     target["opinion"] = target["step"] = None
-    weight = target["model"]["layer"]["0"]["weight"]
+    weight, history = target["model"]["layer"]["0"]["weight"], target["history"]
     assert load(path, target, allow_objects=True) is target
     assert_same(target, _state())
     assert weight is target["model"]["layer"]["0"]["weight"]
+    assert history is target["history"]
 
 
 def test_stateful_objects_are_given_what_was_loaded(tmp_path):

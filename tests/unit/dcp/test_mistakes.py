@@ -1,7 +1,5 @@
 """Arguments that cannot work: one short line that names the argument and what belongs there, raised by the call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import CACHE
@@ -50,6 +48,8 @@ MISTAKES = {
     "manager in a backend": (lambda p: _manager(p, process_group="gloo"), "new_group"),
     "save, reads": (lambda p: ds.save(STATE, p, reads="never"), "reads='never'"),
     "async_save, count": (lambda p: ds.async_save(STATE, p, max_in_flight=0), "max_in_flight=0"),
+    "reader, unexpected": (lambda p: ds.DataStatesReader(p, unexpected=1), "unexpected=1"),
+    "reader, exclude": (lambda p: ds.DataStatesReader(p, exclude=[None]), "exclude=[None]"),
     "load, rename": (lambda p: ds.load(p, rename=3), "rename=3"),
     "configure_engine": (lambda p: ds.configure_engine(copy_threads=0), "copy_threads=0"),
     "verify, threads": (lambda p: ds.verify(p, threads=0), "threads=0"),

@@ -1,7 +1,5 @@
 """The bytes of .metadata, from DCP's metadata and the results of all ranks."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that calls pass on to the writer: the same names everywhere, and a misspelled one is named."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Any planner works: stock with cached plans, one that transforms, one that fails."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -74,30 +72,24 @@ def test_a_cached_plan_never_leads_to_the_attempt_of_an_earlier_save(between, tm
     assert _number(tmp_path / "best") == 1
 
 
-def test_cached_plans_notice_a_changed_structure(tmp_path):
-    planner = _caching()
-    states = [
+CHANGING = {
+    "structure": [
         {"a": filled((5,), torch.float32)},
         {"a": filled((9,), torch.float32), "b": filled((2, 2), torch.int8)},
         {"b": filled((2, 2), torch.int16), "object": "x"},
         {"a": filled((5,), torch.float32)},
-    ]
+    ],
+    "objects that grow": [{"text": "x" * 10_000 * n, "w": torch.ones(10)} for n in range(4)],
+}
+
+
+@pytest.mark.parametrize("states", CHANGING.values(), ids=CHANGING)
+def test_cached_plans_notice_what_changes(states, tmp_path):
+    planner = _caching()
     for number, state in enumerate(states):
         save(state, tmp_path / str(number), planner=planner)
     for number, state in enumerate(states):
         assert_same(load_everything(tmp_path / str(number)), state)
-
-
-def test_cached_plans_carry_objects_that_grow(tmp_path):
-    planner = _caching()
-    for number in range(4):
-        save(
-            {"text": "x" * 10_000 * number, "w": torch.ones(10)},
-            tmp_path / str(number),
-            planner=planner,
-        )
-    for number in range(4):
-        assert load_everything(tmp_path / str(number))["text"] == "x" * 10_000 * number
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])

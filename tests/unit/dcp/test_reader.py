@@ -1,7 +1,5 @@
 """What a load takes from a checkpoint: all of it, part of it, or all without a template."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,15 +94,6 @@ def test_another_dtype_is_cast_when_asked_for(dtype, tmp_path):
 
 
 # --- nothing to load --------------------------------------------------------------------------------
-
-
-def test_loading_where_nothing_is_says_so(tmp_path):
-    path = tmp_path / "nowhere"
-    with raises(CheckpointNotFoundError, "nowhere"):
-        load({"w": torch.zeros(1)}, path)
-    with raises(FileNotFoundError):
-        load({"w": torch.zeros(1)}, path)
-    assert not path.exists(), "a load must create nothing"
 
 
 def test_loading_an_uncommitted_save_says_that_it_was_not_committed(tmp_path):

@@ -1,7 +1,5 @@
 """Bad input is refused early, by name, with a way out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,7 +1,5 @@
 """Everything around the tensors comes back too: names, nesting, Python objects, nothing at all."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -25,26 +23,19 @@ from dcp_datastates.errors import DataStatesError
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
 
 
-@both_ways
-def test_an_empty_state_dict_is_a_checkpoint(how, tmp_path):
-    path = tmp_path / "empty"
-    put(how, {}, path)
-    assert committed(path)
-    assert load({}, path) == {}
-    assert load_everything(path) == {}
+LITTLE = {
+    "nothing": {},
+    "objects": {"step": 3, "name": "a" * 100_000},
+    "empty tensors": {"a": torch.empty(0), "b": torch.empty(3, 0, dtype=torch.int8)},
+}
 
 
 @both_ways
-def test_a_state_of_objects_alone_comes_back(how, place):
-    state = {"step": 3, "name": "a" * 100_000}
+@pytest.mark.parametrize("state", LITTLE.values(), ids=LITTLE)
+def test_a_state_of_nothing_or_of_one_kind_alone_comes_back(state, how, place):
     put(how, state, place)
-    assert load({"step": 0, "name": ""}, place) == state
-
-
-def test_a_state_of_empty_tensors_alone_comes_back(place):
-    state = {"a": torch.empty(0), "b": torch.empty(3, 0, dtype=torch.int8)}
-    save(state, place)
     assert_same(load(zeros(state), place), state)
+    assert_same(load_everything(place), state)
 
 
 NAMES = [

@@ -1,54 +1,58 @@
 """What a tensor was when it was saved is what it is when it is loaded, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.state.checkpoints import assert_same, clone, load, load_everything, put, save, zeros
+from support.state.checkpoints import assert_same, clone, load, put, save, zeros
 from support.state.states import DTYPES, filled
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7, 5), (2, 3, 4, 5), (40_000,)]
 
 
+BASE = torch.arange(2 * 300 * 400, dtype=torch.float32).view(2, 300, 400)
+LAZY = torch.randn(100, 200, dtype=torch.complex64).conj()
+assert LAZY.is_conj()
+assert LAZY.imag.is_neg()
+TIED = filled((200, 200), torch.float32)
+SIZES = [1, 8 << 20, (8 << 20) - 1, (8 << 20) + 1, (1 << 20) + 3, 4096, 20_000_003]
+STATES = {
+    "dtypes and shapes": lambda: {
+        f"{dtype} {shape}": filled(shape, dtype, seed)
+        for dtype in DTYPES
+        for seed, shape in enumerate(SHAPES)
+    },
+    "not contiguous": lambda: {
+        "transposed": BASE[0].t(),
+        "permuted": BASE.permute(2, 0, 1),
+        "strided": BASE[1, ::3, ::2],
+        "column": BASE[0, :, 7],
+        "offset": BASE[1, 5:, 3:],
+        "expanded": BASE[0, :1, :].expand(64, 400),
+        "scalar expanded": torch.tensor(3.5).expand(50, 700),
+        "diagonal": BASE[0].diagonal(),
+        "unfolded": torch.arange(50_000.0).unfold(0, 7, 3),
+        "channels last": torch.randn(2, 8, 40, 40).to(memory_format=torch.channels_last),
+        "flipped": BASE[0].flip(0),
+    },
+    "conjugated and negated": lambda: {"conjugate": LAZY, "negative": LAZY.imag},
+    "tied": lambda: {"embedding": TIED, "head": TIED, "view": TIED[20:], "detached": TIED.detach()},
+    "larger than segments and blocks": lambda: {
+        str(size): filled((size,), torch.uint8, size) for size in SIZES
+    },
+    "thousands": lambda: {
+        f"layer.{n}": filled((n % 17, n % 5), torch.bfloat16, n) for n in range(3000)
+    },
+}
+
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
 
 
 @both_ways
-def test_every_dtype_and_shape_comes_back(how, place):
-    state = {
-        f"{dtype} {shape}": filled(shape, dtype, seed)
-        for dtype in DTYPES
-        for seed, shape in enumerate(SHAPES)
-    }
+@pytest.mark.parametrize("kind", STATES)
+def test_tensors_come_back(kind, how, place):
+    state = STATES[kind]()
+    expected = {name: each.resolve_conj().resolve_neg().clone() for name, each in state.items()}
     put(how, state, place)
-    assert_same(load(zeros(state), place), state)
-    assert_same(load_everything(place), state)
-
-
-def _views():
-    base = torch.arange(2 * 300 * 400, dtype=torch.float32).view(2, 300, 400)
-    return {
-        "transposed": base[0].t(),
-        "permuted": base.permute(2, 0, 1),
-        "strided": base[1, ::3, ::2],
-        "column": base[0, :, 7],
-        "offset": base[1, 5:, 3:],
-        "expanded": base[0, :1, :].expand(64, 400),
-        "scalar expanded": torch.tensor(3.5).expand(50, 700),
-        "diagonal": base[0].diagonal(),
-        "unfolded": torch.arange(50_000.0).unfold(0, 7, 3),
-        "channels last": torch.randn(2, 8, 40, 40).to(memory_format=torch.channels_last),
-        "flipped": base[0].flip(0),
-    }
-
-
-@both_ways
-def test_non_contiguous_tensors_come_back(how, place):
-    state = _views()
-    assert not state["transposed"].is_contiguous()
-    expected = clone(state)
-    put(how, state, place)
-    assert_same(load(zeros(state), place), expected)
+    assert_same(load(zeros(expected), place), expected)
 
 
 def test_loading_fills_the_target_in_place_whatever_its_strides(tmp_path):
@@ -67,25 +71,6 @@ def test_loading_fills_the_target_in_place_whatever_its_strides(tmp_path):
 
 
 @both_ways
-def test_lazily_conjugated_and_negated_tensors_hold_their_values(how, place):
-    plain = torch.randn(100, 200, dtype=torch.complex64)
-    state = {"conjugate": plain.conj(), "negative": plain.conj().imag}
-    assert state["conjugate"].is_conj()
-    assert state["negative"].is_neg()
-    expected = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in state.items()}
-    put(how, state, place)
-    assert_same(load(zeros(expected), place), expected)
-
-
-@both_ways
-def test_tied_tensors_and_overlapping_views_each_come_back(how, tmp_path):
-    base = filled((200, 200), torch.float32)
-    state = {"embedding": base, "head": base, "view": base[20:, :], "detached": base.detach()}
-    put(how, state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), state)
-
-
-@both_ways
 def test_parameters_come_back_and_keep_what_they_are(how, place):
     state = {
         "parameter": torch.nn.Parameter(torch.randn(300, 100)),
@@ -100,18 +85,3 @@ def test_parameters_come_back_and_keep_what_they_are(how, place):
     assert isinstance(target["parameter"], torch.nn.Parameter)
     assert target["parameter"].requires_grad
     assert_same(target, expected)
-
-
-@both_ways
-def test_tensors_larger_than_segments_and_blocks_come_back(how, place):
-    sizes = [1, 8 << 20, (8 << 20) - 1, (8 << 20) + 1, (1 << 20) + 3, 4096, 20_000_003]
-    state = {str(size): filled((size,), torch.uint8, size) for size in sizes}
-    put(how, state, place)
-    assert_same(load(zeros(state), place), state)
-
-
-@both_ways
-def test_thousands_of_tensors_come_back(how, tmp_path):
-    state = {f"layer.{n}": filled((n % 17, n % 5), torch.bfloat16, n) for n in range(3000)}
-    put(how, state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), state)

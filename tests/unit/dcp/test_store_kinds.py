@@ -1,17 +1,12 @@
 """Checkpoints in stores of each kind: saved, replaced, found, loaded and deleted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import assert_same
 from support.stores.kinds import new_store, objects_below
-from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates.errors import CheckpointNotFoundError, StorageError
-from dcp_datastates.process.futures import finish_callbacks
-from dcp_datastates.storage.job_notes import FAILURE_NAME
+from dcp_datastates.errors import CheckpointNotFoundError
 
 CACHE = "64MiB"
 
@@ -37,17 +32,3 @@ def test_a_checkpoint_is_saved_replaced_found_loaded_and_deleted(kind):
     assert objects_below(store) == []
     with pytest.raises(CheckpointNotFoundError):
         dcp_datastates.load(f"{run}/step-1")
-
-
-def test_a_server_without_ranges_refuses_saves_and_loads_and_says_why():
-    store, other = new_store("rclone"), new_store("memory")
-    with pytest.raises(StorageError, match="206"):
-        dcp_datastates.save(_state(1), f"{store.url}/run/step-1", host_cache_size=CACHE)
-    assert finish_callbacks(10)
-    # rclone may go on to list for a moment what it has deleted.
-    await_that(lambda: [each.key for each in objects_below(store)] == [f"run/{FAILURE_NAME}"])
-    dcp_datastates.save(_state(1), f"{other.url}/run/step-1", host_cache_size=CACHE)
-    for each in objects_below(other):
-        store.put(each.key, other.get(each.key))
-    with pytest.raises(StorageError, match="206"):
-        dcp_datastates.load(f"{store.url}/run/step-1")

@@ -1,10 +1,8 @@
 """Saving to a store and loading from it: what a URL may be, overwriting, errors, and what is reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, installed
+from support.simulated.object_stores import Fate, installed
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -41,12 +39,12 @@ def path(store, monkeypatch):
     return installed(monkeypatch, store)
 
 
-def _data_key(store: MemoryStore) -> str:
+def _data_key(store):
     (key,) = [key for key in store.objects if key.endswith(".safetensors")]
     return key
 
 
-def _replace(store: MemoryStore, key: str, data: bytes) -> None:
+def _replace(store, key, data):
     store.delete([key])
     store.put(key, data)
 
@@ -113,7 +111,7 @@ def test_writers_and_readers_take_a_url_as_checkpoint_id(path, monkeypatch, stor
 
 
 def test_the_error_says_what_is_there_instead(path, store):
-    def there(*words: str, kind: type[Exception] = CheckpointNotFoundError) -> None:
+    def there(*words, kind=CheckpointNotFoundError):
         with raises(kind, str(path), *words):
             dcp_datastates.load(path)
 
@@ -250,7 +248,7 @@ def test_options_of_a_store_are_for_urls_and_never_shown(tmp_path):
 def test_a_store_whose_library_is_missing_is_refused_at_once(monkeypatch):
     from dcp_datastates.storage import object_path
 
-    def missing(root: str, options: object = None) -> MemoryStore:
+    def missing(root, options=None):
         raise ConfigurationError(f"{root} needs the package obstore")
 
     monkeypatch.setattr(object_path, "store_of", missing)

@@ -1,7 +1,5 @@
 """The order of DCP's threads: one at a time, as the saves were called."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """A load that leaves stored tensors unread says so; ``unexpected="error"`` makes it an error."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -11,8 +9,8 @@ from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dcp_datastates import CheckpointManager, DataStatesReader, load
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates import CheckpointManager, load
+from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format import metadata_objects
 
 
@@ -144,11 +142,3 @@ def test_a_load_of_one_tensor_makes_no_metadata_of_the_others(options, tmp_path,
     assert target["model"]["w7"].all()
     load(tmp_path / "c", target, only="model.w7")
     assert len(made) == 1, "by DCP's planner; load() makes none"
-
-
-@pytest.mark.parametrize(
-    "options", [{"unexpected": 1}, {"unexpected": None}, {"exclude": 3}, {"exclude": [None]}]
-)
-def test_options_that_cannot_work_are_refused(options, path):
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        DataStatesReader(path, **options)

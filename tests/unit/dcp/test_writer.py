@@ -1,7 +1,5 @@
 """A writer's life: made and never used, used once, used for every save, closed, closed again."""
 
-from __future__ import annotations
-
 import _thread
 import gc
 import queue

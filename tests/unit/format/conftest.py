@@ -1,7 +1,5 @@
 """One checkpoint for all tests that damage it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import save

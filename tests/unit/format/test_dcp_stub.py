@@ -1,10 +1,7 @@
 """The pickle in ``.metadata``: what programs that know DCP only see of a checkpoint."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from dcp_datastates.format import metadata as metadata_file
 from dcp_datastates.format.metadata import stub_of
 
 
-def _assert_shows(found: Any, case: Example) -> None:
+def _assert_shows(found, case):
     assert list(found.state_dict_metadata) == list(case.entries)
     keys = []
     for name, entry in case.entries.items():
@@ -49,23 +46,23 @@ def _assert_shows(found: Any, case: Example) -> None:
 @given(examples())
 @example(Example({}, (), (), None))
 @example(sharded(3, 1001))
-def test_it_shows_names_shapes_and_properties(case: Example) -> None:
+def test_it_shows_names_shapes_and_properties(case):
     _assert_shows(pickle.loads(stub_of(case.columns()[0])), case)
 
 
-def test_its_length_does_not_depend_on_the_number_of_chunks() -> None:
+def test_its_length_does_not_depend_on_the_number_of_chunks():
     few, many = sharded(2, 50), sharded(1000, 50)
     assert len(stub_of(many.columns()[0])) < 1.1 * len(stub_of(few.columns()[0]))
 
 
-def test_it_is_made_once_for_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_once_for_a_catalog(monkeypatch):
     catalog, _ = sharded(5, 2).columns()
     first = stub_of(catalog)
     monkeypatch.setattr(metadata_file, "_pickled", lambda metadata: b"again")
     assert stub_of(catalog) is first
 
 
-def test_it_has_no_field_that_only_this_torch_has() -> None:
+def test_it_has_no_field_that_only_this_torch_has():
     case = Example(
         {"w": Tensor(0, (2,), ()), "o": Object((0, 0, 0))}, (TensorProperties(),), (), None
     )
@@ -79,7 +76,7 @@ def test_it_has_no_field_that_only_this_torch_has() -> None:
 
 
 @pytest.mark.parametrize("planner", [None, DataStatesSavePlanner])
-def test_stock_dcp_sees_what_is_there_and_says_what_to_do(planner, tmp_path) -> None:
+def test_stock_dcp_sees_what_is_there_and_says_what_to_do(planner, tmp_path):
     state = {"w": torch.arange(12.0).reshape(3, 4), "n": {"step": 3, "empty": torch.empty(0)}}
     save(state, tmp_path, planner=planner and planner())
     reader = dcp.FileSystemReader(tmp_path)

@@ -1,9 +1,6 @@
 """Every torch: the fields of DCP's dataclasses that only some have, and checkpoints that another torch has written."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from dcp_datastates.dcp.tested import TESTED, tell_if_untested
 from dcp_datastates.format.values import HAS_STRIDES, new_fields
 
 
-def _run(script: str, path: Path, *arguments: str, ranks: int = 0, fails: bool = False) -> str:
+def _run(script, path, *arguments, ranks=0, fails=False):
     """What a script prints, in a process of its own, or in those of ranks, each of which is given its rank; its errors,
     if it ``fails``.
     """

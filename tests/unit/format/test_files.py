@@ -1,7 +1,5 @@
 """The files, seen with eyes that are not the package's own: safetensors, torch, and plain Python."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

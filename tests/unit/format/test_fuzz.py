@@ -1,13 +1,10 @@
 """Readers of bytes from outside get anything at all: this package's errors, soon, or nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from support.state.checkpoints import causes, load_everything, raises, save
 from support.state.files import data_files, mutated, read_file
 from support.state.metadata import (
     COLUMNS,
-    Parts,
     decision_of,
     ended,
     file_of,
@@ -40,8 +36,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import metadata_of
-from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.format.safetensors_header import Header, read_header
+from dcp_datastates.format.safetensors_header import read_header
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 SECONDS_PER_TRY = 2.0
@@ -74,10 +69,10 @@ def _nothing_shared_changes():
     assert process_wide() == before
 
 
-def _decoded(data: bytes) -> MetadataTable | None:
+def _decoded(data):
     """What the reader makes of ``data`` (None: refused), for reasons that are not lack of memory or stack."""
     with little_work(SECONDS_PER_TRY):
-        cause: BaseException | None = None
+        cause = None
         try:
             found = decode(data, PATH)
         except CheckpointCorruptError as error:
@@ -112,7 +107,7 @@ WILD = (
 )
 
 
-def _changed(parts: Parts, chance: random.Random) -> bytes:
+def _changed(parts, chance):
     """A file that is whole, and like ``parts`` but for one to three changes."""
     data = file_of(parts)
     count = 1 + len(COLUMNS)
@@ -142,7 +137,7 @@ def _changed(parts: Parts, chance: random.Random) -> bytes:
     return file_of(changed)
 
 
-def _parts(checkpoint: Path) -> Parts:
+def _parts(checkpoint):
     """Without the pickle, which is not read."""
     return replace(parts_of(checkpoint), pickled=b"")
 
@@ -187,7 +182,7 @@ def test_changed_metadata_are_loaded_or_refused(wanted, checkpoint):
     assert loads >= wanted // 4
 
 
-def _is_of_dcp(error: BaseException) -> bool:
+def _is_of_dcp(error):
     """Whether DCP's planner found that what was asked for is not in the metadata (a mutated name)."""
     trace = error.__traceback__
     frames = []
@@ -233,13 +228,13 @@ LISTS = b"[" + b"[]," * (LARGE // 3) + b"[]]"
 DICTS = b"[" + b'{"":0},' * (LARGE // 7) + b"[]]"
 
 
-def _with_unknown(parts: Parts, value: bytes) -> Parts:
+def _with_unknown(parts, value):
     return replace(
         parts, document=json.dumps(parts.document).encode()[:-1] + b',"x":' + value + b"}"
     )
 
 
-def _of_empty_chunks(parts: Parts) -> Parts:
+def _of_empty_chunks(parts):
     """One tensor of as many chunks as bytes: nothing in it is wrong, but for its size."""
     many = [0] * (LARGE // 5)
     columns = dict.fromkeys(COLUMNS, many) | {"properties": [0], "ndims": [1]}
@@ -249,7 +244,7 @@ def _of_empty_chunks(parts: Parts) -> Parts:
     )
 
 
-AMPLIFIED: dict[str, Callable[[Parts], Parts]] = {
+AMPLIFIED = {
     "lists": lambda parts: _with_unknown(parts, LISTS),
     "dicts": lambda parts: _with_unknown(parts, DICTS),
     "a column": lambda parts: replace(parts, columns=parts.columns | {"offsets": [0] * LARGE}),
@@ -258,7 +253,7 @@ AMPLIFIED: dict[str, Callable[[Parts], Parts]] = {
 
 
 @contextlib.contextmanager
-def _memory(most: int) -> Iterator[None]:
+def _memory(most):
     """The block has at most so many bytes at a time."""
     tracemalloc.start()
     try:
@@ -295,11 +290,11 @@ def test_a_header_takes_four_times_its_bytes_at_most(value, monkeypatch):
 # --- safetensors headers ------------------------------------------------------------------------------
 
 
-def _header_of(text: bytes, data: int = 0) -> bytes:
+def _header_of(text, data=0):
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
-def _read(data: bytes, file_size: int | None = None) -> Header | None:
+def _read(data, file_size=None):
     size = len(data) if file_size is None else file_size
     with little_work(SECONDS_PER_TRY):
         try:

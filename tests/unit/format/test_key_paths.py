@@ -1,7 +1,5 @@
 """Names and paths of the values in a nested state: those of DCP's own function, with the types of keys."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from enum import IntEnum
 

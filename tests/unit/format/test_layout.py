@@ -1,7 +1,5 @@
 """The layout: a pure function from a plan to the bytes of valid safetensors files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

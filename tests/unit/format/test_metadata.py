@@ -1,7 +1,5 @@
 """The table behind the pickle in ``.metadata``: its bytes by other code than the package's, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -59,7 +57,7 @@ def test_another_format_is_refused_by_name_with_the_way_out(checkpoint):
         assert type(raised.value) is CheckpointCorruptError
 
 
-def _split(data: bytes) -> tuple[bytes, int, list[tuple[int, int]]]:
+def _split(data):
     """All before the directory, where the columns begin, and the directory."""
     count = 1 + len(COLUMNS)
     directory = data[-24 - 9 * count : -24]
@@ -67,7 +65,7 @@ def _split(data: bytes) -> tuple[bytes, int, list[tuple[int, int]]]:
     return data[: -24 - len(directory)], pickle_bytes, list(struct.iter_unpack("<BQ", directory))
 
 
-def _with_directory(data: bytes, entries: list[tuple[int, int]]) -> bytes:
+def _with_directory(data, entries):
     before, pickle_bytes, _ = _split(data)
     return ended(before + b"".join(struct.pack("<BQ", *entry) for entry in entries), pickle_bytes)
 

@@ -1,10 +1,7 @@
 """Metadata whose checksum is right and whose content is malicious: refused, soon, and with little memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -274,7 +271,7 @@ def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
 # --- what is looked at before it is written ---------------------------------------------------------
 
 
-def _refusal(make: Any, *arguments: Any) -> str | None:
+def _refusal(make, *arguments):
     """What the file is refused with before it is committed, which says all that reading it would."""
     try:
         data = encode(make(*arguments))
@@ -284,13 +281,13 @@ def _refusal(make: Any, *arguments: Any) -> str | None:
     return None
 
 
-def _one(shape: tuple[int, ...], path: tuple[Any, ...] = ("w",)) -> Example:
+def _one(shape, path=("w",)):
     """A tensor of which a rank that saves alone has nothing."""
-    entries: dict[str, Tensor | Object] = {"w": Tensor(0, shape, ()), "n": Object((0, 0, 9))}
+    entries = {"w": Tensor(0, shape, ()), "n": Object((0, 0, 9))}
     return Example(entries, (TensorProperties(),), ("f",), {"w": path, "n": ("n",)})
 
 
-def _beside_nothing(shape: tuple[int, ...]) -> Example:
+def _beside_nothing(shape):
     """The same beside a tensor without elements whose other sizes have no product in a float."""
     example = _one(shape)
     entries = {"empty": Tensor(0, (*(1 << 60,) * 63, 0), ()), **example.entries}
@@ -316,7 +313,7 @@ def _beside_nothing(shape: tuple[int, ...]) -> Example:
         (sharded(3, 2), None),
     ],
 )
-def test_what_could_not_be_read_again_is_not_written(case: Example, words: str | None) -> None:
+def test_what_could_not_be_read_again_is_not_written(case, words):
     packed, note = packed_example(case)
     expected = _refusal(table_of, packed.metadata(), note)
     assert expected is None if words is None else words in (expected or "")
@@ -324,7 +321,7 @@ def test_what_could_not_be_read_again_is_not_written(case: Example, words: str |
         assert _refusal(MetadataTable, *packed.columns(), note, META) == expected
 
 
-def test_a_catalog_is_looked_through_once() -> None:
+def test_a_catalog_is_looked_through_once():
     packed, note = packed_example(sharded(3, 2))
     catalog, placement = packed.columns()
     encode(MetadataTable(catalog, placement, note))

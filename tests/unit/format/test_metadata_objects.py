@@ -1,12 +1,9 @@
 """DCP's Metadata made of columns, entry by entry: the same as if it had been made at once."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.state.metadata_examples import (
     META,
-    Example,
     assert_identical,
     examples,
     packed_example,
@@ -35,7 +31,7 @@ from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTab
 @settings(max_examples=150)
 @given(examples().filter(storable))
 @example(sharded(1001, 2))
-def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
+def test_file_is_accepted_as_one_made_of_objects(case):
     packed, note = packed_example(case)
     table = MetadataTable(*packed.columns(), note, META)
     found = decode(encode(table), Path("c"))
@@ -64,9 +60,7 @@ def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_writt
 
 @settings(max_examples=100)
 @given(examples().filter(storable), st.randoms())
-def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(
-    case: Example, chance: Any
-) -> None:
+def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(case, chance):
     packed, note = packed_example(case)
     table = MetadataTable(*packed.columns(), note, META)
     expected = packed.metadata()
@@ -95,7 +89,7 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
         assert MetadataIndex(index.fqn, wrong) not in metadata_of(table).storage_data
 
 
-def test_entries_can_be_changed() -> None:
+def test_entries_can_be_changed():
     packed, note = packed_example(sharded(3, 2))
     found = metadata_of(MetadataTable(*packed.columns(), note, META))
     kept = found.state_dict_metadata["w1"]

@@ -1,7 +1,5 @@
 """The ranks' times in the metadata: packed, joined, read again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

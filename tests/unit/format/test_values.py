@@ -56,14 +56,14 @@ def test_plain_data_of_a_planner_come_back(note, tmp_path):
 
 
 def _deep():
-    value: list = []
+    value = []
     for _ in range(300):
         value = [value]
     return value
 
 
 def _cycle():
-    value: list = []
+    value = []
     value.append(value)
     return value
 

@@ -1,7 +1,5 @@
 """Damage that no random one is likely to be: cuts where something ends, other files' pickles, paths, formats."""
 
-from __future__ import annotations
-
 import os
 import pickle
 
@@ -10,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import assert_same, load_everything, raises, save
 from support.state.files import data_files, put_back
-from support.state.metadata import decision_of, file_of, parts_of, rewritten
+from support.state.metadata import decision_of, file_of, parts_of
 from support.state.states import filled
 
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -44,14 +42,6 @@ def test_a_data_file_that_was_cut_short_is_seen(keep, checkpoint):
     (path,) = data_files(checkpoint)
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
     with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-@pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
-def test_metadata_that_was_cut_short_is_seen(keep, checkpoint):
-    path = decision_of(checkpoint)
-    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
-    with raises(CheckpointCorruptError, "decision"):
         load_everything(checkpoint)
 
 
@@ -91,13 +81,3 @@ def test_a_malicious_pickle_runs_nothing(with_table, checkpoint, tmp_path_factor
         with raises((CheckpointCorruptError, CheckpointNotFoundError)):
             load_everything(checkpoint)
     assert not victim.exists()
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname"])
-def test_metadata_that_points_outside_of_the_checkpoint_is_refused(name, checkpoint):
-    def point_outside(parts):
-        parts.document["files"][0][0] = name
-
-    rewritten(checkpoint, point_outside)
-    with raises(CheckpointCorruptError, name):
-        load_everything(checkpoint)

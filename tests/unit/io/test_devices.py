@@ -1,7 +1,5 @@
 """Torch's view of CUDA devices, without one: which calls are made to the runtime."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

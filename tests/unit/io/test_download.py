@@ -1,13 +1,10 @@
 """Downloads: threads that fetch what a streamed restore reads."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from support.state.objects import Data, Objects, restore, save, sources
+from support.state.objects import Objects, restore, save, sources
 from support.waiting import await_that
 
 from dcp_datastates import _native
@@ -19,13 +16,13 @@ SEGMENT = _native.SEGMENT_BYTES
 
 
 @pytest.fixture
-def engine() -> Iterator[_native.Engine]:
+def engine():
     engine = _native.Engine(24 * SEGMENT)
     yield engine
     engine.shutdown()
 
 
-def saved(engine: _native.Engine, *sizes: int) -> tuple[Objects, list[str], list[Data]]:
+def saved(engine, *sizes):
     objects, data = Objects(), sources(*sizes)
     job, names = save(engine, data)
     for file, name in enumerate(names):
@@ -35,16 +32,14 @@ def saved(engine: _native.Engine, *sizes: int) -> tuple[Objects, list[str], list
     return objects, names, data
 
 
-def check_nothing_left(engine: _native.Engine) -> None:
+def check_nothing_left(engine):
     await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
     assert [
         each for each in threading.enumerate() if each.name.startswith("dcp_datastates-work")
     ] == []
 
 
-def check_restores(
-    engine: _native.Engine, objects: Objects, names: list[str], data: list[Data]
-) -> None:
+def check_restores(engine, objects, names, data):
     found = [np.zeros_like(each) for each in data]
     job = restore(engine, objects, names, found)
     fetch(job, objects.read_range)
@@ -54,17 +49,17 @@ def check_restores(
     check_nothing_left(engine)
 
 
-def test_all_is_fetched_in_ranges_of_at_most_a_segment(engine: _native.Engine) -> None:
+def test_all_is_fetched_in_ranges_of_at_most_a_segment(engine):
     objects, names, data = saved(engine, 5 * SEGMENT + 12, 4, SEGMENT)
     check_restores(engine, objects, names, data)
     assert max(end - begin for _, begin, end in objects.ranges) == SEGMENT
 
 
-def test_many_ranges_are_fetched_at_once(engine: _native.Engine) -> None:
+def test_many_ranges_are_fetched_at_once(engine):
     objects, names, data = saved(engine, 16 * SEGMENT)
     together = threading.Barrier(16, timeout=60)
 
-    def meet(name: str, begin: int) -> None:
+    def meet(name, begin):
         if begin < 16 * SEGMENT:  # not the table
             together.wait()
 
@@ -73,13 +68,11 @@ def test_many_ranges_are_fetched_at_once(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize(("part", "errors"), [(SEGMENT, 8), (12 * SEGMENT, 1)])
-def test_an_error_fails_the_restore_and_leaves_nothing(
-    engine: _native.Engine, part: int, errors: int
-) -> None:
+def test_an_error_fails_the_restore_and_leaves_nothing(engine, part, errors):
     objects, names, data = saved(engine, 12 * SEGMENT)
     together = threading.Barrier(errors, timeout=60)
 
-    def fail(name: str, begin: int) -> None:
+    def fail(name, begin):
         if part <= begin < part + 8 * SEGMENT:
             together.wait()
             kept = OSError(5, "the store refuses")  # with its frames, until a garbage collection
@@ -108,9 +101,7 @@ def test_an_error_fails_the_restore_and_leaves_nothing(
     ],
     ids=["short", "long", "empty", "whole"],
 )
-def test_a_range_of_a_wrong_length_is_an_error_that_names_it(
-    engine: _native.Engine, wrong: Callable[[bytes, int, int], bytes]
-) -> None:
+def test_a_range_of_a_wrong_length_is_an_error_that_names_it(engine, wrong):
     objects, names, data = saved(engine, 2 * SEGMENT)
     whole = objects.stored[names[0]] + b"!"
     job = restore(engine, objects, names, [np.zeros_like(each) for each in data])
@@ -122,7 +113,7 @@ def test_a_range_of_a_wrong_length_is_an_error_that_names_it(
     check_nothing_left(engine)
 
 
-def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine: _native.Engine) -> None:
+def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     damaged = bytearray(objects.stored[names[0]])
     damaged[2 * SEGMENT + 7] ^= 4
@@ -135,11 +126,11 @@ def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine: _native.Engine
     check_nothing_left(engine)
 
 
-def test_a_cancelled_restore_is_done_while_the_store_hangs(engine: _native.Engine) -> None:
+def test_a_cancelled_restore_is_done_while_the_store_hangs(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     hangs, released = threading.Event(), threading.Event()
 
-    def hang(name: str, begin: int) -> None:
+    def hang(name, begin):
         hangs.set()
         assert released.wait(60)
 

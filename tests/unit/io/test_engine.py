@@ -1,13 +1,10 @@
 """The process's engine, and its options."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import configure_engine
-from dcp_datastates.config import IoPriority
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io import engine as process_engine
 
@@ -25,7 +21,7 @@ _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[platform.machine()]
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh():
     """No engine yet; afterwards the default options again."""
     process_engine._shut_down()
     yield
@@ -33,7 +29,7 @@ def fresh() -> Iterator[None]:
     configure_engine()
 
 
-def test_the_numbers_of_threads_are_the_chosen_ones(tmp_path: Path) -> None:
+def test_the_numbers_of_threads_are_the_chosen_ones(tmp_path):
     configure_engine(copy_threads=3, flush_threads=1, restore_threads=2)
     state = {"w": torch.arange(100_000.0)}
     dcp_datastates.save(state, tmp_path / "a", no_dist=True)
@@ -44,7 +40,7 @@ def test_the_numbers_of_threads_are_the_chosen_ones(tmp_path: Path) -> None:
     assert found == {"ds-copy": 3, "ds-flush": 1, "ds-restore": 2, "ds-place": 1}
 
 
-def test_a_host_cache_that_does_not_grow_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_cache_that_does_not_grow_is_no_line(caplog):
     caplog.set_level(logging.INFO)
     size = (64 << 20) + 1  # not whole blocks
     for _ in range(3):
@@ -58,9 +54,7 @@ def test_a_host_cache_that_does_not_grow_is_no_line(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     ("priority", "expected"), [("normal", {0}), ("low", {2 << 13 | 7}), ("idle", {3 << 13})]
 )
-def test_the_threads_that_write_have_the_chosen_priority(
-    priority: IoPriority, expected: set[int], tmp_path: Path
-) -> None:
+def test_the_threads_that_write_have_the_chosen_priority(priority, expected, tmp_path):
     configure_engine(io_priority=priority)
     dcp_datastates.save({"w": torch.arange(100_000.0)}, tmp_path / "a", no_dist=True)
     threads = [
@@ -72,9 +66,7 @@ def test_the_threads_that_write_have_the_chosen_priority(
     assert {get(_IOPRIO_GET, 1, thread) for thread in threads} == expected
 
 
-def test_saves_write_no_faster_than_is_said_and_the_end_of_one_is_not_held_up(
-    tmp_path: Path,
-) -> None:
+def test_saves_write_no_faster_than_is_said_and_the_end_of_one_is_not_held_up(tmp_path):
     configure_engine(write_rate="64MiB/s")
     state = {"w": torch.zeros(12 << 20)}  # 48 MiB
     begun = time.monotonic()
@@ -94,7 +86,7 @@ def test_saves_write_no_faster_than_is_said_and_the_end_of_one_is_not_held_up(
     assert not native.alive
 
 
-def test_an_engine_that_exists_keeps_its_options() -> None:
+def test_an_engine_that_exists_keeps_its_options():
     configure_engine(flush_threads=2)
     process_engine.engine()
     configure_engine(flush_threads=2)
@@ -116,6 +108,6 @@ def test_an_engine_that_exists_keeps_its_options() -> None:
         ("io_priority", "high", "io_priority='high' is not an option; choose one of 'normal'"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused(option: str, value: object, words: str) -> None:
+def test_an_option_that_cannot_work_is_refused(option, value, words):
     with pytest.raises(ConfigurationError, match=words):
-        configure_engine(**{option: value})  # type: ignore[arg-type]
+        configure_engine(**{option: value})

@@ -1,7 +1,5 @@
 """Reads: what contradicts itself is damage, whatever made it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whatever boxes a tensor is saved in, by whatever ranks, it loads in any other boxes as the dense one."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 
@@ -70,7 +68,7 @@ def test_every_saved_box_lies_whole_in_exactly_one_file(_run, data):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "c")
         save_by_ranks(path, saved)
-        stored: dict[str, list[bytes]] = {name: [] for name in dense}
+        stored = {name: [] for name in dense}
         for file in map(read_file, data_files(path)):
             for key in set(file.header) & set(dense):
                 stored[key].append(file.content(key))

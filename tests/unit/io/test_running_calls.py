@@ -1,7 +1,5 @@
 """Whether the operations that other threads run have ended."""
 
-from __future__ import annotations
-
 import _thread
 import functools
 import gc
@@ -9,12 +7,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,26 +21,26 @@ from dcp_datastates.io.running_calls import RunningCalls, places
 
 
 @contextmanager
-def running(work: Callable[[], object]) -> Iterator[threading.Thread]:
+def running(work):
     thread = threading.Thread(target=work)
     thread.start()
     yield thread
     thread.join()
 
 
-def test_threads_that_wait_in_the_standard_library_run_no_operation() -> None:
+def test_threads_that_wait_in_the_standard_library_run_no_operation():
     wanted = threading.Event()
     with running(wanted.wait) as thread:
         await_that(lambda: thread.ident is not None and thread.ident not in places())
         wanted.set()
 
 
-def test_an_operation_is_waited_for_until_its_thread_goes_on() -> None:
+def test_an_operation_is_waited_for_until_its_thread_goes_on():
     tensor, index = torch.zeros(1 << 20), torch.randint(0, 1 << 20, (1 << 23,))
     values = torch.ones(1 << 23)
     written = []
 
-    def write() -> None:
+    def write():
         tensor[index] = values
         written.append(tensor._version)
 
@@ -55,21 +51,21 @@ def test_an_operation_is_waited_for_until_its_thread_goes_on() -> None:
         assert tensor._version == 1
 
 
-def _by_a_thread_pool(call: Callable[[], object]) -> None:
+def _by_a_thread_pool(call):
     with ThreadPool(1) as pool:
         pool.apply_async(call).get()
 
 
-def _by_an_exit_stack(call: Callable[[], object]) -> None:
+def _by_an_exit_stack(call):
     with ExitStack() as stack:
         stack.callback(call)
 
 
-def _by_a_dispatcher(call: Callable[[], object]) -> None:
+def _by_a_dispatcher(call):
     functools.singledispatch(lambda _: call())(0)
 
 
-def _by_an_executor(call: Callable[[], object]) -> None:
+def _by_an_executor(call):
     with ThreadPoolExecutor(1) as executor:
         executor.submit(call).result()
 
@@ -77,7 +73,7 @@ def _by_an_executor(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     "by", [_by_a_thread_pool, _by_an_exit_stack, _by_a_dispatcher, _by_an_executor]
 )
-def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> None:
+def test_an_operation_that_the_standard_library_calls_is_waited_for(by):
     """Directly, so that the innermost frame is the standard library's."""
     tensor, index = torch.zeros(1 << 20), torch.randint(0, 1 << 20, (1 << 23,))
     call = functools.partial(tensor.index_put_, (index,), torch.ones(1 << 23))
@@ -89,9 +85,7 @@ def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> 
 
 
 @pytest.mark.parametrize("beside", ["none", "threads that never rest"])
-def test_a_thread_that_sleeps_is_not_waited_for_long(
-    beside: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_sleeps_is_not_waited_for_long(beside, monkeypatch):
     if beside != "none":
         monkeypatch.setattr(running_calls, "_WORKERS_SECONDS", 0.3)
         monkeypatch.setattr(running_calls, "_workers_can_run", lambda: True)
@@ -105,7 +99,7 @@ def test_a_thread_that_sleeps_is_not_waited_for_long(
         held.release()
 
 
-def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for() -> None:
+def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for():
     held = threading.Lock()
     held.acquire()
     with running(lambda: held.acquire(timeout=60)) as thread:
@@ -116,9 +110,7 @@ def test_a_thread_that_sleeps_where_it_was_before_is_not_waited_for() -> None:
         held.release()
 
 
-def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long(monkeypatch):
     """Those of execnet, say, and of C++ code that calls Python."""
     monkeypatch.setattr(running_calls, "_UNKNOWN_SECONDS", 0.05)
     held = threading.Lock()
@@ -133,7 +125,7 @@ def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long
 
 
 @contextmanager
-def busy(processor: int) -> Iterator[None]:
+def busy(processor):
     """A process that keeps this processor busy."""
     program = (
         f"import os; os.sched_setaffinity(0, {{{processor}}}); print(flush=True)\nwhile True: pass"
@@ -147,19 +139,19 @@ def busy(processor: int) -> Iterator[None]:
             process.kill()
 
 
-def _tasks() -> set[int]:
+def _tasks():
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for() -> None:
+def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for():
     """The thread has done its half, and sleeps until its worker has done the other half."""
     processor = max(os.sched_getaffinity(0))
     tensor = torch.full((1 << 24,), 0.5)
-    versions: list[int] = []
+    versions = []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
 
-    def write() -> None:
+    def write():
         before = _tasks()
         tensor.erfinv_()  # this starts the worker
         for worker in _tasks() - before:

@@ -1,7 +1,5 @@
 """Ranges of a checkpoint's data files, and what is said if they cannot be read."""
 
-from __future__ import annotations
-
 import pytest
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError

@@ -1,7 +1,5 @@
 """torchao's quantized optimizer states and weights, saved and loaded as their parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +53,7 @@ def test_optimizer_states_are_read_before_the_next_step(kind, tmp_path, monkeypa
         assert torch.equal(found[name].dequantize(), values)
 
 
-def _wraps(state: torch.Tensor) -> bool:
+def _wraps(state):
     return hasattr(state, "dequantize") and type(state) is not torch.Tensor
 
 

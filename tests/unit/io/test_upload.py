@@ -1,9 +1,6 @@
 """Uploads: threads that send the files of a streamed save."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 
 import pytest
 from support.state.objects import Objects, save, sources
@@ -17,22 +14,22 @@ NAME = "dcp_datastates-upload"
 
 
 @pytest.fixture
-def engine() -> Iterator[_native.Engine]:
+def engine():
     engine = _native.Engine(_native.MIN_HOST_CACHE_BYTES)
     yield engine
     engine.shutdown()
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [each for each in threading.enumerate() if each.name == NAME]
 
 
-def check_nothing_left(engine: _native.Engine) -> None:
+def check_nothing_left(engine):
     await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
     assert threads() == []
 
 
-def check_next_save(engine: _native.Engine) -> None:
+def check_next_save(engine):
     objects = Objects()
     job, names = save(engine, data := sources(3 * SEGMENT), 1)
     upload = Upload(job, names, objects.put_stream)
@@ -43,9 +40,7 @@ def check_next_save(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize("files_at_once", [1, 2, 9])
-def test_all_files_are_stored_through_the_smallest_cache(
-    engine: _native.Engine, files_at_once: int
-) -> None:
+def test_all_files_are_stored_through_the_smallest_cache(engine, files_at_once):
     data = sources(4 * SEGMENT, 3 * SEGMENT + 4, 4, SEGMENT, 5 * SEGMENT)
     objects = Objects()
     job, names = save(engine, data)
@@ -58,7 +53,7 @@ def test_all_files_are_stored_through_the_smallest_cache(
     check_nothing_left(engine)
 
 
-def test_a_save_without_files_is_done(engine: _native.Engine) -> None:
+def test_a_save_without_files_is_done(engine):
     job, names = save(engine, [])
     Upload(job, names, Objects().put_stream).join()
     assert job.wait(60)
@@ -66,8 +61,8 @@ def test_a_save_without_files_is_done(engine: _native.Engine) -> None:
 
 
 @pytest.mark.parametrize("part", [0, SEGMENT, 4 * SEGMENT])
-def test_an_error_fails_the_save_and_leaves_nothing(engine: _native.Engine, part: int) -> None:
-    def fail(name: str, at: int) -> None:
+def test_an_error_fails_the_save_and_leaves_nothing(engine, part):
+    def fail(name, at):
         if name.endswith("1") and at == part:
             raise OSError(5, "the store refuses")
 
@@ -84,7 +79,7 @@ def test_an_error_fails_the_save_and_leaves_nothing(engine: _native.Engine, part
     check_next_save(engine)
 
 
-def test_a_store_that_takes_too_little_fails_the_save(engine: _native.Engine) -> None:
+def test_a_store_that_takes_too_little_fails_the_save(engine):
     job, names = save(engine, sources(2 * SEGMENT))
     upload = Upload(job, names, lambda name, pieces: None)
     assert job.wait(60)
@@ -92,7 +87,7 @@ def test_a_store_that_takes_too_little_fails_the_save(engine: _native.Engine) ->
     assert "not taken to its end" in job.fault.message
 
 
-def test_a_cancelled_save_ends_its_threads(engine: _native.Engine) -> None:
+def test_a_cancelled_save_ends_its_threads(engine):
     job, names = save(engine, sources(5 * SEGMENT))
     begun = threading.Event()
     objects = Objects(lambda name, at: begun.set())
@@ -105,10 +100,10 @@ def test_a_cancelled_save_ends_its_threads(engine: _native.Engine) -> None:
     check_nothing_left(engine)
 
 
-def test_a_store_that_hangs_is_not_waited_for(engine: _native.Engine) -> None:
+def test_a_store_that_hangs_is_not_waited_for(engine):
     hangs, released = threading.Event(), threading.Event()
 
-    def hang(name: str, at: int) -> None:
+    def hang(name, at):
         hangs.set()
         assert released.wait(60)
 

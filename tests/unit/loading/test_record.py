@@ -1,7 +1,5 @@
 """The record of a load: what it says, who is told, and the bar meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys
@@ -21,7 +19,7 @@ NBYTES = 4_000_000
 
 @pytest.fixture
 def records():
-    found: list[ds.results.LoadRecord] = []
+    found = []
     stop = ds.on_load(found.append)
     yield found
     stop()

@@ -1,7 +1,5 @@
 """Tensors that consist of other tensors: stored as their parts, and loaded in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.checkpoints import async_save, committed, load_by_both, raises, save
@@ -14,7 +12,7 @@ from dcp_datastates.errors import IncompatibleStateError, UnsupportedTensorError
 from dcp_datastates.staging.stage import look
 
 
-def _same(found: Blocks, expected: Blocks) -> bool:
+def _same(found, expected):
     return torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales)
 
 

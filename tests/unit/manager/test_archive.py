@@ -1,7 +1,5 @@
 """A manager with two tiers: what is archived, what stays, and what a restart finds."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import threading

@@ -1,11 +1,7 @@
 """What a framework saves and loads: models, optimizers, the files of each rank; and saves that it does not wait for."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from dcp_datastates.manager.frameworks import (
 )
 
 
-def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def program(*names, seed=0):
     """A model whose layers have these names, and its optimizer, after a step."""
     torch.manual_seed(seed)
     model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
@@ -33,12 +29,12 @@ def program(*names: str, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Op
     return model, optimizer
 
 
-def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def moments(optimizer):
     return [each["exp_avg"] for each in optimizer.state.values()]
 
 
 @pytest.mark.parametrize("name", ["one", "renamed"])
-def test_models_and_optimizers_come_back_in_separate_calls(name: str, tmp_path: Path) -> None:
+def test_models_and_optimizers_come_back_in_separate_calls(name, tmp_path):
     model, optimizer = program("one", "two")
     state = state_of({"model": model, "optimizer": optimizer})
     assert state["model"]["one.weight"].data_ptr() == model["one"].weight.data_ptr(), "no copy"
@@ -55,14 +51,14 @@ def test_models_and_optimizers_come_back_in_separate_calls(name: str, tmp_path: 
     assert files_from(tmp_path / "x") == {"a.json": b"{}"}
 
 
-def test_the_state_of_an_optimizer_may_be_asked_for_alone() -> None:
+def test_the_state_of_an_optimizer_may_be_asked_for_alone():
     model, optimizer = program("one")
     parts = {"model": model, "optimizer": optimizer}
     assert state_of(parts, ["optimizer"]).keys() == {"optimizer"}
     assert "one.weight" in state_of(parts, ["optimizer"])["optimizer"]["state"]
 
 
-def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path: Path) -> None:
+def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path):
     model, optimizer = program("one")
     ds.save(state_of({"model": model}), tmp_path / "x")
     parts = {"model": model, "optimizer": optimizer, "empty": torch.nn.Identity()}
@@ -74,7 +70,7 @@ def test_what_is_not_stored_is_an_error_unless_it_may_be_missing(tmp_path: Path)
     load_parts(tmp_path / "x", parts, ["model", "empty"])
 
 
-def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path: Path) -> None:
+def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path):
     model, optimizer = program("one")
     ds.save(state_of({"model": model, "old": optimizer}), tmp_path / "x")
     other, fresh = program("one", seed=1)
@@ -87,23 +83,23 @@ def test_a_renamed_optimizer_is_found_where_things_may_be_missing(tmp_path: Path
 class Vocabulary:
     """More than safe types: unpickling it calls this class."""
 
-    def __init__(self, **words: int) -> None:
+    def __init__(self, **words):
         self.words = words
 
 
 class Tokens(torch.nn.Linear):
-    def __init__(self, words: Vocabulary) -> None:
+    def __init__(self, words):
         super().__init__(2, 2)
         self.words = words
 
-    def get_extra_state(self) -> Vocabulary:
+    def get_extra_state(self):
         return self.words
 
-    def set_extra_state(self, state: Vocabulary) -> None:
+    def set_extra_state(self, state):
         self.words = state
 
 
-def test_objects_that_may_run_code_are_an_option_of_a_frameworks_class(tmp_path: Path) -> None:
+def test_objects_that_may_run_code_are_an_option_of_a_frameworks_class(tmp_path):
     ds.save(state_of({"model": Tokens(Vocabulary(a=1))}), tmp_path / "x")
     fresh = Tokens(Vocabulary())
     with pytest.raises(ds.errors.UnsafeObjectError, match="Vocabulary"):
@@ -120,14 +116,12 @@ STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
 
 
-def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(tmp_path, monkeypatch):
     """That thread has taken the deletion, and is held up before it passes it on."""
     taken, old = threading.Event(), tmp_path / "old"
     real = Deletions.request
 
-    def late(deletions: Deletions, delete: Any) -> None:
+    def late(deletions, delete):
         if threading.current_thread().name == "dcp_datastates-commit":
             taken.set()
             time.sleep(0.3)
@@ -145,9 +139,7 @@ def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
     assert not old.exists()
 
 
-def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(tmp_path, caplog):
     with pytest.raises(ds.errors.UnsupportedTensorError):
         BackgroundSaves({}, 1).start(REFUSED, tmp_path / "path")
     saves = BackgroundSaves({})
@@ -167,14 +159,14 @@ def test_failures_in_a_row_end_the_training_and_a_last_line_counts_them(
     assert str(tmp_path / "7") in lines[0]
 
 
-def test_options_are_taken_and_checked() -> None:
+def test_options_are_taken_and_checked():
     saves = {"host_cache_size": "64MiB", "max_in_flight": 2}
     loads = {"missing": "warn", "rename": {"a": "b"}}
     keywords = {**saves, "precision": "32", **loads}
     assert pop_options(keywords) == (saves, loads)
     assert keywords == {"precision": "32"}
     with pytest.raises(ds.errors.ConfigurationError, match="max_failures"):
-        BackgroundSaves({}, max_failures="no")  # type: ignore[arg-type]
+        BackgroundSaves({}, max_failures="no")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +178,6 @@ def test_options_are_taken_and_checked() -> None:
         ({"mising": "warn"}, "'mising'; did you mean 'missing'"),
     ],
 )
-def test_options_that_cannot_work_are_refused(keywords: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_work_are_refused(keywords, said):
     with pytest.raises(ds.errors.ConfigurationError, match=said):
         pop_options(keywords)

@@ -1,9 +1,5 @@
 """Parameters that nothing trains: copied in each call, unless the program says that they need not be."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from support.state.loops import manager
@@ -17,9 +13,7 @@ FROZEN, WIDTH = 3, 160  # layers of 100 KiB, which is deferred
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("told", [False, True])
-def test_frozen_parameters_are_not_copied_if_the_program_says_so(
-    told: bool, sharded: bool, tmp_path: Path
-) -> None:
+def test_frozen_parameters_are_not_copied_if_the_program_says_so(told, sharded, tmp_path):
     layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(FROZEN + 1)]
     model = torch.nn.Sequential(*layers)
     model[:FROZEN].requires_grad_(False)

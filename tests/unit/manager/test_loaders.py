@@ -1,7 +1,5 @@
 """Data loaders over several epochs: the order after a restore, and a warning where it is another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``CheckpointManager`` in one process: what is saved, kept and restored, and what an error does."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

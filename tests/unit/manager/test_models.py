@@ -1,12 +1,9 @@
 """Models by the names that torch would give; and ``Trainable``: what its checkpoint holds; training goes on from it."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -267,20 +264,20 @@ WIDTH = 32
 class Adapter(torch.nn.Module):
     """A frozen linear layer, and two small matrices beside it."""
 
-    def __init__(self, base: torch.nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = torch.nn.Parameter(torch.randn(2, WIDTH) / 8)
         self.up = torch.nn.Parameter(torch.zeros(WIDTH, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
 
 
 class Net(torch.nn.Module):
     """A body with adapters, a norm with buffers, and a head that is tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(16, WIDTH)
@@ -290,8 +287,8 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
         self.embedding.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.body(self.embedding(x))))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.head(self.norm(self.body(self.embedding(x))))
 
 
 NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
@@ -299,22 +296,22 @@ ADAPTERS = {"body.down", "body.up"}
 HEAD = {"embedding.weight", "head.weight"}
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
-TRAINED_AS: dict[str, Wrap] = {
+TRAINED_AS = {
     "plain": lambda model: model,
     "DDP": DistributedDataParallel,
-    "FSDP2": lambda model: fully_shard(model),  # type: ignore[call-overload,no-any-return]
-    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[return-value]
+    "FSDP2": lambda model: fully_shard(model),
+    "compiled": lambda model: torch.compile(model, backend="eager"),
 }
 
 
-def _trained(model: torch.nn.Module, steps: range) -> torch.optim.Optimizer:
+def _trained(model, steps):
     owned = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(owned, 0.05)
     _go_on(model, optimizer, steps)
     return optimizer
 
 
-def _go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def _go_on(model, optimizer, steps):
     losses = []
     for step in steps:
         numbers = torch.Generator().manual_seed(step)
@@ -329,7 +326,7 @@ def _go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrap", TRAINED_AS.values(), ids=TRAINED_AS)
-def test_training_goes_on_from_the_adapters_alone(wrap: Wrap, tmp_path: Path) -> None:
+def test_training_goes_on_from_the_adapters_alone(wrap, tmp_path):
     model = wrap(Net())
     optimizer = _trained(model, range(3))
     state = {"adapter": Trainable(model), "optimizer": optimizer}
@@ -345,7 +342,7 @@ def test_training_goes_on_from_the_adapters_alone(wrap: Wrap, tmp_path: Path) ->
     assert _go_on(model, optimizer, range(3, 6)) == losses
 
 
-def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path: Path) -> None:
+def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path):
     model = Net()
     assert set(Trainable(model).state_dict()) == NORM | ADAPTERS
     model.head.requires_grad_(True)
@@ -359,11 +356,11 @@ def test_tied_weights_are_there_under_each_name_or_under_none(tmp_path: Path) ->
     assert other.head.weight is other.embedding.weight
 
 
-def test_buffers_may_be_left_out() -> None:
+def test_buffers_may_be_left_out():
     assert set(Trainable(Net(), buffers=False).state_dict()) == ADAPTERS
 
 
-def test_a_frozen_part_may_be_named(tmp_path: Path) -> None:
+def test_a_frozen_part_may_be_named(tmp_path):
     net = Net()
     net.body.down.requires_grad_(False)
     assert "body.down" not in Trainable(net).state_dict()
@@ -374,7 +371,7 @@ def test_a_frozen_part_may_be_named(tmp_path: Path) -> None:
     assert torch.equal(other.body.down, net.body.down)
 
 
-def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
+def test_what_is_frozen_again_is_not_lost(tmp_path):
     """First the head, then the adapters: the checkpoint of the second phase has both, and so have those after it."""
     model = Net()
     model.body.requires_grad_(False)
@@ -398,7 +395,7 @@ def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
     assert set(ds.load(tmp_path / "step-2")["part"]) == NORM | {"body.down"} | HEAD
 
 
-def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path):
     model = Net()
     ds.save({"part": Trainable(model)}, tmp_path / "step-0", host_cache_size=CACHE)
     model.head.requires_grad_(True)
@@ -409,18 +406,24 @@ def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path: Path) -> None:
         manager.restore_latest({"part": Trainable(model)})
 
 
-def test_a_state_with_dcp_alone(tmp_path: Path) -> None:
+def test_a_state_with_dcp_alone(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     model = Net()
     _trained(model, range(2))
-    dcp.save({"part": Trainable(model)}, storage_writer=ds.DataStatesWriter(tmp_path / "c", no_dist=True), no_dist=True)  # type: ignore[attr-defined]  # fmt: skip
+    dcp.save(
+        {"part": Trainable(model)},
+        storage_writer=ds.DataStatesWriter(tmp_path / "c", no_dist=True),
+        no_dist=True,
+    )
     again = Net()
-    dcp.load({"part": Trainable(again)}, storage_reader=ds.DataStatesReader(tmp_path / "c"), no_dist=True)  # type: ignore[attr-defined]  # fmt: skip
+    dcp.load(
+        {"part": Trainable(again)}, storage_reader=ds.DataStatesReader(tmp_path / "c"), no_dist=True
+    )
     assert torch.equal(again.body.up, model.body.up)
     assert again.body.up.abs().sum() > 0
 
 
-def test_only_a_module_has_parameters() -> None:
+def test_only_a_module_has_parameters():
     with raises(ConfigurationError, "torch.nn.Module", "dict"):
-        Trainable({"w": torch.ones(1)})  # type: ignore[arg-type]
+        Trainable({"w": torch.ones(1)})

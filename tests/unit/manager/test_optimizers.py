@@ -4,8 +4,6 @@ The oracle is a deep copy of the live objects: after the restore, each parameter
 had, with their types, and training goes on as it would have.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What the loop learns of its saves: steps, hooks, failures in a row, metrics that never come."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 

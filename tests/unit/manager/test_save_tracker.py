@@ -1,12 +1,8 @@
 """The tracker of saves by itself: what it keeps of saves that failed, and which work waits for which commit."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.waiting import little_work
@@ -20,20 +16,20 @@ FAILURE = OSError("broken")
 class Handle:
     """A save in flight."""
 
-    def __init__(self) -> None:
-        self.committed: Future[None] = Future()
-        self.record: Any = "what came of it"
+    def __init__(self):
+        self.committed = Future()
+        self.record = "what came of it"
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         self.committed.exception(timeout)
         return True
 
 
-def begin(tracker: SaveTracker, path: Path) -> Handle:
-    return tracker.begin(path, Handle)  # type: ignore[arg-type, return-value]
+def begin(tracker, path):
+    return tracker.begin(path, Handle)
 
 
-def fail(tracker: SaveTracker, path: Path, how: str) -> None:
+def fail(tracker, path, how):
     """A save that fails before, or after, its deletions are known; or at the call."""
     if how == "at the call":
         with pytest.raises(OSError, match="broken"):
@@ -43,11 +39,11 @@ def fail(tracker: SaveTracker, path: Path, how: str) -> None:
         begin(tracker, path).committed.set_exception(FAILURE)
 
 
-def _refuse() -> Any:
+def _refuse():
     raise FAILURE
 
 
-def kept(tracker: SaveTracker) -> int:
+def kept(tracker):
     """The length of all that the tracker has."""
     values = [*vars(tracker).values(), *vars(tracker.deletions).values()]
     return sum(len(each) for each in values if hasattr(each, "__len__"))
@@ -55,10 +51,8 @@ def kept(tracker: SaveTracker) -> int:
 
 @pytest.mark.parametrize("limit", [None, 10**6])
 @pytest.mark.parametrize("how", ["at the call", "at once", "later"])
-def test_a_thousand_failed_saves_leave_nothing_behind(
-    how: str, limit: int | None, tmp_path: Path
-) -> None:
-    called: list[str] = []
+def test_a_thousand_failed_saves_leave_nothing_behind(how, limit, tmp_path):
+    called = []
     tracker = SaveTracker(limit)
     before = tmp_path / "good"
     begin(tracker, before).committed.set_result(None)
@@ -84,7 +78,7 @@ def test_a_thousand_failed_saves_leave_nothing_behind(
     assert kept(tracker) == 0
 
 
-def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> None:
+def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path):
     tracker = SaveTracker()
     begin(tracker, tmp_path / "good")
     for name in ("empty", "full"):
@@ -100,9 +94,7 @@ def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", ["fails first", "fails late"])
-def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(
-    order: str, tmp_path: Path
-) -> None:
+def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(order, tmp_path):
     tracker, called = SaveTracker(), []
     begin(tracker, tmp_path / "1").committed.set_result(None)
     second = begin(tracker, tmp_path / "2")
@@ -121,9 +113,7 @@ def test_what_a_failed_save_was_to_replace_goes_with_the_next_commit(
     assert kept(tracker) == 0
 
 
-def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
-    tmp_path: Path,
-) -> None:
+def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(tmp_path):
     tracker, called = SaveTracker(), []
     old, new, third = (tmp_path / name for name in ("old", "new", "third"))
     begin(tracker, new).committed.set_exception(FAILURE)
@@ -135,7 +125,7 @@ def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
     assert called == []
 
 
-def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path: Path) -> None:
+def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
     tracker, called = SaveTracker(), []
     first = begin(tracker, tmp_path / "1")
     tracker.when_committed(lambda: called.append(1))
@@ -153,12 +143,10 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("raising", [(), ("a",), ("a", "failed", "skipped")])
-def test_every_record_is_told_once_whatever_hooks_raise(
-    raising: tuple[str, ...], tmp_path: Path
-) -> None:
-    records: list[Any] = []
+def test_every_record_is_told_once_whatever_hooks_raise(raising, tmp_path):
+    records = []
 
-    def tell(step: int, record: Any) -> None:
+    def tell(step, record):
         records.append((step, record.name))
         if record.name in raising:
             raise KeyError(record.name)

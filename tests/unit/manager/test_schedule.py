@@ -1,7 +1,5 @@
 """When a save is due: the rules as given, and the interval that follows from costs."""
 
-from __future__ import annotations
-
 import pytest
 from support.state.checkpoints import raises
 

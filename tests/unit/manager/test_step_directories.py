@@ -1,7 +1,5 @@
 """The newest checkpoint among directories that a framework numbers, of this package and of the framework's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,16 @@ import dcp_datastates as ds
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 
 
-def is_stock(path: Path) -> bool:
+def is_stock(path):
     return (path / "stock").exists()
 
 
-def newest(folder: Path) -> str | None:
+def newest(folder):
     found = newest_numbered(folder, "run-", is_stock)
     return None if found is None else found.name
 
 
-def save(*paths: Path) -> None:
+def save(*paths):
     for path in paths:
         ds.save({"a": torch.arange(8)}, path)
 
@@ -29,11 +27,11 @@ def save(*paths: Path) -> None:
     ("name", "number"),
     [("run-0", 0), ("run-12", 12), ("run-", -1), ("run-1b", -1), ("other-1", -1), ("run--1", -1)],
 )
-def test_the_number_in_a_name(name: str, number: int) -> None:
+def test_the_number_in_a_name(name, number):
     assert number_of(Path("/root", name), "run-") == number
 
 
-def test_the_newest_of_ours_counts_or_a_higher_number_of_the_frameworks(tmp_path: Path) -> None:
+def test_the_newest_of_ours_counts_or_a_higher_number_of_the_frameworks(tmp_path):
     assert newest(tmp_path) is None
     save(tmp_path / "run-12", tmp_path / "run-9", tmp_path / "best")
     assert newest(tmp_path) == "run-9"  # saved later; and "best" is no run
@@ -49,14 +47,14 @@ def test_the_newest_of_ours_counts_or_a_higher_number_of_the_frameworks(tmp_path
     assert newest(tmp_path) == "run-40"
 
 
-def test_one_of_ours_that_is_damaged_does_not_count(tmp_path: Path) -> None:
+def test_one_of_ours_that_is_damaged_does_not_count(tmp_path):
     save(tmp_path / "run-1", tmp_path / "run-2")
     (data,) = (tmp_path / "run-2").glob("*/*.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     assert newest(tmp_path) == "run-1"
 
 
-def test_what_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_does_not_count(tmp_path):
     save(tmp_path / "run-1", tmp_path / "run-2")
     (tmp_path / "run-3").mkdir()
     (tmp_path / "run-3" / "stock").touch()

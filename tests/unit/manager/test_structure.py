@@ -1,11 +1,7 @@
 """Nested values, taken apart and put together; and what is stored of an optimizer, as its ``state_dict()`` gave it."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict, deque
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +58,7 @@ def test_a_value_comes_back_with_its_types(seed):
 class WithNumbers(torch.optim.SGD):
     """Keeps its state under keys that are numbers, and in containers."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {0: torch.ones(2), "of": [torch.zeros(1), {1: "one"}]}
@@ -83,7 +79,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, stored: bool) -> None:
+def test_a_state_comes_back_as_it_was(tmp_path, kind, groups, stored):
     if kind == "lbfgs" and groups == 2:
         groups = 1  # it takes no more
     torch.manual_seed(0)  # LBFGS diverges from some others
@@ -92,7 +88,7 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, kind: str, groups: int, st
     given = [{"params": list(part.parameters())} for part in parts]
     optimizer = OPTIMIZERS[kind](given)
 
-    def loss() -> torch.Tensor:
+    def loss():
         optimizer.zero_grad()
         value = model(torch.ones(1, 2)).sum()
         value.backward()

@@ -1,7 +1,5 @@
 """What ``CheckpointManager`` makes of models, optimizers and other objects, and that it gives them back."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, OrderedDict, defaultdict
 
@@ -16,17 +14,6 @@ from dcp_datastates.errors import ConfigurationError, IncompatibleStateError, Un
 from dcp_datastates.planning.column_planning import serialize
 
 
-class Position:
-    def __init__(self):
-        self.at = {}
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 @pytest.fixture
 def by_three_ranks(tmp_path):
     """A checkpoint of step 5 in which three ranks have a position each, and generators."""
@@ -37,28 +24,28 @@ def by_three_ranks(tmp_path):
 
 
 def test_a_position_of_another_number_of_ranks_is_an_error_and_nothing_changes(by_three_ranks):
-    position, state = Position(), {"step": 0}
+    position, state = Stateful({}), {"step": 0}
     with manager(by_three_ranks) as checkpoints:
         said = "'loader' was saved by 3 ranks, and there are 1 now", "merge="
         with raises(IncompatibleStateError, *said):
             checkpoints.restore(5, {**state, "loader": PerRank(position)})
-    assert (position.at, state) == ({}, {"step": 0})
+    assert (position.state, state) == ({}, {"step": 0})
 
 
 @pytest.mark.parametrize(
     "way_out", [{"missing": "warn"}, {"missing": "ignore"}, {"exclude": "loader"}]
 )
 def test_a_position_of_another_number_of_ranks_may_be_left(way_out, by_three_ranks, caplog):
-    position, state = Position(), {"step": 0}
+    position, state = Stateful({}), {"step": 0}
     state["loader"] = PerRank(position)
     with manager(by_three_ranks) as checkpoints:
         checkpoints.restore(5, state, **way_out)
-    assert (position.at, state["step"]) == ({}, 5)
+    assert (position.state, state["step"]) == ({}, 5)
     assert ("saved by 3 ranks" in caplog.text) == (way_out == {"missing": "warn"})
 
 
 def test_merge_makes_a_state_of_all_ranks_states_in_their_order(by_three_ranks):
-    position, given = Position(), []
+    position, given = Stateful({}), []
 
     def merge(states):
         given.extend(states)
@@ -68,11 +55,11 @@ def test_merge_makes_a_state_of_all_ranks_states_in_their_order(by_three_ranks):
     with manager(by_three_ranks) as checkpoints:
         checkpoints.restore(5, {"step": 0, "loader": marked})
         assert given == [{"at": 0}, {"at": 1}, {"at": 2}]
-        assert position.at == 3
+        assert position.state == {"at": 3}
         checkpoints.save(6, {"loader": marked}).result(60)
-        again = Position()
+        again = Stateful({})
         checkpoints.restore(6, {"loader": PerRank(again, merge=merge)})
-    assert again.at == 3
+    assert again.state == {"at": 3}
     assert len(given) == 3, "it is for another number of ranks only"
 
 
@@ -84,7 +71,7 @@ def test_generators_of_another_number_of_ranks_go_on_as_they_are(by_three_ranks,
     assert "'rng' was saved by 3 ranks, and there are 1 now: it stays as it is" in caplog.text
 
 
-@pytest.mark.parametrize("given", [[3], [Position], [Position(), 3]])
+@pytest.mark.parametrize("given", [[3], [Stateful], [Stateful({}), 3]])
 def test_what_cannot_be_marked_is_refused(given):
     with pytest.raises(ConfigurationError):
         PerRank(*given)
@@ -149,12 +136,12 @@ def test_a_save_before_the_first_step_changes_nothing_and_can_be_restored(gradie
 
 
 def test_random_generators_are_restored_last(tmp_path):
-    class Draws(Position):
+    class Draws(Stateful):
         def load_state_dict(self, state):
             torch.rand(3)
             super().load_state_dict(state)
 
-    state = {"rng": RngState(), "zebra": Draws(), "zoo": PerRank(Draws())}
+    state = {"rng": RngState(), "zebra": Draws({}), "zoo": PerRank(Draws({}))}
     with manager(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     expected = torch.rand(4)
@@ -173,12 +160,11 @@ def _pair(seed):
         for model, optimizer in zip((first, second), optimizers, strict=True):
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
-    position = Position()
-    position.at = {"seen": seed}
+    position = Stateful({"seen": seed})
     return {
         "models": models,
         "optimizers": optimizers,
-        "others": [{"epoch": seed, "at": position, "mine": PerRank(Position())}, RngState()],
+        "others": [{"epoch": seed, "at": position, "mine": PerRank(Stateful({}))}, RngState()],
         "plain": [torch.full((3,), float(seed)), {"seed": seed}],
     }
 
@@ -198,7 +184,7 @@ def test_objects_with_a_state_may_lie_in_dicts_and_lists(tmp_path):
     ):
         assert_same(new.state_dict(), old.state_dict())
     assert second["others"][0]["epoch"] == 0
-    assert second["others"][0]["at"].at == {"seen": 0}
+    assert second["others"][0]["at"].state == {"seen": 0}
     assert second["plain"][1] == {"seed": 0}
     assert torch.equal(second["plain"][0], torch.zeros(3))
 
@@ -313,7 +299,7 @@ def test_a_value_within_a_tuple_cannot_be_put_back_and_says_so(tmp_path):
             checkpoints.restore(1, {"both": (torch.nn.Linear(1, 1), 4)})
 
 
-ENDLESS: dict = {"model": torch.nn.Linear(1, 1)}
+ENDLESS = {"model": torch.nn.Linear(1, 1)}
 ENDLESS["again"] = ENDLESS
 
 

@@ -1,7 +1,5 @@
 """Metrics: what a scrape gets, and that each save counts once."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The timeline of a checkpoint's save: read from its metadata, as a trace for Perfetto."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

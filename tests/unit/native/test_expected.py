@@ -1,9 +1,5 @@
 """The engine compares what it has copied with what was expected, not with the memory as it is afterwards."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +14,18 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @pytest.fixture
-def engine() -> Iterator[_native.Engine]:
+def engine():
     made = _native.Engine(32 << 20)
     yield made
     made.shutdown()
 
 
 @pytest.fixture
-def data() -> Array:
+def data():
     return np.random.default_rng(0).integers(0, 255, 20 << 20, dtype=np.uint8)  # three segments
 
 
-def expecting(data: Array, *, whole: Array | None = None) -> _native.ExpectedBytes:
+def expecting(data, *, whole=None):
     expected = _native.ExpectedBytes()
     if whole is None:
         expected.add_words([7], [data.ctypes.data], [data.nbytes], 1)
@@ -38,9 +34,7 @@ def expecting(data: Array, *, whole: Array | None = None) -> _native.ExpectedByt
     return expected
 
 
-def save(
-    engine: _native.Engine, data: Array, path: Path, expected: _native.ExpectedBytes
-) -> _native.SaveJob:
+def save(engine, data, path, expected):
     """A save in two files, whose content begins at an odd place of the stream."""
     half = data.nbytes // 2 - 3
     files = []
@@ -55,16 +49,14 @@ def save(
     return job
 
 
-def test_memory_as_expected_is_saved(engine: _native.Engine, data: Array, tmp_path: Path) -> None:
+def test_memory_as_expected_is_saved(engine, data, tmp_path):
     job = save(engine, data, tmp_path, expecting(data))
     assert job.wait(60)
     assert job.fault is None
     assert job.difference is None
 
 
-def test_what_was_changed_back_after_it_was_read_is_seen(
-    engine: _native.Engine, data: Array, tmp_path: Path
-) -> None:
+def test_what_was_changed_back_after_it_was_read_is_seen(engine, data, tmp_path):
     expected = expecting(data)
     data ^= 1
     job = save(engine, data, tmp_path, expected)
@@ -76,9 +68,7 @@ def test_what_was_changed_back_after_it_was_read_is_seen(
 
 
 @pytest.mark.parametrize("at", [0, (8 << 20) - 6, (10 << 20) - 3, (20 << 20) - 1])
-def test_one_byte_is_seen_if_all_are_expected(
-    engine: _native.Engine, data: Array, at: int, tmp_path: Path
-) -> None:
+def test_one_byte_is_seen_if_all_are_expected(engine, data, at, tmp_path):
     """At the edges of segments, of files, and of the tensor."""
     whole = data.copy()
     data[at] ^= 1
@@ -86,7 +76,7 @@ def test_one_byte_is_seen_if_all_are_expected(
     assert job.difference == (7, at, at + 1)
 
 
-def test_columns_that_do_not_fit_are_refused() -> None:
+def test_columns_that_do_not_fit_are_refused():
     expected = _native.ExpectedBytes()
     with pytest.raises(ValueError, match="tensors, addresses and sizes have 1, 2 and 1 entries"):
         expected.add_words([0], [1, 2], [3], 0)

@@ -3,7 +3,6 @@
 import gc
 import os
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,7 +142,7 @@ def test_a_cycle_through_a_job_and_its_stream_is_collected(engine):
     wait_until_cache_is_free(engine)
 
 
-def test_an_interpreter_that_ends_while_daemon_threads_hold_all_ends_cleanly(tmp_path: Path):
+def test_an_interpreter_that_ends_while_daemon_threads_hold_all_ends_cleanly(tmp_path):
     run_script(
         """
         import contextlib, threading

@@ -8,26 +8,24 @@ large ones are laid end to end, and cut where the loads come level.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
 
 from support.state.plans import plan
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_datastates.planning.balance import LEAST_SLICE, SPLIT_FROM
 from dcp_datastates.planning.replicas import gather
 
-Key: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A chunk: its name, offsets and sizes."""
 
-Slice: TypeAlias = tuple[Key, int, int]
+Slice = tuple[Key, int, int]
 """Some rows of a chunk: from the first to before the last. What has no rows has one."""
 
 
-def key_of(item: WriteItem) -> Key:
+def key_of(item):
     chunk = item.tensor_data.chunk if item.tensor_data else None
     return (
         (item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
@@ -47,24 +45,24 @@ class _Chunk:
     """Equal on all its holders."""
 
     @property
-    def rows(self) -> int:
+    def rows(self):
         return self.key[2][0] if self.key[2] else 1
 
     @property
-    def may_be_cut(self) -> bool:
+    def may_be_cut(self):
         return self.declared and self.rows > 1 and self.nbytes >= SPLIT_FROM
 
 
-def divided(ranks: Sequence[Sequence[WriteItem]]) -> list[set[Slice]]:
+def divided(ranks):
     """What each rank writes, of the items that each holds."""
-    written: list[set[Slice]] = [set() for _ in ranks]
+    written = [set() for _ in ranks]
     loads = [0] * len(ranks)
 
-    def write(rank: int, chunk: _Chunk, begin: int, end: int) -> None:
+    def write(rank, chunk, begin, end):
         written[rank].add((chunk.key, begin, end))
         loads[rank] += chunk.nbytes // max(chunk.rows, 1) * (end - begin)
 
-    sets: dict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
+    sets = defaultdict(list)
     for chunk in _chunks(ranks):
         if len(chunk.holders) == 1:
             write(chunk.holders[0], chunk, 0, chunk.rows)
@@ -92,8 +90,8 @@ def divided(ranks: Sequence[Sequence[WriteItem]]) -> list[set[Slice]]:
     return written
 
 
-def _chunks(ranks: Sequence[Sequence[WriteItem]]) -> list[_Chunk]:
-    chunks: dict[Key, _Chunk] = {}
+def _chunks(ranks):
+    chunks = {}
     for rank, items in enumerate(ranks):
         for item in items:
             key, data = key_of(item), item.tensor_data
@@ -105,7 +103,7 @@ def _chunks(ranks: Sequence[Sequence[WriteItem]]) -> list[_Chunk]:
     return list(chunks.values())
 
 
-def _level(loads: Sequence[int], amount: int) -> list[int]:
+def _level(loads, amount):
     """What each gets of ``amount``, poured over the ``loads`` like water."""
     low, high = min(loads), min(loads) + amount
     while low < high:
@@ -117,7 +115,7 @@ def _level(loads: Sequence[int], amount: int) -> list[int]:
     return [max(low - load, 0) for load in loads]
 
 
-def _cut(chunks: Sequence[_Chunk], quotas: Sequence[int]) -> Iterator[tuple[int, _Chunk, int, int]]:
+def _cut(chunks, quotas):
     """The ``chunks``, laid end to end and cut at the quotas, as holder, chunk, first row and row after the last."""
     scale = sum(chunk.nbytes for chunk in chunks) / sum(quotas)
     smallest = min(quota for quota in quotas if quota)
@@ -139,7 +137,7 @@ def _cut(chunks: Sequence[_Chunk], quotas: Sequence[int]) -> Iterator[tuple[int,
                 yield holder, chunks[number], begin, end
 
 
-def _row(chunk: _Chunk, nbytes: float, smallest: int) -> int:
+def _row(chunk, nbytes, smallest):
     """The row nearest to ``nbytes`` into the chunk at which a cut leaves no sliver on either side."""
     row_bytes = chunk.nbytes // chunk.rows
     least = -(-LEAST_SLICE // row_bytes)

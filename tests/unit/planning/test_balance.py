@@ -1,7 +1,5 @@
 """Who writes what: each chunk by one rank that holds it, in equal parts, whatever the ranks are called."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Of plain tensors, those that an optimizer owns are declared equal on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.state.plans import item, replica, thing

@@ -1,7 +1,5 @@
 """A rank's plan in columns: its bytes, its digest, and what is refused; its share, for planners and for the layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 

@@ -1,7 +1,5 @@
 """Messages, their sections and columns of integers as bytes: they come back, and damaged ones are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

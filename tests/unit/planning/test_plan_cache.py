@@ -44,7 +44,7 @@ class Job:
     in_full: int = 0
     """Plans and shares that were sent in full."""
 
-    def save(self, numbers: tuple[int, ...], lost: int = WORLD, group: str = "g") -> None:
+    def save(self, numbers, lost=WORLD, group="g"):
         """Plan a save in which the ranks have these plans; the ranks from ``lost`` on get no answer."""
         locals_ = [PLANS[number] for number in numbers]
         agreed = [cache.begin(group) for cache in self.ranks]

@@ -1,7 +1,5 @@
 """Samples of replicas: the same on ranks that hold the same, and a difference is named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

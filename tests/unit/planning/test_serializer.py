@@ -1,7 +1,5 @@
 """Objects as torch.save writes them; the bytes of small values, which recur, are kept."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """Processes that end, fork or are interrupted while a save is in flight."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

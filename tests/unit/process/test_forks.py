@@ -1,7 +1,5 @@
 """Forked children: one error refuses every call, and what runs without a call does nothing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -88,9 +86,7 @@ held.wait()
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "os._exit(0)"])
-def test_a_child_that_was_forked_while_every_lock_was_held_is_refused_and_ends(
-    ending: str, tmp_path: Path
-) -> None:
+def test_a_child_that_was_forked_while_every_lock_was_held_is_refused_and_ends(ending, tmp_path):
     ended = run_script(
         """
         state, optimizer = owned(1)
@@ -131,7 +127,7 @@ def test_a_child_that_was_forked_while_every_lock_was_held_is_refused_and_ends(
     assert ended.stderr == ""
 
 
-def test_processes_of_multiprocessing_are_refused_and_their_children_too(tmp_path: Path) -> None:
+def test_processes_of_multiprocessing_are_refused_and_their_children_too(tmp_path):
     ended = run_script(
         """
         import multiprocessing
@@ -166,9 +162,7 @@ def test_processes_of_multiprocessing_are_refused_and_their_children_too(tmp_pat
     ended.assert_clean()
 
 
-def test_children_of_a_process_that_has_only_imported_the_package_save_and_load(
-    tmp_path: Path,
-) -> None:
+def test_children_of_a_process_that_has_only_imported_the_package_save_and_load(tmp_path):
     ended = run_script(
         """
         import dcp_datastates as ds
@@ -198,7 +192,7 @@ def test_children_of_a_process_that_has_only_imported_the_package_save_and_load(
     ended.assert_clean()
 
 
-def test_every_function_for_forks_and_ends_of_the_process_has_a_reason() -> None:
+def test_every_function_for_forks_and_ends_of_the_process_has_a_reason():
     found = {
         str(file.relative_to(ROOT))
         for file in ROOT.rglob("*.py")
@@ -208,7 +202,7 @@ def test_every_function_for_forks_and_ends_of_the_process_has_a_reason() -> None
     assert found == set(AT_FORKS_AND_ENDS), "use process/ending.py, or say in this file why"
 
 
-def test_the_locks_of_modules_are_reentrant() -> None:
+def test_the_locks_of_modules_are_reentrant():
     """A signal handler, or a destructor, may come to the thread that holds one."""
     found = {
         f"{file.name}: {line}"
@@ -220,5 +214,5 @@ def test_the_locks_of_modules_are_reentrant() -> None:
     assert found == set(), "use threading.RLock"
 
 
-def _indented(text: str) -> str:
+def _indented(text):
     return "".join(f"        {line}" for line in text.splitlines(keepends=True))

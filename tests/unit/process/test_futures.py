@@ -1,7 +1,5 @@
 """``Worker``: what is posted runs once and in order, whatever comes in between."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from dcp_datastates.process.futures import Worker
 
 
-def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
+def test_work_runs_in_order_and_none_is_taken_after_the_close():
     worker, done = Worker("test"), []
     for number in range(100):
         assert worker.post(lambda number=number: done.append(number))
@@ -21,7 +19,7 @@ def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
     assert worker.refusal == "the process is ending"
 
 
-def test_a_failing_function_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_function_does_not_end_the_thread(caplog):
     worker, done = Worker("test"), []
     worker.post(lambda: 1 / 0)
     worker.post(lambda: done.append(1))
@@ -33,18 +31,18 @@ def test_a_failing_function_does_not_end_the_thread(caplog: pytest.LogCaptureFix
 class _Held(queue.SimpleQueue[Any]):
     """Its first ``put`` does not return, as if a signal handler ran right behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first = True
         self.goes_on = threading.Event()
 
-    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+    def put(self, item, *rest, **keywords):
         super().put(item)
         if self.first:
             self.first = False
             assert self.goes_on.wait(60)
 
 
-def test_another_thread_posts_while_one_is_interrupted_in_a_post() -> None:
+def test_another_thread_posts_while_one_is_interrupted_in_a_post():
     """A signal handler that saves may wait for that other thread."""
     worker, done = Worker("test"), []
     held = worker._work = _Held()
@@ -60,11 +58,11 @@ def test_another_thread_posts_while_one_is_interrupted_in_a_post() -> None:
     assert sorted(done) == ["first", "second"]
 
 
-def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between() -> None:
+def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between():
     for _ in range(300):
         worker, done, taken = Worker("test"), [], []
 
-        def post_some(worker: Worker = worker, done: Any = done, taken: Any = taken) -> None:
+        def post_some(worker=worker, done=done, taken=taken):
             for number in range(50):
                 if worker.post(lambda number=number: done.append(number)):
                     taken.append(number)
@@ -80,18 +78,18 @@ def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between() -> None:
 class _Late(queue.SimpleQueue[Any]):
     """A ``put`` of a function, other than the first, comes after the thread has ended."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker):
         self.worker = worker
         self.puts = 0
 
-    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+    def put(self, item, *rest, **keywords):
         self.puts += item is not None
         if item is not None and self.puts == 2:
             self.worker.close()
         super().put(item)
 
 
-def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
+def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same():
     worker, done = Worker("test"), []
     worker._work = _Late(worker)
     assert worker.post(lambda: done.append("first"))
@@ -106,8 +104,8 @@ def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
         ("can't create new thread at interpreter shutdown", ("the process is ending",)),
     ],
 )
-def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
+def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypatch):
+    def refuse(thread):
         raise RuntimeError(cause)
 
     worker = Worker("test")
@@ -115,7 +113,7 @@ def test_a_thread_that_cannot_start_is_told_by_its_cause(cause, words, monkeypat
         patch.setattr(threading.Thread, "start", refuse)
         assert not worker.post(lambda: None)
     assert all(word in worker.refusal for word in words)
-    done: list[int] = []
+    done = []
     assert worker.post(lambda: done.append(1)), "the next one tries again"
     worker.close()
     assert done == [1]

@@ -1,7 +1,5 @@
 """The garbage collector does not run where many objects are made, and runs again afterwards."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -42,7 +40,7 @@ def test_an_error_does_not_leave_it_off():
 def test_the_last_of_several_threads_turns_it_on():
     first_is_in, first_may_go = threading.Event(), threading.Event()
 
-    def first() -> None:
+    def first():
         with collection_paused():
             first_is_in.set()
             first_may_go.wait(30)
@@ -72,7 +70,7 @@ def test_saves_of_many_tensors_make_no_full_collection_due(tmp_path):
     state = {f"layers.{n}.weight": parameter.detach() for n, parameter in enumerate(parameters)}
     full = []
 
-    def note(phase: str, info: dict[str, int]) -> None:
+    def note(phase, info):
         if phase == "start" and info["generation"] == 2:
             full.append(threading.current_thread().name)
 

@@ -1,9 +1,6 @@
 """How much memory the process may use, read from made-up files; what the host cache makes of it."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 from support.state.checkpoints import raises
@@ -22,7 +19,7 @@ from dcp_datastates.process.memory_limit import (
 GIB = 1 << 30
 
 
-def _machine(root: Path, *, gibibytes: int = 64, cgroup: str = "", **files: str | int) -> Path:
+def _machine(root, *, gibibytes=64, cgroup="", **files):
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal:       {gibibytes << 20} kB\nMemFree: 5 kB\n")
     (root / "proc/self/limits").write_text(
@@ -35,52 +32,47 @@ def _machine(root: Path, *, gibibytes: int = 64, cgroup: str = "", **files: str 
     return root
 
 
-def _write(root: Path, path: str, content: str | int) -> None:
+def _write(root, path, content):
     file = root / "sys/fs/cgroup" / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{content}\n")
 
 
-def test_a_machine_without_limits_has_its_memory(tmp_path: Path) -> None:
+def test_a_machine_without_limits_has_its_memory(tmp_path):
     root = _machine(tmp_path, cgroup="0::/user.slice\n")
     _write(root, "user.slice/memory.max", "max")
     assert memory_limit(root) == MemoryLimit(64 * GIB, "this machine's memory")
     assert default_host_cache_bytes(root) == 4 * GIB
 
 
-def test_the_limit_of_a_cgroup_counts_and_is_named(tmp_path: Path) -> None:
-    root = _machine(tmp_path, cgroup="0::/job/step\n")
+V1 = "7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
+LIMITS = {
+    "its own": ("0::/job/step\n", "job/step/memory.max", 8 * GIB),
+    "one above": ("0::/job/step/task\n", "job/memory.max", 6 * GIB),
+    "version 1": (V1, "memory/docker/abc/memory.limit_in_bytes", 2 * GIB),
+    "version 1, of which only the container's root is seen": (
+        V1,
+        "memory/memory.limit_in_bytes",
+        2 * GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_limit_of_a_cgroup_counts_and_is_named(kind, tmp_path):
+    cgroup, file, nbytes = LIMITS[kind]
+    root = _machine(tmp_path, cgroup=cgroup)
     _write(root, "job/step/memory.max", 8 * GIB)
     _write(root, "job/memory.max", "max")
-    limit = memory_limit(root)
-    assert limit.nbytes == 8 * GIB
-    assert "/sys/fs/cgroup/job/step/memory.max" in limit.source
-
-
-def test_so_does_that_of_a_cgroup_above(tmp_path: Path) -> None:
-    root = _machine(tmp_path, cgroup="0::/job/step/task\n")
-    _write(root, "job/step/memory.max", 8 * GIB)
-    _write(root, "job/memory.max", 6 * GIB)
-    assert memory_limit(root).nbytes == 6 * GIB
-
-
-@pytest.mark.parametrize("where", ["memory/docker/abc", "memory"])
-def test_version_1_counts_also_where_only_the_containers_root_is_seen(
-    where: str, tmp_path: Path
-) -> None:
-    root = _machine(tmp_path, cgroup="7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
-    _write(root, f"{where}/memory.limit_in_bytes", 2 * GIB)
     _write(root, "cpu/docker/abc/memory.limit_in_bytes", 1)
-    assert memory_limit(root).nbytes == 2 * GIB
+    _write(root, "memory/memory.limit_in_bytes", 9223372036854771712)  # none, in version 1
+    _write(root, file, nbytes)
+    limit = memory_limit(root)
+    assert limit.nbytes == nbytes
+    assert f"/sys/fs/cgroup/{file}" in limit.source
 
 
-def test_version_1_without_a_limit_says_a_huge_number(tmp_path: Path) -> None:
-    root = _machine(tmp_path, cgroup="4:memory:/\n")
-    _write(root, "memory/memory.limit_in_bytes", 9223372036854771712)
-    assert memory_limit(root).nbytes == 64 * GIB
-
-
-def test_a_limit_of_the_address_space_counts(tmp_path: Path) -> None:
+def test_a_limit_of_the_address_space_counts(tmp_path):
     root = _machine(tmp_path)
     (root / "proc/self/limits").write_text(
         "Max address space         3221225472           unlimited            bytes     \n"
@@ -88,13 +80,11 @@ def test_a_limit_of_the_address_space_counts(tmp_path: Path) -> None:
     assert memory_limit(root) == MemoryLimit(3 * GIB, "RLIMIT_AS (ulimit -v)")
 
 
-def test_nothing_that_can_be_read_leaves_the_machines_memory(tmp_path: Path) -> None:
+def test_nothing_that_can_be_read_leaves_the_machines_memory(tmp_path):
     assert memory_limit(tmp_path).nbytes > 0
 
 
-def test_the_default_is_a_quarter_of_less_memory_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_is_a_quarter_of_less_memory_and_says_so(tmp_path, caplog, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     caplog.set_level(logging.INFO, "dcp_datastates")
     root = _machine(tmp_path, gibibytes=8)
@@ -103,9 +93,7 @@ def test_the_default_is_a_quarter_of_less_memory_and_says_so(
     assert "this machine's memory" in caplog.text
 
 
-def test_the_ranks_of_a_machine_share_the_quarter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_a_machine_share_the_quarter(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert default_host_cache_bytes(_machine(tmp_path, gibibytes=16)) == GIB // 2
 
@@ -121,8 +109,8 @@ def test_the_ranks_of_a_machine_share_the_quarter(
     ],
 )
 def test_for_devices_the_ranks_of_a_machine_share_a_quarter_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], largest: int
-) -> None:
+    tmp_path, monkeypatch, variables, largest
+):
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -130,19 +118,17 @@ def test_for_devices_the_ranks_of_a_machine_share_a_quarter_of_any_size(
     assert largest_host_cache_bytes(16, _machine(tmp_path, gibibytes=512)) == largest
 
 
-def test_the_default_is_never_less_than_the_engine_needs(tmp_path: Path) -> None:
+def test_the_default_is_never_less_than_the_engine_needs(tmp_path):
     root = _machine(tmp_path, cgroup="0::/\n")
     _write(root, "memory.max", 64 << 20)
     assert default_host_cache_bytes(root) == 32 << 20
 
 
-def test_auto_is_a_size() -> None:
+def test_auto_is_a_size():
     assert 32 << 20 <= parse_host_cache_size("auto") <= 4 * GIB
 
 
-def test_a_size_beyond_the_limit_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_beyond_the_limit_is_refused_by_name(tmp_path, monkeypatch):
     root = _machine(tmp_path / "root", cgroup="0::/\n")
     _write(root, "memory.max", 1 << 40)
     limit = MemoryLimit(memory_limit(root).nbytes, memory_limit(root).source)

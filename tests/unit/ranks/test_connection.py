@@ -1,7 +1,5 @@
 """Requests to the job's store: what an error leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -14,7 +12,7 @@ from dcp_datastates.ranks.connection import Client, Connection
 class Store:
     """A store that answers nothing."""
 
-    def set(self, name: str, value: object) -> None:
+    def set(self, name, value):
         raise RuntimeError("the file was removed")
 
 

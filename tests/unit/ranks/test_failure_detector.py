@@ -1,7 +1,5 @@
 """Which rank is lost, and which only takes its time: two ranks' detectors in one process, over a store in a file."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

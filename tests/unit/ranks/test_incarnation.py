@@ -1,7 +1,5 @@
 """What a former job has left in the store is not believed, whether its processes are gone or alive."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

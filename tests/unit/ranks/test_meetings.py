@@ -1,7 +1,5 @@
 """How the ranks meet at the store: each number pairs with the same of the others, and no rank is stuck in one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """At which address other machines reach this one, and that gloo listens there."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 

@@ -1,7 +1,5 @@
 """What the ranks tell each other to agree on a save, and what they conclude."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

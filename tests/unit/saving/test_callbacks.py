@@ -1,7 +1,5 @@
 """Callbacks of a save may do what a program does: save, wait, load, raise. No save waits for them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -3,8 +3,6 @@
 Calls are counted in all threads for states of two sizes; the difference is what a further tensor costs.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A save that is over is freed without the garbage collector, which large jobs turn off."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """What a planner resolves the items of its plan to: data as planned, or an error that names the item."""
 
-from __future__ import annotations
-
 import io
 import pickle
 

@@ -1,7 +1,5 @@
 """NaN in what is saved is named once, or fails the save; anything else is no concern of this."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

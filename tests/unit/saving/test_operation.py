@@ -1,7 +1,5 @@
 """Every save ends in one line of the log, and asking for its outcome starts its reads."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import Future, wait
 
@@ -84,15 +82,6 @@ def test_asking_for_an_outcome_starts_the_reads(name, tmp_path):
     assert handle.path == tmp_path / "c"
     assert handle.stats.deferred_bytes == 4_000_000
     del optimizer
-
-
-def test_save_returns_when_it_is_committed_or_raises(tmp_path):
-    state, _optimizer = owned()
-    stats = dcp_datastates.save(state, tmp_path / "c", host_cache_size=CACHE)
-    assert (tmp_path / "c" / ".metadata").is_file()
-    assert stats.written_bytes > 4_000_000
-    with armed("publish.write.before=error:ENOSPC"), pytest.raises(StorageError, match="No space"):
-        dcp_datastates.save(state, tmp_path / "d", host_cache_size=CACHE)
 
 
 def test_what_is_not_known_yet_is_none(tmp_path):

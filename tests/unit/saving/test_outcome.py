@@ -1,7 +1,5 @@
 """The line of the log that every save ends with: its level, and what it says."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A rank's files count only once storage shows them as they were written; a thread that cannot start is named."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

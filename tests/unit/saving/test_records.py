@@ -1,7 +1,5 @@
 """The record of a save: one for each, whatever comes of it, and with every API."""
 
-from __future__ import annotations
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -248,14 +246,6 @@ def test_a_listener_that_raises_hides_no_record_from_the_others(tmp_path, caplog
         dcp_datastates.save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
         await_that(lambda: records)
     assert sum("a callback" in line.getMessage() for line in caplog.records) == 3
-
-
-def test_the_line_of_the_log_has_the_record(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "dcp_datastates.saving.outcome"):
-        handle = dcp_datastates.async_save(STATE, tmp_path / "c", host_cache_size=CACHE)
-        handle.result()
-        await_that(lambda: caplog.records)
-    assert [line.save_record for line in caplog.records] == [handle.record]
 
 
 def test_the_record_is_there_when_the_result_is(tmp_path):

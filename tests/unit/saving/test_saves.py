@@ -1,7 +1,5 @@
 """The saves of one writer: what wait() waits for, and which errors it raises."""
 
-from __future__ import annotations
-
 import pytest
 
 from dcp_datastates.errors import StorageError

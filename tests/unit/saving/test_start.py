@@ -2,8 +2,6 @@
 no gate, no turn, no host memory. And what a call does when saves come faster than they commit.
 """
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import Future
 

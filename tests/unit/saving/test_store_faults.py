@@ -1,7 +1,5 @@
 """A store that is slow, away, full of rests, or refuses: what becomes of a save, and of the training beside it."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -21,8 +19,8 @@ from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
 
-ELEMENTS = 6 << 20
-"""24 MiB in float32: a file of four parts."""
+ELEMENTS = 3 << 20
+"""12 MiB in float32: a file of two parts."""
 
 OLD = {"w": torch.zeros(ELEMENTS)}
 NEW = {"w": torch.ones(ELEMENTS)}
@@ -46,11 +44,11 @@ def save(state, path, **options):
     dcp_datastates.save(state, path, host_cache_size=CACHE, **options)
 
 
-def _bucket(root) -> Bucket:
+def _bucket(root):
     return Bucket(endpoint(), root.removeprefix("s3://"))
 
 
-def _only_old_is_there(root) -> None:
+def _only_old_is_there(root):
     assert str(latest(root)) == f"{root}/step-1"
     assert_same(load(f"{root}/step-1"), OLD)
     # What was sent before the save failed may come to be an object later, and is removed.
@@ -86,7 +84,7 @@ def leaves_no_upload():
     _await_uploads()
 
 
-def _await_uploads() -> None:
+def _await_uploads():
     await_that(lambda: all(t.name != "dcp_datastates-upload" for t in threading.enumerate()))
 
 

@@ -1,7 +1,5 @@
 """The phases of a save, by a clock that the test sets."""
 
-from __future__ import annotations
-
 import pytest
 
 from dcp_datastates.results import PHASES, Timeline

@@ -2,8 +2,6 @@
 requests: no more, and no fewer.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -35,12 +33,12 @@ def _share_however_little(monkeypatch):
     monkeypatch.setattr(assignment, "LEAST_REPEATED", 0.0)
 
 
-def _offer(rank: int, needed: set[int]) -> Offer:
+def _offer(rank, needed):
     edges = [b for b in range(BLOCKS + 1) if (b in needed) != (b - 1 in needed)]
     return Offer(("host", rank, bytes(16)), np.array(edges, np.int64))
 
 
-def _shares(needed: dict[int, set[int]]) -> dict[int, Share]:
+def _shares(needed):
     shares = assign({rank: _offer(rank, blocks) for rank, blocks in needed.items()})
     return {rank: Share.decode(share.encode()) for rank, share in shares.items()}
 
@@ -55,7 +53,7 @@ needs = st.lists(runs, min_size=1, max_size=6).map(
 )
 
 
-def _units(share: Share | None, needed: set[int]) -> dict[int, tuple]:
+def _units(share, needed):
     """By block: the unit, as this rank sees it."""
     found = {}
     for begin, end in _offer(0, needed).runs.tolist():
@@ -90,7 +88,7 @@ def test_a_block_that_several_ranks_need_has_one_owner_which_is_one_of_these(nee
 @settings(max_examples=300, deadline=None)
 @given(needs)
 def test_units_are_spread_evenly_over_the_ranks_that_need_them(needed):
-    counts: dict[frozenset, dict[int, set]] = {}
+    counts = {}
     shares = _shares(needed)
     for rank, blocks in needed.items():
         for block, unit in _units(shares.get(rank), blocks).items():

@@ -1,7 +1,5 @@
 """One rank's part in shared reads: two of them here, in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -33,8 +31,8 @@ TABLE = 84
 class _Job:
     """Two ranks that need all of one file, and what they read of it."""
 
-    def __init__(self, directory, monkeypatch) -> None:
-        self.reads: list[tuple[int, int]] = []
+    def __init__(self, directory, monkeypatch):
+        self.reads = []
         self.data = b"".join(bytes([n + 1]) * BLOCK_BYTES for n in range(BLOCKS))[:NBYTES]
         self.file = directory / "f"
         self.file.write_bytes(self.data + bytes(TABLE))
@@ -56,19 +54,19 @@ class _Job:
         self.addresses = [address for _, address in self.listening]
         offers = [Offer(tuple(each), self.runs.ravel()) for each in self.addresses]
         self.shares = assign(dict(enumerate(offers)))
-        self.ranks: list[SharedReads] = []
+        self.ranks = []
         self.start = lambda rank: self.ranks.append(
             SharedReads(self.shares[rank], *self.listening[rank], note, directory)
         )
 
-    def read(self, rank: SharedReads, ahead: bool = True) -> bytes:
+    def read(self, rank, ahead=True):
         step = 3 << 20  # units are longer, and begin elsewhere
         ranges = [(begin, min(begin + step, NBYTES)) for begin in range(0, NBYTES, step)]
         with rank.reading(self.needed if ahead else reads_of_rows()) as read_range:
             return b"".join(bytes(read_range(str(self.file), *each)) for each in ranges)
 
     @property
-    def bytes_read(self) -> int:
+    def bytes_read(self):
         return sum(end - begin for begin, end in self.reads)
 
 
@@ -240,12 +238,12 @@ def test_a_rank_with_another_secret_is_named_and_its_part_read_from_storage(job,
 
 
 class _Storage:
-    def __init__(self) -> None:
-        self.reads: list[int] = []
+    def __init__(self):
+        self.reads = []
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def read(self, unit: Unit) -> bytes:
+    def read(self, unit):
         self.reads.append(unit.begin)
         assert self.go_on.wait(30)
         if unit.begin >= 1000:
@@ -253,16 +251,16 @@ class _Storage:
         return bytes([unit.begin]) * ((unit.end - unit.begin) * BLOCK_BYTES)
 
 
-def _unit(begin: int, readers: int = 2) -> Unit:
+def _unit(begin, readers=2):
     return Unit(begin, begin + 1, 0, readers)
 
 
-def _units(storage: _Storage, blocks: int, count: int = 9) -> OwnUnits:
+def _units(storage, blocks, count=9):
     """Units, of which so many ``blocks`` are kept."""
     return OwnUnits(storage.read, count, blocks * BLOCK_BYTES)
 
 
-def _taken(units: OwnUnits, unit: Unit, nbytes: int = BLOCK_BYTES) -> memoryview | None:
+def _taken(units, unit, nbytes=BLOCK_BYTES):
     with units.taken(unit, 0, nbytes) as data:
         return data
 

@@ -1,7 +1,5 @@
 """A host cache far smaller than the state, references, leaks: nothing is lost, nothing is kept."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -33,8 +31,8 @@ def _owned(mebibytes, tensors=6, seed=0):
 
 
 @pytest.mark.parametrize("reads", sampled([60, "immediate", "blocking"], keep=[60, "blocking"]))
-def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
-    state, optimizer = _owned(128)
+def test_a_state_more_than_twice_the_host_cache_is_saved_right(reads, tmp_path):
+    state, optimizer = _owned(72)
     expected = clone(state)
     future = async_save(state, tmp_path, host_cache_size="32MiB", reads=reads)
     optimizer.step()
@@ -43,14 +41,14 @@ def test_a_state_many_times_the_host_cache_is_saved_right(reads, tmp_path):
 
 
 def test_a_synchronous_save_larger_than_the_host_cache_is_right(tmp_path):
-    state = large(100)
+    state = large(48)
     save(state, tmp_path, host_cache_size="32MiB")
     assert_same(load(zeros(state), tmp_path), state)
 
 
 def test_many_saves_in_flight_share_a_small_host_cache(tmp_path):
     ours = writer(host_cache_size="32MiB", reads=0.1)
-    states = [large(24, seed=number) for number in range(6)]
+    states = [large(16, seed=number) for number in range(5)]
     futures = [
         async_save(state, None, by=ours, checkpoint_id=tmp_path / str(number))
         for number, state in enumerate(states)
@@ -64,8 +62,8 @@ def test_many_saves_in_flight_share_a_small_host_cache(tmp_path):
 def test_saves_whose_window_is_shut_do_not_block_the_next_async_save(tmp_path):
     """The next ``stage()`` needs cache that older saves hold; they must not wait for a backward pass."""
     futures = []
-    for number in range(4):
-        state, optimizer = _owned(40, seed=number)
+    for number in range(3):
+        state, optimizer = _owned(16, seed=number)
         state["eager"] = filled((20 << 20,), torch.uint8, number)
         expected = clone(state)
         path = tmp_path / str(number)
@@ -78,9 +76,9 @@ def test_saves_whose_window_is_shut_do_not_block_the_next_async_save(tmp_path):
 
 
 def test_loads_proceed_while_saves_fill_the_host_cache(tmp_path):
-    state = large(48)
+    state = large(24)
     save(state, tmp_path / "old")
-    held, optimizer = _owned(128)
+    held, optimizer = _owned(80)
     expected = clone(held)
     future = async_save(held, tmp_path / "new", reads=3600)
     for _ in range(3):

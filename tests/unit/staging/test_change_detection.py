@@ -1,7 +1,5 @@
 """Writes that no gate can hold back: the right bytes, or ``SnapshotTornError`` and no commit. Never wrong."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

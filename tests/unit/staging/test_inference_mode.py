@@ -1,11 +1,6 @@
 """Inference mode: its tensors have no version counter, so they are copied at the call."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +18,13 @@ SECONDS = 60.0
 COUNT = 100_000
 
 
-def _sharded(local: torch.Tensor) -> DTensor:
+def _sharded(local):
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 
 # Called in inference mode. The state, and the tensors that are written to after the call.
-INFERENCE: dict[str, Callable[[], tuple[Any, list[torch.Tensor]]]] = {
+INFERENCE = {
     "tensor": lambda: (each := torch.ones(COUNT), [each]),
     "view": lambda: ((each := torch.ones(2, COUNT))[1], [each]),
     "Parameter": lambda: (each := torch.nn.Parameter(torch.ones(COUNT)), [each]),
@@ -45,9 +40,7 @@ INFERENCE: dict[str, Callable[[], tuple[Any, list[torch.Tensor]]]] = {
         keep=lambda case: case[1] != case[2],
     ),
 )
-def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
-    tmp_path: Path, kind: str, owned: bool, inside: bool
-) -> None:
+def test_an_inference_tensor_is_stored_as_it_was_at_the_call(tmp_path, kind, owned, inside):
     with torch.inference_mode():
         value, written = INFERENCE[kind]()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -65,7 +58,7 @@ def test_an_inference_tensor_is_stored_as_it_was_at_the_call(
     assert all(each.eq(1).all() for each in tensors)
 
 
-def _floats(nested: Any) -> list[torch.Tensor]:
+def _floats(nested):
     """The floating-point tensors in a nested dict."""
     if isinstance(nested, dict):
         return list(itertools.chain.from_iterable(map(_floats, nested.values())))
@@ -73,7 +66,7 @@ def _floats(nested: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("save", [dcp_datastates.save, dcp_datastates.async_save])
-def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path: Path, save: Any) -> None:
+def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path, save):
     with torch.inference_mode():
         model = torch.nn.Linear(300, 300)
     for number, state in enumerate((model.state_dict(), dict(model.named_parameters()))):
@@ -84,7 +77,7 @@ def test_a_model_that_was_made_in_inference_mode_is_saved(tmp_path: Path, save: 
         assert torch.equal(found["weight"], model.weight)
 
 
-def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_path: Path) -> None:
+def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_path):
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     track(optimizer)
@@ -112,14 +105,12 @@ def test_parameters_that_are_trained_are_still_deferred_in_inference_mode(tmp_pa
         keep=lambda case: case[2] == (case[1] == torch.float32),
     ),
 )
-def test_inference_tensors_are_loaded_into(
-    tmp_path: Path, kind: str, dtype: torch.dtype, inside: bool
-) -> None:
+def test_inference_tensors_are_loaded_into(tmp_path, kind, dtype, inside):
     saved = torch.randn(30, 40)
     dcp_datastates.save({"w": saved}, tmp_path, writer=writer())
     with torch.inference_mode():
         plain = torch.zeros(40, 30, dtype=dtype).t() if kind == "transposed" else None
-        target: torch.Tensor = torch.zeros(30, 40, dtype=dtype) if plain is None else plain
+        target = torch.zeros(30, 40, dtype=dtype) if plain is None else plain
         if kind == "Parameter":
             target = torch.nn.Parameter(target)
         if kind == "DTensor":

@@ -1,11 +1,7 @@
 """Memory that is moved, resized, shared or freed under a deferred read: the right bytes, or a torn save."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,9 +68,7 @@ EACH_KIND = ("share_memory_", "a storage of nothing", "an out= that grows", "ano
 
 
 @pytest.mark.parametrize("move", sampled(MOVES, EACH_KIND))
-def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_bytes(
-    move: str, tmp_path: Path
-) -> None:
+def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_bytes(move, tmp_path):
     done, outcomes = MOVES[move]
     ended = run_script(SAVED + done + CHECKED, tmp_path / "c")
     ended.assert_clean()
@@ -84,7 +78,7 @@ def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_byt
 class Mapped:
     """Memory that can be unmapped at will."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes):
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -96,11 +90,11 @@ class Mapped:
         buffer = (ctypes.c_char * nbytes).from_address(self._address)
         self.tensor = torch.frombuffer(buffer, dtype=torch.float32)
 
-    def unmap(self) -> None:
+    def unmap(self):
         assert self._libc.munmap(self._address, self._nbytes) == 0
 
 
-def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path) -> None:
+def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path):
     """Nothing tells of it: neither a storage's address nor its size, nor a counter."""
     mapped = Mapped(32 << 20)
     mapped.tensor.fill_(7.0)
@@ -118,7 +112,7 @@ def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path
     assert torch.equal(load({"w": torch.zeros(1 << 20)}, tmp_path)["w"], following)
 
 
-def test_memory_moves_freely_once_it_is_read(tmp_path: Path) -> None:
+def test_memory_moves_freely_once_it_is_read(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer)
@@ -134,7 +128,7 @@ def test_memory_moves_freely_once_it_is_read(tmp_path: Path) -> None:
         assert torch.equal(found, before)
 
 
-def test_storages_that_are_not_saved_do_not_wait(tmp_path: Path) -> None:
+def test_storages_that_are_not_saved_do_not_wait(tmp_path):
     """FSDP2 frees and allocates a storage for each module, in forward and backward."""
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     track(torch.optim.SGD([parameter], lr=1.0))
@@ -147,8 +141,8 @@ def test_storages_that_are_not_saved_do_not_wait(tmp_path: Path) -> None:
     future.result(60)
 
 
-def test_storages_resize_in_compiled_code(tmp_path: Path) -> None:
-    def shrink_and_grow(tensor: Any) -> Any:
+def test_storages_resize_in_compiled_code(tmp_path):
+    def shrink_and_grow(tensor):
         doubled = tensor * 2
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(doubled.untyped_storage().size())

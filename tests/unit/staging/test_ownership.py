@@ -1,7 +1,5 @@
 """Which tensors are deferred: those whose every change a hook announces."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -10,27 +8,26 @@ import weakref
 import pytest
 import torch
 from support.state.wrapped import Blocks, blocks
-from torch.optim import Optimizer
 
 import dcp_datastates
 from dcp_datastates.staging.ownership import Ownership, never_defer, track
 
 
-def owned_by(*optimizers: Optimizer) -> list[int | None]:
+def owned_by(*optimizers):
     """Groups of the parameters of the first."""
     parameters = optimizers[0].param_groups[0]["params"]
     return groups(Ownership(optimizers), *(parameter.detach() for parameter in parameters))
 
 
-def groups(ownership: Ownership, *tensors: torch.Tensor) -> list[int | None]:
+def groups(ownership, *tensors):
     return ownership.groups([tensor.untyped_storage() for tensor in tensors])
 
 
-def optimizer(*parameters: torch.Tensor, capturable: bool = False) -> Optimizer:
+def optimizer(*parameters, capturable=False):
     return torch.optim.AdamW(list(parameters), lr=0.1, capturable=capturable)
 
 
-def step(stepping: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def step(stepping, monkeypatch):
     """As on an accelerator, where ``capturable`` is allowed."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for parameter in stepping.param_groups[0]["params"]:
@@ -39,20 +36,18 @@ def step(stepping: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def parameter() -> torch.Tensor:
+def parameter():
     return torch.nn.Parameter(torch.zeros(8))
 
 
-def test_what_a_graph_may_step_is_not_deferred(parameter: torch.Tensor) -> None:
+def test_what_a_graph_may_step_is_not_deferred(parameter):
     """It may have been captured before the first look."""
     capturable = optimizer(parameter, capturable=True)
     track(capturable)
     assert owned_by(capturable) == [None]
 
 
-def test_what_steps_by_itself_is_deferred(
-    parameter: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_steps_by_itself_is_deferred(parameter, monkeypatch):
     """torch.compile makes optimizers capturable, and calls the hooks at each step."""
     compiled = optimizer(parameter, capturable=True)
     step(compiled, monkeypatch)
@@ -62,15 +57,13 @@ def test_what_steps_by_itself_is_deferred(
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_what_a_graph_may_step_as_well_is_not_deferred(
-    parameter: torch.Tensor, first: bool
-) -> None:
+def test_what_a_graph_may_step_as_well_is_not_deferred(parameter, first):
     plain, capturable = optimizer(parameter), optimizer(parameter, capturable=True)
     optimizers = [capturable, plain] if first else [plain, capturable]
     assert owned_by(*optimizers) == [None]
 
 
-def test_what_several_own_is_in_a_group_of_its_own(parameter: torch.Tensor) -> None:
+def test_what_several_own_is_in_a_group_of_its_own(parameter):
     own = torch.nn.Parameter(torch.zeros(8))
     first, second = optimizer(parameter, own), optimizer(parameter)
     shared, alone = owned_by(first, second)
@@ -78,7 +71,7 @@ def test_what_several_own_is_in_a_group_of_its_own(parameter: torch.Tensor) -> N
     assert None not in (shared, alone)
 
 
-def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter: torch.Tensor) -> None:
+def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter):
     moment, other = blocks(seed=1), blocks(seed=1)
     owner = optimizer(parameter)
     owner.state[parameter]["moment"] = Blocks(moment, torch.zeros(4))
@@ -87,9 +80,7 @@ def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter: torch.Tenso
     assert found[2] is None
 
 
-def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(
-    parameter: torch.Tensor,
-) -> None:
+def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(parameter):
     """Its parameters in low precision, say, into which mixed precision copies them after the step."""
     flat, other = torch.zeros(8), torch.zeros(8)
     owner = optimizer(parameter)
@@ -100,9 +91,7 @@ def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(
 
 
 @pytest.mark.parametrize("cycle", [False, True])
-def test_what_is_tracked_beside_an_optimizer_lives_no_longer_than_it(
-    parameter: torch.Tensor, cycle: bool
-) -> None:
+def test_what_is_tracked_beside_an_optimizer_lives_no_longer_than_it(parameter, cycle):
     flat = torch.zeros(8)
     owner = optimizer(parameter)
     track(owner, also=[flat])
@@ -117,9 +106,7 @@ def test_what_is_tracked_beside_an_optimizer_lives_no_longer_than_it(
     assert gone() is None
 
 
-def test_what_is_tracked_beside_an_optimizer_is_not_pickled_or_copied(
-    parameter: torch.Tensor,
-) -> None:
+def test_what_is_tracked_beside_an_optimizer_is_not_pickled_or_copied(parameter):
     owner = optimizer(parameter)
     before, copied = pickle.dumps(owner), vars(copy.deepcopy(owner)).keys()
     track(owner, also=[torch.zeros(100_000)])

@@ -1,9 +1,5 @@
 """When deferred reads begin: with the next backward pass, or at once where no hook on a gradient can fire."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -18,40 +14,38 @@ from dcp_datastates.staging.step_gate import arm_backward
 SECONDS = 60.0
 
 
-def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def _model():
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     track(optimizer)
     return model, optimizer
 
 
-def _leave_out_all_but(monkeypatch: pytest.MonkeyPatch, *optimizers: torch.optim.Optimizer) -> None:
+def _leave_out_all_but(monkeypatch, *optimizers):
     """The gate watches these optimizers only: those of other tests may live."""
     monkeypatch.setattr(step_gate, "known_optimizers", lambda: list(optimizers))
 
 
-def _backward(model: torch.nn.Module) -> None:
+def _backward(model):
     model(torch.ones(4, 300)).sum().backward()
 
 
-def _replay(model: torch.nn.Module) -> None:
+def _replay(model):
     """Gradients without a backward pass of autograd's: a captured graph writes them."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
 
 
-def _frozen() -> torch.Tensor:
+def _frozen():
     parameter = torch.nn.Parameter(torch.ones(100_000), requires_grad=False)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     track(optimizer)
     # The test keeps the optimizer, and with it what it owns.
-    parameter.optimizer = optimizer  # type: ignore[attr-defined]
+    parameter.optimizer = optimizer
     return parameter
 
 
-def test_without_gradients_reads_begin_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_reads_begin_at_once(tmp_path, monkeypatch):
     value = _frozen()
     _leave_out_all_but(monkeypatch, value.optimizer)
     future = async_save({"w": value}, tmp_path, reads=3600)
@@ -59,9 +53,7 @@ def test_without_gradients_reads_begin_at_once(
     future.result()
 
 
-def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(tmp_path, monkeypatch):
     """The replay of a captured backward pass calls no hook."""
     model, optimizer = _model()
     _leave_out_all_but(monkeypatch, optimizer)
@@ -74,9 +66,7 @@ def test_reads_begin_at_once_after_a_step_that_no_gradient_announced(
     second.result()
 
 
-def test_the_window_waits_again_once_gradients_announce_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_window_waits_again_once_gradients_announce_steps(monkeypatch):
     model, optimizer = _model()
     _leave_out_all_but(monkeypatch, optimizer)
     answers = []
@@ -90,7 +80,7 @@ def test_the_window_waits_again_once_gradients_announce_steps(
     assert answers == [True, True, False, False, True, True, True]
 
 
-def test_one_optimizer_with_gradients_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_optimizer_with_gradients_is_enough(monkeypatch):
     model, optimizer = _model()
     other, replayed = _model()
     _leave_out_all_but(monkeypatch, optimizer, replayed)
@@ -104,9 +94,7 @@ def test_one_optimizer_with_gradients_is_enough(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("option", [False, True])
-def test_saves_do_not_compile_the_backward_pass_anew(
-    tmp_path: Path, option: bool, whole: bool
-) -> None:
+def test_saves_do_not_compile_the_backward_pass_anew(tmp_path, option, whole):
     """With compiled autograd, hooks on gradients are compiled, too."""
     torch.compiler.reset()
     model, optimizer = _model()

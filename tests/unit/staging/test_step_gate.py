@@ -1,15 +1,11 @@
 """The step gate does not wait without a bound, not in a signal handler either, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from support.jobs.ranks import ranks
-from support.jobs.scripts import Ended, run_script
+from support.jobs.scripts import run_script
 from support.state.checkpoints import (
     assert_same,
     async_save,
@@ -34,9 +30,7 @@ from dcp_datastates.errors import SaveStalledError
 SECONDS = 60.0
 
 
-def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(tmp_path, caplog):
     state, optimizer = owned(value=2.0)
     planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
@@ -51,7 +45,7 @@ def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
     assert_same(load(zeros(state), tmp_path), state)
 
 
-def test_moving_memory_waits_no_longer_than_a_step(tmp_path: Path) -> None:
+def test_moving_memory_waits_no_longer_than_a_step(tmp_path):
     state, _optimizer = owned(value=2.0)
     planner = LatePlanner()
     future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
@@ -87,14 +81,14 @@ assert found["w"].unique().tolist() == [2.0]
 """
 
 
-def _slow(path: Path, then: str, *, pause: float, options: str, before: str = "") -> Ended:
+def _slow(path, then, *, pause, options, before=""):
     script = before + SLOW_STORAGE.format(pause=pause, options=options) + then
     ended = run_script(script, path, timeout=90)
     ended.assert_clean()
     return ended
 
 
-def test_reads_that_stand_still_fail_the_save_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_reads_that_stand_still_fail_the_save_and_nothing_is_committed(tmp_path):
     failed = """
 try:
     future.result(60)
@@ -107,12 +101,12 @@ assert not os.path.exists(path + "/.metadata")
     _slow(tmp_path / "c", STEPPED + failed, pause=2.5, options="commit_timeout=1.0")
 
 
-def test_a_slow_save_that_goes_on_is_waited_for(tmp_path: Path) -> None:
+def test_a_slow_save_that_goes_on_is_waited_for(tmp_path):
     longer = "assert waited > 1.5, waited  # than the timeout"
     _slow(tmp_path / "c", STEPPED + longer + LOADED, pause=0.6, options="commit_timeout=1.5")
 
 
-def test_a_signal_handler_saves_while_the_gate_waits(tmp_path: Path) -> None:
+def test_a_signal_handler_saves_while_the_gate_waits(tmp_path):
     handler = """
 import threading
 
@@ -135,7 +129,7 @@ assert number_at(path + "-preempted") == 9.0
     assert ended.stdout.split() == ["saved"]
 
 
-def test_a_signal_handler_saves_whatever_it_interrupts(tmp_path: Path) -> None:
+def test_a_signal_handler_saves_whatever_it_interrupts(tmp_path):
     """At random moments of saves and steps; the handler's save is done or fails, and nothing hangs."""
     ended = run_script(
         """
@@ -170,7 +164,7 @@ print(sum(error is None for error in handled), len(handled), [error for error in
     assert int(ended.stdout.split()[0]) > 0, ended.stdout
 
 
-def test_gradient_hooks_go_with_their_optimizer(tmp_path: Path) -> None:
+def test_gradient_hooks_go_with_their_optimizer(tmp_path):
     model = torch.nn.Linear(512, 512)
     ours = writer(reads=0.05)
     for number in range(10):
@@ -188,7 +182,7 @@ def test_gradient_hooks_go_with_their_optimizer(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -> None:
+def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path):
     parameter, low = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1_000_000)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer, also=[low])
@@ -200,7 +194,7 @@ def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, whole: bool) -> None:
+def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path, whole):
     """``whole``: the step itself is compiled; else a function that calls it."""
     torch.compiler.reset()
     parameter = torch.nn.Parameter(torch.full((1_000_000,), 9.0))
@@ -222,14 +216,14 @@ def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, w
     assert compiles.frame_count == 1
 
 
-def _offloaded(local: torch.Tensor) -> torch.nn.Parameter:
+def _offloaded(local):
     """As FSDP2's CPUOffloadPolicy leaves a parameter: a mesh of GPUs, and the shard on the host."""
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
     return torch.nn.Parameter(DTensor(local, spec, requires_grad=False))
 
 
-def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_path: Path) -> None:
+def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_path):
     """With a hook, FSDP2 would wait for the copy of each gradient to the host."""
     parameter = _offloaded(torch.full((1_000_000,), 2.0))
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
@@ -243,25 +237,23 @@ def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_p
     assert load({"w": torch.zeros(1_000_000)}, tmp_path)["w"].unique().tolist() == [2.0]
 
 
-def _plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _plain(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _with_an_empty_group(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _with_an_empty_group(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.add_param_group({"params": []})
     return optimizer
 
 
-def _beside_offloaded(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _beside_offloaded(model):
     parameters = [*model.parameters(), _offloaded(torch.ones(8))]
     return torch.optim.SGD(parameters, lr=1.0, foreach=False)
 
 
 @pytest.mark.parametrize("make", [_plain, _with_an_empty_group, _beside_offloaded])
-def test_the_next_backward_pass_opens_the_window(
-    make: Callable[[torch.nn.Module], torch.optim.Optimizer], tmp_path: Path
-) -> None:
+def test_the_next_backward_pass_opens_the_window(make, tmp_path):
     model = torch.nn.Linear(512, 512)
     for number in range(2):
         optimizer = make(model)  # a newer one
@@ -273,7 +265,7 @@ def test_the_next_backward_pass_opens_the_window(
 
 
 @ranks(1)
-def test_on_a_cpu_mesh_the_backward_pass_of_fsdp_opens_the_window(shared_dir: Path) -> None:
+def test_on_a_cpu_mesh_the_backward_pass_of_fsdp_opens_the_window(shared_dir):
     """There, FSDP2 has no copy to wait for."""
     model = torch.nn.Linear(512, 512)
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))

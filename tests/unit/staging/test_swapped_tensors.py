@@ -4,14 +4,9 @@ Torch then swaps the tensors of a parameter (``swap_tensors``): always under FSD
 refuses tensors that have weak references.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,11 +26,11 @@ from dcp_datastates.errors import SnapshotTornError
 SECONDS = 20.0
 
 
-def _reload(model: torch.nn.Module) -> None:
+def _reload(model):
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
 
-CONVERSIONS: dict[str, Callable[[torch.nn.Module], Any]] = {
+CONVERSIONS = {
     "to(bfloat16)": lambda model: model.to(torch.bfloat16),
     "double": torch.nn.Module.double,
     "float": torch.nn.Module.float,
@@ -44,19 +39,19 @@ CONVERSIONS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "load_state_dict": _reload,
 }
 KINDS = ["plain", "swapping", "DTensor"]
-STATES: dict[str, Callable[[torch.nn.Module], dict[str, torch.Tensor]]] = {
+STATES = {
     "state_dict": torch.nn.Module.state_dict,
     "parameters": lambda model: dict(model.named_parameters()),
 }
 
 
 @pytest.fixture(autouse=True)
-def _swapping() -> Iterator[None]:
+def _swapping():
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def _trained(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def _trained(kind):
     torch.__future__.set_swap_module_params_on_conversion(kind == "swapping")
     torch.manual_seed(0)
     model = torch.nn.Linear(200, 200)
@@ -70,20 +65,20 @@ def _trained(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _backward(model: torch.nn.Module) -> None:
+def _backward(model):
     """A gradient for each parameter, by a backward pass."""
     sum(parameter.square().sum() for parameter in model.parameters()).backward()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _bytes(state):
     return {name: _local(value.detach()).clone().view(torch.uint8) for name, value in state.items()}
 
 
-def _assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
+def _assert_holds(path, expected):
     found = _bytes(dcp_datastates.load(path))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -97,9 +92,7 @@ CASES = list(itertools.product(CONVERSIONS, KINDS, STATES))
     ("conversion", "kind", "state"),
     sampled(CASES, keep=lambda case: case[0] == "double" or case[2] == "parameters"),
 )
-def test_a_model_that_was_saved_is_converted_and_saved_again(
-    tmp_path: Path, conversion: str, kind: str, state: str
-) -> None:
+def test_a_model_that_was_saved_is_converted_and_saved_again(tmp_path, conversion, kind, state):
     model, optimizer = _trained(kind)
     ours = writer(reads=3600)
     dcp_datastates.async_save(STATES[state](model), tmp_path / "1", writer=ours).result(SECONDS)
@@ -121,8 +114,8 @@ def test_a_model_that_was_saved_is_converted_and_saved_again(
     sampled(CASES, keep=lambda case: case[2] == "parameters"),
 )
 def test_a_conversion_during_a_save_never_changes_what_is_committed(
-    tmp_path: Path, conversion: str, kind: str, state: str
-) -> None:
+    tmp_path, conversion, kind, state
+):
     model, _optimizer = _trained(kind)
     expected = _bytes(STATES[state](model))
     ours = writer(reads=3600)
@@ -145,9 +138,7 @@ def test_a_conversion_during_a_save_never_changes_what_is_committed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
-    tmp_path: Path, kind: str
-) -> None:
+def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(tmp_path, kind):
     """Plans are cached for states that look alike: the look at the call, and the plan later, must be of one state."""
     model, _optimizer = _trained(kind)
     ours, slow = writer(reads=3600), LatePlanner()
@@ -168,7 +159,7 @@ def test_the_plan_of_a_model_that_was_converted_meanwhile_is_not_used_again(
 
 
 @ranks(1)
-def test_a_model_under_fsdp_is_moved_and_converted_after_a_save(shared_dir: Path) -> None:
+def test_a_model_under_fsdp_is_moved_and_converted_after_a_save(shared_dir):
     model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -184,7 +175,7 @@ def test_a_model_under_fsdp_is_moved_and_converted_after_a_save(shared_dir: Path
         optimizer.zero_grad()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value):
     if isinstance(value, torch.Tensor):
         yield value
         yield from _tensors(getattr(value, "_local_tensor", None))
@@ -194,7 +185,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "DTensor"])
-def test_nothing_refers_weakly_to_a_tensor(tmp_path: Path, kind: str) -> None:
+def test_nothing_refers_weakly_to_a_tensor(tmp_path, kind):
     model, optimizer = _trained(kind)
     low = torch.zeros(100_000)
     track(optimizer, also=[low])

@@ -2,15 +2,10 @@
 committed, or the save fails. The oracle is a copy of the bytes that is made at the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,16 +34,14 @@ from dcp_datastates.staging import step_gate
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def _saved(tensor: torch.Tensor, path: Path, **options: Any) -> Any:
+def _saved(tensor, path, **options):
     return dcp_datastates.async_save({"w": tensor}, path, host_cache_size=CACHE, **options)
 
 
 @pytest.mark.parametrize("when", ["before", "before, audited", "during", "after"])
 @pytest.mark.parametrize("all_writes", sampled([False, True], keep=[False]))
 @pytest.mark.parametrize("kind", sampled(KINDS, keep=lambda kind: not kind.startswith("torchao")))
-def test_a_write_around_the_reads_is_never_committed_in_part(
-    kind: str, all_writes: bool, when: str, tmp_path: Path
-) -> None:
+def test_a_write_around_the_reads_is_never_committed_in_part(kind, all_writes, when, tmp_path):
     """Before the reads, right after the call (the reads may come before it, after it, or both), or after them."""
     audit = when == "before, audited"
     reads = 600 if when.startswith("before") else "immediate"
@@ -73,18 +66,18 @@ def test_a_write_around_the_reads_is_never_committed_in_part(
     assert not wrong
 
 
-def _one_value(target: torch.Tensor) -> None:
+def _one_value(target):
     target.reshape(-1)[12_345] = 7.0
 
 
-def _multiply_one(sharded: torch.Tensor) -> None:
+def _multiply_one(sharded):
     factor = torch.ones(ROWS * COLUMNS)
     factor[12_345] = 0.5
     mesh = sharded.device_mesh
     sharded.mul_(distribute_tensor(factor.view(ROWS, COLUMNS), mesh, [Shard(0)]))
 
 
-SMALL: dict[str, Callable[[Any], object]] = {
+SMALL = {
     "plain": _one_value,
     "plain, its .data in the state": _one_value,
     "DTensor": _multiply_one,
@@ -94,7 +87,7 @@ SMALL: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind: str, tmp_path: Path) -> None:
+def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind, tmp_path):
     tensor = KINDS[kind].make()
     owner = Owner(tensor)
     handle = _saved(KINDS[kind].given(tensor), tmp_path, reads=600)
@@ -105,7 +98,7 @@ def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind: str, tmp_path: P
     assert owner
 
 
-UNKNOWN: dict[str, Callable[[torch.Tensor], object]] = {
+UNKNOWN = {
     ".data": lambda p: _one_value(p.data),
     "numpy": lambda p: p.detach().numpy().reshape(-1).__setitem__(12_345, 7.0),
     "a view of the memory": lambda p: memoryview(p.detach().numpy().reshape(-1)).__setitem__(
@@ -115,9 +108,7 @@ UNKNOWN: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("write", UNKNOWN)
-def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
-    write: str, tmp_path: Path
-) -> None:
+def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(write, tmp_path):
     tensor = plain()
     owner = Owner(tensor)
     handle = _saved(tensor.detach(), tmp_path, reads=600, audit=True)
@@ -131,7 +122,7 @@ def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
 
 
 @pytest.mark.parametrize("kind", ["plain", "DTensor", "DTensor, by to_local()"])
-def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) -> None:
+def test_a_write_that_ends_after_the_reads_is_seen(kind, tmp_path):
     """Torch moves the counter when the kernel is done. The kernel changes one value at once, and then takes long.
 
     An operation on a DTensor keeps the GIL in torch 2.13, so that nothing of ours runs meanwhile; a newer one need not.
@@ -170,9 +161,7 @@ class InTwoCalls(Blocks):
     goes_on = threading.Event()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is not torch.ops.aten.zero_.default:
             return super().__torch_dispatch__(function, types, args, kwargs)
         args[0].codes.zero_()
@@ -183,9 +172,7 @@ class InTwoCalls(Blocks):
 
 
 @pytest.mark.parametrize("reads_end_between", [True, False])
-def test_a_write_that_torch_carries_out_in_python_is_seen(
-    reads_end_between: bool, tmp_path: Path
-) -> None:
+def test_a_write_that_torch_carries_out_in_python_is_seen(reads_end_between, tmp_path):
     InTwoCalls.between.clear()
     InTwoCalls.goes_on.clear()
     tensor = InTwoCalls(torch.rand(ROWS, COLUMNS), torch.rand(ROWS // 2))
@@ -207,8 +194,8 @@ def test_a_write_that_torch_carries_out_in_python_is_seen(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_committed(
-    first: bool, tmp_path: Path
-) -> None:
+    first, tmp_path
+):
     """With an audit, as the reads may meet a swap in the middle, in a few bytes."""
     head = torch.nn.Parameter(torch.rand(1 << 20))  # 4 MiB
     body = torch.nn.Parameter(torch.rand(12 << 20))  # 48 MiB, more than the cache
@@ -232,9 +219,9 @@ def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_c
     assert owners
 
 
-LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+LOADS = {
     "load": lambda state, path: dcp_datastates.load(path, state),
-    "dcp.load": lambda state, path: dist.checkpoint.load(  # type: ignore[attr-defined]
+    "dcp.load": lambda state, path: dist.checkpoint.load(
         state, storage_reader=dcp_datastates.DataStatesReader(path)
     ),
 }
@@ -248,9 +235,7 @@ LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
         keep=[("plain, by .data", "load"), ("DTensor", "dcp.load")],
     ),
 )
-def test_a_load_waits_for_the_reads_of_what_it_overwrites(
-    kind: str, load: str, audit: bool, tmp_path: Path
-) -> None:
+def test_a_load_waits_for_the_reads_of_what_it_overwrites(kind, load, audit, tmp_path):
     tensor = KINDS[kind].make()
     owner = Owner(tensor)
     dcp_datastates.save({"w": tensor.detach() + 1}, tmp_path / "other", host_cache_size=CACHE)
@@ -263,9 +248,7 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     assert owner
 
 
-def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(tmp_path, caplog):
     tensor, other = plain(), plain()
     owner, another = Owner(tensor), Owner(other)
     outcomes = []

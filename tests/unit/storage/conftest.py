@@ -1,7 +1,5 @@
 """A checkpoint's place in an object store in memory."""
 
-from __future__ import annotations
-
 import pytest
 from support.simulated.object_stores import installed
 

@@ -1,7 +1,5 @@
 """Attempts below a prefix in an object store: the newest committed one is the checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """File operations that are abandoned when they hang."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """A job saves to the file system on which its checkpoints lie, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -23,7 +21,7 @@ def mounted(monkeypatch):
     number = [1]
     monkeypatch.setattr(claims, "_device_of", lambda path: number[0])
 
-    def mount(device: int) -> None:
+    def mount(device):
         number[0] = device
 
     return mount

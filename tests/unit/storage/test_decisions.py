@@ -1,7 +1,5 @@
 """Decisions in an object store: committed or withdrawn, once and for all, whatever becomes of a request."""
 
-from __future__ import annotations
-
 import pytest
 from support.simulated.object_stores import Fate
 

@@ -1,7 +1,5 @@
 """Failpoints: what the environment may say, and what Python makes of it. Actions: native/tests/failpoints_test.cpp."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import threading

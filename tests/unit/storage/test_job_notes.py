@@ -1,7 +1,5 @@
 """Notes beside the checkpoints: bounded, without secrets; and a stranger's file in place of one harms nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Which directory a path means: relative ones, home directories, symbolic links."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

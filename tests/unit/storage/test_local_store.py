@@ -1,7 +1,5 @@
 """A directory as a store: what is created once, also on a full file system, and on one without hard links."""
 
-from __future__ import annotations
-
 import errno
 import os
 
@@ -36,23 +34,19 @@ def full(request, path):
 
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("held", [False, True])
-def test_on_a_full_file_system_what_is_committed_cannot_be_withdrawn(held, path):
+def test_on_a_full_file_system_an_attempt_is_withdrawn_once_and_not_after_its_commit(held, path):
+    other = Attempt(16, 2)
+    make_folder((path / other.name).key, "plan")
     decisions.decide(path, ATTEMPT, METADATA)
     with operations.during("delete", path.folder if held else None):
         assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
         decisions.mark_deleted(path, ATTEMPT)
         assert decisions.withdraw(path, ATTEMPT) is State.DELETED
+        for _ in range(2):
+            assert decisions.withdraw(path, other) is State.WITHDRAWN
     assert decisions.state_of(path, ATTEMPT) is State.DELETED
-
-
-@pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("held", [False, True])
-def test_on_a_full_file_system_an_attempt_is_withdrawn_once(held, path):
-    with operations.during("delete", path.folder if held else None):
-        assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
-        assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
-    assert decisions.state_of(path, ATTEMPT) is State.WITHDRAWN
-    assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
+    assert decisions.state_of(path, other) is State.WITHDRAWN
+    assert decisions.decide(path, other, METADATA) is State.WITHDRAWN
 
 
 @pytest.mark.usefixtures("full")

@@ -1,7 +1,5 @@
 """What a path or a URL names, and places in stores as paths."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -91,7 +89,7 @@ def test_options_are_for_urls_and_are_never_shown():
     ):
         assert "very-secret" not in shown
     with pytest.raises(ConfigurationError, match="dict"):
-        locate("s3://bucket/a", options="secret=very-secret")  # type: ignore[arg-type]
+        locate("s3://bucket/a", options="secret=very-secret")
 
 
 def test_a_place_in_memory_has_the_url_that_was_given():

@@ -1,7 +1,5 @@
 """What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore; ``ram://``."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,10 +71,10 @@ def test_listings_show_one_level(store):
     assert store.list("nothing").folders == store.list("nothing").objects == ()
 
 
-@pytest.mark.parametrize("count", tries(1100, 2500))
+@pytest.mark.parametrize("count", tries(250, 2500))
 def test_listings_have_many_pages(store, count):
     if store.url.startswith("az://"):
-        count = 1100  # azurite takes half a minute to delete 256 objects, if the machine is busy
+        count = min(count, 1100)  # it deletes 256 objects in half a minute if the machine is busy
     made = [f"many/{number:05}" for number in range(count)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: store.put(key, b""), made))

@@ -1,7 +1,5 @@
 """Servers and networks that fail, behind obstore: moto, through a proxy that makes the faults."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """File operations where the file system lacks something."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Checkpoints that are carried to an archive behind training, by one process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets
@@ -11,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, installed
 from support.state.archiving import archived_save, restart
 from support.state.checkpoints import raises, save
+from support.state.files import flip_bit
 from support.state.states import filled
 
 import dcp_datastates
@@ -29,11 +28,6 @@ from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying, run_identity
 
 STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +101,7 @@ def test_any_request_may_fail_or_lose_its_answer(tmp_path, slow, store, kind, fa
     """The first two of its kind."""
     left = [2]
 
-    def on_request(request: Request) -> Fate:
+    def on_request(request):
         if request.kind == kind and left[0] and threading.current_thread().name.endswith("archive"):
             left[0] -= 1
             return fate
@@ -208,7 +202,7 @@ def test_a_stock_checkpoint_in_the_archive_stays(tmp_path):
 def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
     gate = threading.Event()
 
-    def on_request(request: Request) -> Fate:
+    def on_request(request):
         gate.wait(30)
         return Fate.DONE
 
@@ -216,9 +210,7 @@ def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
     handle = _save(tmp_path / "fast/step-1", slow)
     handle.result(30)
     (path,) = (tmp_path / "fast/step-1").glob("*/*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[5000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 5000)
     gate.set()
     with pytest.raises(dcp_datastates.errors.CheckpointCorruptError):
         handle.archived.result(30)

@@ -1,7 +1,5 @@
 """The files of a node: what forked children hold, and requests that the server refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nodes of a ``ram://`` store fail: connections break, bytes change, memory is full, a node is silent."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,9 +1,5 @@
 """Options of ``ram://`` stores, and a process alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from support.jobs.scripts import run_script
@@ -30,7 +26,7 @@ def test_options_that_cannot_work_are_refused_by_name(options):
 
 
 @pytest.mark.parametrize("by", ["its URL", "a directory", "memory"])
-def test_a_process_alone_uses_its_node(by: str, tmp_path: Path):
+def test_a_process_alone_uses_its_node(by, tmp_path):
     root = {"its URL": f"node://{tmp_path}/nodes/run", "memory": "ram://run"}.get(by, "node:///run")
     ended = run_script(
         f"""

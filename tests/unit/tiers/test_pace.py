@@ -1,7 +1,5 @@
 """How fast a process sends."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

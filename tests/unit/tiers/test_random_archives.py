@@ -1,52 +1,50 @@
 """Random lives of a run with an archive: saves, restarts, deletions, a store that fails, loses answers, and is away."""
 
-from __future__ import annotations
-
 import random
 import threading
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.archiving import archived_save, restart
 from support.tiers import tries
 
-from dcp_datastates import latest, load, results, retain, verify
+from dcp_datastates import latest, load, retain, verify
 from dcp_datastates.checkpoints.listing import checkpoints
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import archive, carrying
 
 
-def _state(step: int) -> dict[str, torch.Tensor]:
+def _state(step):
     return {"w": torch.full((3000,), float(step)), "step": torch.tensor(step)}
 
 
 class _Life:
     """One run. What it has been promised is kept apart, by steps."""
 
-    def __init__(self, seed: int, fast, store: MemoryStore, slow: str) -> None:
+    def __init__(self, seed, fast, store, slow):
         self.chance = random.Random(seed)
         self.fast, self.store, self.slow = fast, store, slow
         self.step = 0
-        self.committed: set[int] = set()
-        self.archived: set[int] = set()
-        self.handles: dict[int, results.SaveHandle] = {}
+        self.committed = set()
+        self.archived = set()
+        self.handles = {}
         self.rate = 0.0
         store.on_request = self.fate
 
-    def fate(self, request: Request) -> Fate:
+    def fate(self, request):
         if threading.current_thread().name != "dcp_datastates-archive":
             return Fate.DONE  # the test's own
         if self.chance.random() >= self.rate:
             return Fate.DONE
         return self.chance.choice([Fate.REFUSED, Fate.LOST])
 
-    def act(self) -> None:
+    def act(self):
         self.chance.choice(
             [self.save, self.save, self.save, self.restart, self.retain, self.weather]
         )()
 
-    def save(self) -> None:
+    def save(self):
         if self.chance.random() < 0.8 or not self.step:
             self.step += 1  # else again, as after going back
         handle = archived_save(_state(self.step), self.fast / f"step-{self.step}", self.slow)
@@ -55,28 +53,28 @@ class _Life:
         self.archived.discard(self.step)  # the newest of that number may not be, yet
         self.handles[self.step] = handle
 
-    def note(self) -> None:
+    def note(self):
         for step, handle in list(self.handles.items()):
             if handle.archived.done():
                 if handle.archived.exception() is None:
                     self.archived.add(step)
                 del self.handles[step]
 
-    def restart(self) -> None:
+    def restart(self):
         restart()
         self.note()
         self.handles.clear()
 
-    def retain(self) -> None:
+    def retain(self):
         before = {path.name for path in checkpoints(self.fast)}
         retain(self.fast, keep=1)
         for name in before - {path.name for path in checkpoints(self.fast)}:
             assert verify(f"{self.slow}/{name}").whole, "it is nowhere else"
 
-    def weather(self) -> None:
+    def weather(self):
         self.rate = self.chance.choice([0.0, 0.2, 0.6, 1.0])
 
-    def check(self) -> None:
+    def check(self):
         self.note()
         if not self.committed:
             return
@@ -88,7 +86,7 @@ class _Life:
         for step in self.archived:
             assert verify(f"{self.slow}/step-{step}").whole
 
-    def end(self) -> None:
+    def end(self):
         """In fair weather, after a restart, all is archived that was committed with an archive, and pinned."""
         self.rate = 0.0
         self.restart()
@@ -104,7 +102,7 @@ class _Life:
         ]
 
 
-def _attempts(key: str, store: MemoryStore) -> int:
+def _attempts(key, store):
     """How many attempts have data at the checkpoint of ``key``."""
     prefix = key[: key.index("/step-") + 1] + key[key.index("/step-") + 1 :].split("/")[0] + "/"
     return len(

@@ -1,7 +1,5 @@
 """Messages between two processes: damaged, long, hostile ones, and how long one end waits for the other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -36,7 +34,7 @@ def ends():
         yield ends
 
 
-def message(said: bytes, data: bytes = b"") -> bytearray:
+def message(said, data=b""):
     checksum = crc32c(data, crc32c(said))
     own = lines._own(len(said), len(data), checksum)
     return bytearray(lines._HEADER.pack(len(said), len(data), checksum, own) + said + data)
@@ -134,7 +132,7 @@ def test_a_damaged_header_ends_the_connection(ends, at):
         line.receive(100)
 
 
-def _drop_by_drop(end: socket.socket, stop: threading.Event) -> None:
+def _drop_by_drop(end, stop):
     """Send the header of a long message, then a byte now and then."""
     end.sendall(lines._HEADER.pack(2, 1 << 20, 0, lines._own(2, 1 << 20, 0)))
     while not stop.wait(0.01):
@@ -183,11 +181,11 @@ def test_a_line_that_carries_nothing_waits_for_a_request_without_a_limit(monkeyp
 class _Served:
     """A server that answers with what it was asked, but refuses ``None``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.connections = self.requests = 0
         self.server = Server(*listen("127.0.0.1"), "dcp_datastates-wire-test", self._serve)
 
-    def _serve(self, line) -> None:
+    def _serve(self, line):
         self.connections += 1
         for words, _ in line.requests():
             self.requests += 1
@@ -204,7 +202,7 @@ def served():
     made.server.close()
 
 
-def gone() -> Address:
+def gone():
     """Of a server that is no more."""
     listening, address = listen("127.0.0.1")
     listening.close()

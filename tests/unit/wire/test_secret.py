@@ -1,7 +1,5 @@
 """The secret of a job: where it is found, and what is refused."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A server in a process that trains: strangers at its port, the job's own processes, and forked children."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.jobs.scripts import run_script
 from support.stores.asking import asked
+from support.stores.certificates import Certificate
 from support.waiting import await_that
 
 from dcp_datastates.wire import server as servers
@@ -44,15 +43,24 @@ def server():
     await_that(lambda: not threads())
 
 
-def threads() -> list[threading.Thread]:
+@pytest.fixture(params=["plain", "TLS"])
+def either(request, monkeypatch, tmp_path):
+    """A server with or without TLS."""
+    if request.param == "TLS":
+        certificate = Certificate(tmp_path / "job.pem")
+        monkeypatch.setenv("DCP_DATASTATES_SECRET_FILE", str(certificate.path))
+    return request.getfixturevalue("server")
+
+
+def threads():
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def stranger(server) -> socket.socket:
+def stranger(server):
     return socket.create_connection(server.address[:2], 5)
 
 
-def has_ended(connection: socket.socket) -> bool:
+def has_ended(connection):
     """Whether the server has ended the connection; waits for that."""
     connection.settimeout(10)
     with contextlib.suppress(ConnectionError):
@@ -61,7 +69,7 @@ def has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def descriptors() -> int:
+def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -107,11 +115,11 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_dropped_as_soon(server, mon
 
 
 @pytest.mark.parametrize("says", [os.urandom(4096), b"\xff" * 64, b"GET / HTTP/1.1\r\n" * 4])
-def test_garbage_is_answered_with_nothing_but_the_end(server, says):
-    with stranger(server) as connection:
+def test_garbage_is_answered_with_nothing_but_the_end(either, says):
+    with stranger(either) as connection:
         connection.sendall(says)
         assert has_ended(connection)
-    with contextlib.closing(connect(server.address)) as own:
+    with contextlib.closing(connect(either.address)) as own:
         assert asked(own, "after") == ("after", b"")
 
 
@@ -159,23 +167,20 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
 # ---- who is served -----------------------------------------------------------------------------------
 
 
-def test_another_token_or_secret_is_refused_at_both_ends(server, monkeypatch):
-    with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
-        connect(server.address._replace(token=bytes(16)))
-    monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
-    with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
-        connect(server.address)
-    assert not server._lines
-
-
-def test_a_process_that_has_read_all_of_the_store_does_not_know_the_secret(monkeypatch):
-    monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
+@pytest.mark.parametrize(("of_server", "of_client"), [("", "s" * 32), ("s" * 32, "")])
+def test_another_token_or_secret_is_refused_at_both_ends(of_server, of_client, monkeypatch):
+    """Who has read all of the job's store knows the token, and not the secret."""
+    monkeypatch.setenv("DCP_DATASTATES_SECRET", of_server)
     with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
         with contextlib.closing(connect(server.address)) as own:
             assert asked(own, "own") == ("own", b"")
-        monkeypatch.delenv("DCP_DATASTATES_SECRET")
-        with pytest.raises(PermissionError):
+        await_that(lambda: not server._lines)
+        with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
+            connect(server.address._replace(token=bytes(16)))
+        monkeypatch.setenv("DCP_DATASTATES_SECRET", of_client)
+        with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
             connect(server.address)
+        assert not server._lines
 
 
 def test_a_server_that_does_not_know_the_key_is_told_nothing():
@@ -199,7 +204,7 @@ def test_a_server_that_does_not_know_the_key_is_told_nothing():
     assert said == [b""]
 
 
-def overheard(server) -> tuple[bytes, bytes]:
+def overheard(server):
     """What one of the job's own and the server say to each other."""
     up, down = bytearray(), bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -259,7 +264,8 @@ def test_without_a_thread_for_it_a_connection_is_refused(server, monkeypatch):
 # ---- the end -----------------------------------------------------------------------------------------
 
 
-def test_the_end_closes_all(server):
+def test_the_end_closes_all(either):
+    server = either
     own, silent = connect(server.address), stranger(server)
     assert asked(own, "there") == ("there", b"")
     assert not server.await_unused(0.1)

@@ -1,7 +1,5 @@
 """Connections by TLS: who is refused, what crosses the network, and what is not waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -25,7 +23,6 @@ from dcp_datastates.wire import server as servers
 from dcp_datastates.wire.line import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
-    Client,
     connect,
     new_challenge,
     proof,
@@ -104,24 +101,6 @@ def test_what_is_sent_is_received_and_crosses_the_network_encrypted(server):
     assert b"words" not in seen
 
 
-def test_many_requests_and_threads_share_connections(server):
-    client = Client([server.address], most_idle=2)
-    answers = {}
-    threads = [
-        threading.Thread(
-            target=lambda n=n: answers.update({n: [client.ask([n, i])[0] for i in range(20)]})
-        )
-        for n in range(8)
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert answers == {n: [[n, i] for i in range(20)] for n in range(8)}
-    client.close()
-    await_that(lambda: server.await_unused(0))
-
-
 def test_a_store_of_nodes_works_by_tls(own, tmp_path):
     cluster = Cluster(tmp_path / "nodes", 3)
     data = os.urandom(20 << 20)
@@ -135,7 +114,7 @@ def test_a_store_of_nodes_works_by_tls(own, tmp_path):
 # ---- who is refused ----------------------------------------------------------------------------------
 
 
-def knocks(server, context: ssl.SSLContext) -> bytes:
+def knocks(server, context):
     """What the server answers to one who knows its key, and shakes hands as ``context`` says."""
     key = server.address.key()
     with socket.create_connection(server.address[:2], 5) as connection:
@@ -149,7 +128,7 @@ def knocks(server, context: ssl.SSLContext) -> bytes:
             return b""
 
 
-def a_client() -> ssl.SSLContext:
+def a_client():
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -260,7 +239,7 @@ def test_a_certificate_that_has_expired_is_named(tmp_path, monkeypatch):
 # ---- what is not waited for --------------------------------------------------------------------------
 
 
-def client_hello() -> bytes:
+def client_hello():
     """How a handshake begins."""
     out = ssl.MemoryBIO()
     begun = a_client().wrap_bio(ssl.MemoryBIO(), out)
@@ -285,19 +264,6 @@ def test_one_who_stops_within_the_handshake_disturbs_nobody_and_is_dropped(
         while stranger.recv(10_000):
             pass
         assert time.monotonic() - began < 5
-
-
-@pytest.mark.parametrize(
-    "says", [os.urandom(500), b"GET / HTTP/1.1\r\n" * 4], ids=["noise", "http"]
-)
-def test_garbage_in_place_of_a_handshake_ends_the_connection(server, says):
-    with socket.create_connection(server.address[:2], 10) as stranger:
-        began = time.monotonic()
-        stranger.sendall(says)
-        with contextlib.suppress(ConnectionError):
-            while stranger.recv(10_000):
-                pass
-        assert time.monotonic() - began < servers.STRANGER_SECONDS - 1
 
 
 def test_resets_within_the_handshake_do_not_hold_the_server_up(server):
@@ -330,15 +296,6 @@ def test_a_server_that_is_silent_within_the_handshake_is_waited_for_no_longer_th
         accepted[0].close()
 
 
-def test_the_end_of_the_server_wakes_those_who_wait(server):
-    with contextlib.closing(connect(server.address)) as line:
-        assert asked(line, "there") == ("there", b"")
-        server.close()
-        with pytest.raises(ConnectionError):
-            asked(line, "gone")
-    assert server.await_unused(5)
-
-
 def test_a_forked_child_holds_no_socket(own, tmp_path):
     ended = run_script(
         """
@@ -367,7 +324,7 @@ def test_a_forked_child_holds_no_socket(own, tmp_path):
 # ---- the file ----------------------------------------------------------------------------------------
 
 
-def pem(text: str, what: str) -> str:
+def pem(text, what):
     """The parts of a file that are ``what``."""
     return "\n".join(re.findall(f"-----BEGIN {what}.*?-----END {what}-----", text, re.S)) + "\n"
 
