@@ -62,9 +62,9 @@ BUDGETS = {
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_495,
-    "process": 906,
+    "process": 892,
     "ranks": 2_133,
-    "saving": 2_231,
+    "saving": 2_192,
     "sharing": 753,
     "staging": 1_944,
     "storage": 3_743,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_133}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_131}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
