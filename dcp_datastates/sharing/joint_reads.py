@@ -14,7 +14,6 @@ from typing import Final
 
 from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import Blocks, Offer, Share, assign, needed_blocks
 from dcp_datastates.sharing.shared_reads import SharedReads
@@ -61,7 +60,7 @@ class JointReads:
             return b""
         runs = needed_blocks(reads(), Blocks(table.note.files))
         try:
-            self._own = _, address = listen(own_address(self._rank_set.host))
+            self._own = _, address = listen(self._rank_set.address)
         except OSError as error:
             logger.info("this rank shares no reads: it has no address for the others: %s", error)
             return b""
