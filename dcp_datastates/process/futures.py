@@ -198,23 +198,49 @@ _ASKING: Final = "asking for the outcome of a save"
 class SharedFuture(Future[None]):
     """A future that users have, and cannot cancel. Their callbacks may wait for saves, so they never run in a thread
     that saves need.
+
+    Args:
+        start: the thread that asks for the result or the error, or waits, calls it, unless the future is done; it must
+            not wait. It starts the reads of all saves in flight: a thread that waits for a save cannot start the
+            backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self._start = start
+        self.asked = False
+        """Whether a caller has asked for the result or the error."""
         self.set_running_or_notify_cancel()
 
     @public(_ASKING)
     def result(self, timeout: float | None = None) -> None:
+        self._ask()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        refuse_in_child(_ASKING)
+        self._ask()
         return super().exception(timeout)
 
     def done(self) -> bool:
         refuse_in_child(_ASKING)
         return super().done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds; return whether the future is done. Never raises, and does not count as
+        asking.
+        """
+        if not self.done():
+            self._start()
+        return bool(wait([self], timeout).done)
+
+    def peek(self) -> BaseException | None:
+        """The error, if the future is done and has one. Does not count as asking, and starts nothing."""
+        return super().exception(0) if self.done() else None
+
+    def _ask(self) -> None:
+        self.asked = True
+        if not self.done():
+            self._start()
 
     def settle(self, error: BaseException | None) -> None:
         """Resolve the future: with ``error``, if there is one. Of several threads' calls, the first counts."""
@@ -242,46 +268,6 @@ class SharedFuture(Future[None]):
 def when_done(future: Future[Any], function: Callable[[Future[Any]], object]) -> None:
     """Call ``function`` in the thread that resolves ``future``. For this package: it must be quick, and never wait."""
     Future.add_done_callback(future, function)
-
-
-class AskedFuture(SharedFuture):
-    """A future whose result or error starts the reads of all saves in flight when it is asked for: a thread that
-    waits for a save cannot start the backward pass.
-
-    Args:
-        start: the thread that asks calls it, unless the future is done; it must not wait.
-    """
-
-    def __init__(self, start: Callable[[], None]) -> None:
-        super().__init__()
-        self._start = start
-        self.asked = False
-        """Whether a caller has asked for the result or the error."""
-
-    def result(self, timeout: float | None = None) -> None:
-        self._ask()
-        super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._ask()
-        return super().exception(timeout)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds; return whether the future is done. Never raises, and does not count as
-        asking.
-        """
-        if not self.done():
-            self._start()
-        return bool(wait([self], timeout).done)
-
-    def peek(self) -> BaseException | None:
-        """The error, if the future is done and has one. Does not count as asking."""
-        return Future.exception(self, 0) if self.done() else None
-
-    def _ask(self) -> None:
-        self.asked = True
-        if not self.done():
-            self._start()
 
 
 def resolved() -> Future[None]:

@@ -24,7 +24,6 @@ from typing import Final
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
 from dcp_datastates.ranks.meetings import Check, GivenUp, Meetings
-from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -218,7 +217,7 @@ class GlooTree:
     def _own_address(self) -> str:
         """This machine's address for the other ranks; empty if it is not known."""
         try:
-            return own_address(self._rank_set.host)
+            return self._rank_set.address
         except OSError as error:
             logger.info("gloo chooses its address: %s", error)
             return ""

@@ -6,8 +6,11 @@ The store is the default group's, under a prefix.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import ipaddress
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -55,9 +58,9 @@ class RankSet:
         return None if self.base is None else self.base.address.store()
 
     @property
-    def host(self) -> str:
-        """The host of the store's server, by the name that this process uses; empty if it has none."""
-        return str(getattr(_innermost(self.store), "host", ""))
+    def address(self) -> str:
+        """This machine's address for the other ranks. Raises OSError if it has none."""
+        return own_address(str(getattr(_innermost(self.store), "host", "")))
 
     @property
     def meets_at_file(self) -> bool:
@@ -255,3 +258,38 @@ def is_current(rank_set: RankSet) -> bool:
     if not dist.is_available() or not dist.is_initialized():
         return False
     return rank_set.base is _current(dist.distributed_c10d._get_default_store())
+
+
+# ---- the address at which the other ranks reach this machine ----------------------------------------
+
+_ELSEWHERE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that are no machine's (RFC 5737, RFC 3849)."""
+
+
+def own_address(store_host: str) -> str:
+    """This machine's address on the route to the store's host; of no known host (empty): to this machine's name.
+
+    On the machine itself its name often stands for the loopback (127.0.1.1 on Debian), where no other machine reaches
+    it. Then this is the address of the route to other networks, if there is one, unless the store's host is given as
+    the loopback: then all ranks are on this machine. Sends nothing. Raises OSError if the name has no address.
+    """
+    host = store_host or socket.gethostname()
+    family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    own = _source(family, address)
+    if _is_loopback(own) and host != "localhost" and not _is_loopback(host):
+        with contextlib.suppress(OSError):  # no network
+            own = _source(family, (_ELSEWHERE[family], 1))
+    return own
+
+
+def _source(family: socket.AddressFamily, address: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False

@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import save_trace
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.engine import orders
-from dcp_datastates.process.futures import AskedFuture, SharedFuture, when_done
+from dcp_datastates.process.futures import SharedFuture, when_done
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
@@ -99,7 +99,7 @@ class SaveOperation:
         self.reads: Final = DeferredReads(self.order, stats, config.commit_timeout)
         """Of the staged state; of no state if the planner resolves its data in place."""
         self.left_out: Final = left_out
-        self.committed: Final = AskedFuture(step_gate.open_windows)
+        self.committed: Final = SharedFuture(step_gate.open_windows)
         self.archived: SharedFuture | None = None
         """Done when the checkpoint is in the archive; None if there is none."""
         self._until = time.monotonic() + config.read_deadline
@@ -306,7 +306,7 @@ class SaveOperation:
 
     def await_decision(self) -> None:
         """Coordinator: return when the save is committed, or raise why it is not."""
-        SharedFuture.result(self.committed)  # without starting the reads of later saves
+        Future.result(self.committed)  # without starting the reads of later saves
 
     def end(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""

@@ -12,22 +12,11 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from dcp_datastates._native import (
-    SEGMENT_BYTES,
-    DeviceEvent,
-    Engine,
-    ExpectedBytes,
-    Fault,
-    SaveFile,
-    SaveJob,
-    Segment,
-    Window,
-)
+from dcp_datastates._native import SEGMENT_BYTES, Engine, Fault, SaveJob, Segment
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -35,9 +24,7 @@ from dcp_datastates.errors import (
     SnapshotTornError,
     StorageError,
 )
-from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.io.streams import MOST_FILES_AT_ONCE, Upload
-from dcp_datastates.planning.messages import Report
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.results import SaveStats
@@ -50,40 +37,19 @@ from dcp_datastates.text import size as show_size
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class WriteJob:
-    """What the engine is given to write: the files of this rank's part, with their layouts."""
-
-    engine: Engine
-    folder: Location
-    synced: list[str]
-    """The directories to sync with the files, of a local folder."""
-    files: list[SaveFile]
-    layouts: Sequence[FileLayout]
-    sealed: Sequence[SealedFile]
-    report: Report
-    fences: list[DeviceEvent]
-    readers: list[DeviceEvent]
-    """Events of the kernels that this thread has launched to resolve tensors."""
-    keep: list[Any]
-    """Objects that must stay alive until they have been read."""
-    is_known: bool
-    """Whether it was known where the tensors are in the state."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.sealed)
-
-
 class WrittenPart:
-    """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
+    """One rank's files of one save, on their way to stable storage (a ``place.Part``).
 
-    def __init__(self, job: SaveJob, stats: SaveStats, content: WriteJob) -> None:
+    ``sizes``: the bytes of each file in ``folder``, by name, in the order of the job.
+    """
+
+    def __init__(
+        self, job: SaveJob, stats: SaveStats, folder: Location, sizes: Mapping[str, int]
+    ) -> None:
         self.job = job
         self._stats = stats
-        self._folder = content.folder
-        pairs = zip(content.layouts, content.sealed, strict=True)
-        self._sizes = {layout.name: file.nbytes for layout, file in pairs}
+        self._folder = folder
+        self._sizes = sizes
 
     def wait(self, seconds: float) -> bool:
         job, stats = self.job, self._stats
@@ -114,7 +80,9 @@ class WrittenPart:
         """A store has counted the bytes of each object that it has acknowledged."""
 
 
-class _LocalPart(WrittenPart):
+class LocalPart(WrittenPart):
+    """Files that the engine writes to a directory."""
+
     def wait(self, seconds: float) -> bool:
         if not super().wait(seconds):
             return False
@@ -137,19 +105,6 @@ class _LocalPart(WrittenPart):
                     f"has acknowledged. If it is a mount of an object store, save to the store's URL (s3://…)",
                     str(path),
                 )
-
-
-def begin(
-    content: WriteJob, stats: SaveStats, order: int, window: Window, expected: ExpectedBytes | None
-) -> WrittenPart:
-    """Begin to read the files of ``content``, and to write them. The last three arguments are the engine's."""
-    native, files = content.engine, content.files
-    further = (order, window, content.keep, content.fences, expected)
-    if isinstance(content.folder, ObjectPath):
-        check_fits(content, native)
-        return _StorePart(native.save_streamed(files, *further), stats, content)
-    job = native.save(files, content.synced if files else [], *further)
-    return _LocalPart(job, stats, content)
 
 
 def _error_of(fault: Fault, nbytes: int) -> DataStatesError:
@@ -188,9 +143,12 @@ _LAST_SECONDS: Final = 10.0
 """How long the end of the process waits for that."""
 
 
-def check_fits(job: WriteJob, engine: Engine) -> None:
-    """Raise :class:`ConfigurationError` unless the host cache has room for the parts of the largest file."""
-    largest = max((file.nbytes for file in job.sealed), default=0)
+def check_fits(sizes: Iterable[int], engine: Engine) -> None:
+    """Raise :class:`ConfigurationError` unless the host cache has room for the parts of the largest file.
+
+    ``sizes``: the bytes of each file.
+    """
+    largest = max(sizes, default=0)
     part = part_bytes(largest)
     if part > SEGMENT_BYTES and 4 * part > engine.host_cache_bytes:
         raise ConfigurationError(
@@ -200,11 +158,13 @@ def check_fits(job: WriteJob, engine: Engine) -> None:
         )
 
 
-class _StorePart(WrittenPart):
+class StorePart(WrittenPart):
     """Files that threads send to a store. The threads end with the job."""
 
-    def __init__(self, job: SaveJob, stats: SaveStats, content: WriteJob) -> None:
-        super().__init__(job, stats, content)
+    def __init__(
+        self, job: SaveJob, stats: SaveStats, folder: Location, sizes: Mapping[str, int]
+    ) -> None:
+        super().__init__(job, stats, folder, sizes)
         many = all(part_bytes(nbytes) == SEGMENT_BYTES for nbytes in self._sizes.values())
         # A file whose parts take several segments must not wait for those that another file's parts hold.
         self._at_once = max(1, min(len(self._sizes), MOST_FILES_AT_ONCE)) if many else 1
@@ -263,7 +223,7 @@ class _StorePart(WrittenPart):
             raise
 
 
-_uploads: weakref.WeakSet[_StorePart] = weakref.WeakSet()
+_uploads: weakref.WeakSet[StorePart] = weakref.WeakSet()
 
 
 def _abort_all() -> None:

@@ -35,7 +35,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.futures import AskedFuture, Worker, when_done
+from dcp_datastates.process.futures import SharedFuture, Worker, when_done
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,
@@ -346,7 +346,7 @@ def _last_part(path: object) -> str:
 
 def _release_outcome(committed: Future[None]) -> None:
     """Release the frames of the outcome's error: when the outcome was set, they may still have been running."""
-    assert isinstance(committed, AskedFuture)
+    assert isinstance(committed, SharedFuture)
     if (error := committed.peek()) is not None:
         release_frames(error)
 

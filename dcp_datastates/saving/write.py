@@ -16,7 +16,6 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress, count
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import Engine, SaveFile, Transfer
+from dcp_datastates._native import Engine, SaveFile, Transfer, Window
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -43,14 +42,14 @@ from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.saving import output
+from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import WriteJob, WrittenPart
+from dcp_datastates.saving.output import LocalPart, StorePart, WrittenPart, check_fits
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage import local, operations
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath
 
 logger = logging.getLogger(__name__)
 
@@ -58,24 +57,80 @@ _CANCEL_SECONDS: Final = 3.0
 """How long a failed save waits for its reads and writes to end, before it reports the failure."""
 
 
-@dataclass(eq=False)
-class Sources:
-    """The data that a plan's items resolve to."""
+class Content:
+    """The files that ``rank`` writes below ``folder``, and what the engine reads for them.
 
-    engine: Engine
-    planning: SavePlanning
-    reads: DeferredReads
-    step: Callable[[], None]
-    keep: list[Any] = field(default_factory=list)
-    """Objects that must stay alive until they have been read."""
-    devices: set[int] = field(default_factory=set)
-    """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
+    Args:
+        step: called for each item that the planning resolves.
 
-    def object(self, item: WriteItem) -> memoryview:
-        """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
-        self.step()
+    Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
+    """
+
+    def __init__(
+        self,
+        native: Engine,
+        planning: SavePlanning,
+        reads: DeferredReads,
+        folder: Location,
+        rank: int,
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._planning, self._reads = native, planning, reads
+        self._folder, self._step = folder, step
+        self.files: list[SaveFile] = []
+        self.sizes: dict[str, int] = {}
+        """The bytes of each file, by name, in the order of :attr:`files`."""
+        self.keep: list[Any] = []
+        """Objects that must stay alive until they have been read."""
+        self._devices: set[int] = set()
+        """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
+        known = planning.known_files()
+        self.is_known = known is not None
+        """Whether it was known where the tensors are in the state."""
+        part: PartFiles
+        item_of: Callable[[int], WriteItem]
+        if known is not None:
+            part, item_of = known, known.objects.__getitem__
+            add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
+        else:
+            items = planning.items
+            part, item_of = PartFiles(list(map(LayoutItem.of, items)), rank), items.__getitem__
+            add_tensors = functools.partial(self._add_tensors, items, part)
+        objects = [
+            [self._object(item_of(entry.item)) for entry in layout.objects]
+            for layout in part.layouts
+        ]
+        sealed, self.report = part.seal(tuple([tuple(map(len, of_file)) for of_file in objects]))
+        for number, (layout, file) in enumerate(zip(part.layouts, sealed, strict=True)):
+            transfer = Transfer()
+            transfer.add_buffer(0, file.header, STABLE)
+            add_tensors(transfer, number)
+            for offset, data in zip(file.object_offsets, objects[number], strict=True):
+                if len(data):
+                    transfer.add_buffer(offset, data, STABLE)
+            self.keep.append((file.header, objects[number]))
+            self.files.append(SaveFile(str(folder / layout.name), file.table_offset, transfer))
+            self.sizes[layout.name] = file.nbytes
+        self.readers = fences(native, self._devices)
+        """Events of the kernels that this thread has launched to resolve tensors."""
+
+    def begin(self, stats: SaveStats, order: int, window: Window, synced: list[str]) -> WrittenPart:
+        """Begin to read the files, and to write them. ``synced``: the directories to sync with those of a directory."""
+        staged, native, files = self._reads.kept, self._engine, self.files
+        behind, expected = ([], None) if staged is None else (staged.fences, staged.expected)
+        further = (order, window, self.keep, [*behind, *self.readers], expected)
+        if isinstance(self._folder, ObjectPath):
+            check_fits(self.sizes.values(), native)
+            job = native.save_streamed(files, *further)
+            return StorePart(job, stats, self._folder, self.sizes)
+        job = native.save(files, synced if files else [], *further)
+        return LocalPart(job, stats, self._folder, self.sizes)
+
+    def _object(self, item: WriteItem) -> memoryview:
+        """The bytes of a BYTE_IO item."""
+        self._step()
         try:
-            data = self.planning.resolve_data(item)
+            data = self._planning.resolve_data(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:  # any of pickle's
             raise UnsupportedStateError(
                 f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
@@ -87,98 +142,44 @@ class Sources:
         return data.getbuffer()
 
     @collection_paused()
-    def add_tensors(
-        self, items: Sequence[WriteItem], part: PartFiles, content: Transfer, file: int
+    def _add_tensors(
+        self, items: Sequence[WriteItem], part: PartFiles, transfer: Transfer, file: int
     ) -> None:
-        """Add to ``content`` the tensors of a file of ``part``, whose items are ``items``.
-
-        Raises :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
-        """
+        """Add to ``transfer`` the tensors of a file of ``part``, whose items are ``items``."""
         for entry in part.layouts[file].tensors:
-            self.step()
-            tensor, device = _resolve_tensor(self, items[entry.item], entry)
-            group = self.reads.group_of(tensor.data_ptr(), entry.nbytes)
+            self._step()
+            tensor, device = self._resolved(items[entry.item], entry)
+            group = self._reads.group_of(tensor.data_ptr(), entry.nbytes)
             if device != HOST and group == STABLE:
-                self.devices.add(device)
+                self._devices.add(device)
                 tensor = accelerator.dense(tensor)
             self.keep.append(tensor)
             if entry.nbytes:
-                add_region(content, entry.offset, tensor, entry.nbytes, group, device)
+                add_region(transfer, entry.offset, tensor, entry.nbytes, group, device)
 
-
-def write_job(sources: Sources, folder: Location, rank: int, synced: list[str]) -> WriteJob:
-    """The files that ``rank`` writes below ``folder``, with the directories to sync.
-
-    Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
-    """
-    reads, planning = sources.reads, sources.planning
-    known = planning.known_files()
-    part: PartFiles
-    item_of: Callable[[int], WriteItem]
-    if known is not None:
-        part, item_of = known, known.objects.__getitem__
-        add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
-    else:
-        items = planning.items
-        part, item_of = PartFiles(list(map(LayoutItem.of, items)), rank), lambda at: items[at]
-        add_tensors = functools.partial(sources.add_tensors, items, part)
-    objects = [
-        [sources.object(item_of(entry.item)) for entry in layout.objects] for layout in part.layouts
-    ]
-    sealed, report = part.seal(tuple([tuple(map(len, of_file)) for of_file in objects]))
-    files = []
-    for number, (layout, file) in enumerate(zip(part.layouts, sealed, strict=True)):
-        content = Transfer()
-        content.add_buffer(0, file.header, STABLE)
-        add_tensors(content, number)
-        for offset, data in zip(file.object_offsets, objects[number], strict=True):
-            if len(data):
-                content.add_buffer(offset, data, STABLE)
-        sources.keep.append((file.header, objects[number]))
-        files.append(SaveFile(str(folder / layout.name), file.table_offset, content))
-    readers = fences(sources.engine, sources.devices)
-    staged = reads.kept
-    after = readers if staged is None else [*staged.fences, *readers]
-    return WriteJob(
-        sources.engine,
-        folder,
-        synced,
-        files,
-        part.layouts,
-        sealed,
-        report,
-        after,
-        readers,
-        sources.keep,
-        known is not None,
-    )
-
-
-def _resolve_tensor(
-    sources: Sources, item: WriteItem, entry: TensorEntry
-) -> tuple[torch.Tensor, int]:
-    """The tensor with the bytes that ``entry`` describes, in memory that the engine can read, and its device."""
-    data = sources.planning.resolve_data(item)
-    name = item.index.fqn
-    if not isinstance(data, torch.Tensor):
-        raise DataStatesError(
-            f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
-        )
-    tensor = local_tensor(data)
-    check_storable(tensor, name)
-    tensor = tensor.detach()
-    as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
-    if not as_planned or tensor.dtype != entry.dtype:
-        raise DataStatesError(
-            f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
-            f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    (device,) = numbers(sources.engine, (tensor,))
-    if device == THROUGH_TORCH:
-        return tensor.cpu(), HOST
-    return tensor, device
+    def _resolved(self, item: WriteItem, entry: TensorEntry) -> tuple[torch.Tensor, int]:
+        """The tensor with the bytes that ``entry`` describes, in memory that the engine can read, and its device."""
+        data = self._planning.resolve_data(item)
+        name = item.index.fqn
+        if not isinstance(data, torch.Tensor):
+            raise DataStatesError(
+                f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
+            )
+        tensor = local_tensor(data)
+        check_storable(tensor, name)
+        tensor = tensor.detach()
+        as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
+        if not as_planned or tensor.dtype != entry.dtype:
+            raise DataStatesError(
+                f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
+                f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        (device,) = numbers(self._engine, (tensor,))
+        if device == THROUGH_TORCH:
+            return tensor.cpu(), HOST
+        return tensor, device
 
 
 def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], None]:
@@ -190,12 +191,24 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
     """
     try:
         attempt = save.ticket().attempt
-        content = _content(save, planning, save.resolved_path() / attempt.name)
+        folder, rank = save.resolved_path() / attempt.name, save.group.rank_set.rank
         reads, stats = save.reads, save.stats
+        look_for_nan(save)
+        synced: list[str] = []
+        if isinstance(folder, Path):
+            look = functools.partial(directories_to_sync, folder, rank)
+            synced = save.on_storage("looking for the attempt", look)
+        native = engine(save.config.host_cache_bytes)
+        try:
+            content = Content(native, planning, reads, folder, rank, save.step)
+        except RuntimeError:  # the planner met a tensor that is not as planned
+            reads.check_unchanged()
+            raise
+        _fit_cache(save, content)
+        stats.steady = planning.is_cached and content.is_known
         window = reads.prepare(content.readers)
         planning.sample(attempt)  # while the gate still holds
-        expected = None if (staged := reads.kept) is None else staged.expected
-        part = output.begin(content, stats, save.order, window, expected)
+        part = content.begin(stats, save.order, window, synced)
         save.job = part.job
         reads.hand_over(part.job)
         stats.timeline.begin("window")
@@ -204,26 +217,14 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         planning.release()
 
 
-def _content(save: SaveOperation, planning: SavePlanning, folder: Location) -> WriteJob:
-    reads, config, rank = save.reads, save.config, save.group.rank_set.rank
-    native = engine(config.host_cache_bytes)
-    look_for_nan(save)
-    synced: list[str] = []
-    if isinstance(folder, Path):
-        look = functools.partial(directories_to_sync, folder, rank)
-        synced = save.on_storage("looking for the attempt", look)
-    try:
-        content = write_job(Sources(native, planning, reads, save.step), folder, rank, synced)
-    except RuntimeError:  # the planner met a tensor that is not as planned
-        reads.check_unchanged()
-        raise
-    if content.fences:  # from devices
+def _fit_cache(save: SaveOperation, content: Content) -> None:
+    """Let the host cache grow to what this rank writes, if devices hold the state."""
+    staged, config = save.reads.kept, save.config
+    if content.readers or (staged is not None and staged.fences):
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         grows = config.cache_grows
         most = largest_host_cache_bytes(ranks) if grows else config.host_cache_bytes
-        fit_cache(content.nbytes, most)
-    save.stats.steady = planning.is_cached and content.is_known
-    return content
+        fit_cache(sum(content.sizes.values()), most)
 
 
 def _finish(

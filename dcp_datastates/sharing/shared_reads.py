@@ -33,7 +33,6 @@ from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
-from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import (
     Blocks,
@@ -390,7 +389,7 @@ class JointReads:
             return b""
         runs = needed_blocks(reads(), Blocks(table.note.files))
         try:
-            self._own = _, address = listen(own_address(self._rank_set.host))
+            self._own = _, address = listen(self._rank_set.address)
         except OSError as error:
             logger.info("this rank shares no reads: it has no address for the others: %s", error)
             return b""

@@ -32,7 +32,7 @@ from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedErr
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
-from dcp_datastates.process.futures import AskedFuture, without_traceback
+from dcp_datastates.process.futures import SharedFuture, without_traceback
 from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.results import SaveStats
 from dcp_datastates.staging import step_gate
@@ -68,7 +68,7 @@ class DeferredReads:
 
     def __init__(self, order: int, stats: SaveStats, timeout: float) -> None:
         self.order = order
-        self.captured = AskedFuture(step_gate.open_windows)
+        self.captured = SharedFuture(step_gate.open_windows)
         self._timeout = timeout
         self._stats = stats
         self._window = Window(0.0)

@@ -28,7 +28,6 @@ from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import refuse_in_child
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
-from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet, is_current, rank_set_of
 from dcp_datastates.storage.attempts import rank_of
 from dcp_datastates.tiers.node import Node, OtherNode, serve
@@ -149,7 +148,7 @@ class NodesJob:
                 self._nodes = Nodes(files, [files], config.peers)
                 self._known.set()
                 return
-            self._server = serve(files, own_address(rank_set.host))
+            self._server = serve(files, rank_set.address)
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,

@@ -10,9 +10,10 @@ from support.state.plans import item, thing
 
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
+from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.io import engine
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.write import Sources, write_job
+from dcp_datastates.saving.write import Content
 from dcp_datastates.staging.deferred_reads import DeferredReads
 
 
@@ -37,8 +38,7 @@ def _job(tmp_path, *items, **data):
     """What goes to the engine."""
     native = engine.engine(parse_size(CACHE))
     reads = DeferredReads(0, SaveStats(), 60.0)  # of no state
-    sources = Sources(native, _Planning(*items, **data), reads, lambda: None)
-    return write_job(sources, tmp_path, 0, [])
+    return Content(native, _Planning(*items, **data), reads, tmp_path, 0)
 
 
 def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):
@@ -46,8 +46,8 @@ def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp
     weight, empty = torch.ones(3, 2), torch.zeros(0, 4)
     job = _job(tmp_path, *items, w=weight, o=io.BytesIO(b"x" * 77), e=empty)
     assert len(job.files) == 1
-    (layout,), (sealed,) = job.layouts, job.sealed
-    assert sealed == layout.seal([77])
+    (layout,) = lay_out(list(map(LayoutItem.of, items)), 0)
+    assert job.sizes == {layout.name: layout.seal([77]).nbytes}
     assert job.report.lengths.tolist() == [24, 77, 0]
     held = [each.data_ptr() for each in job.keep if isinstance(each, torch.Tensor)]
     assert weight.data_ptr() in held

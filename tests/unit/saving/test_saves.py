@@ -3,14 +3,14 @@
 import pytest
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.futures import SharedFuture
 from dcp_datastates.saving.start import Saves
 
 
 class _Save:
     def __init__(self, *, own=True, error=None):
         self.own = own
-        self.committed = AskedFuture(lambda: None)
+        self.committed = SharedFuture(lambda: None)
         self.over = False
         self.waited = 0
         self._error = error

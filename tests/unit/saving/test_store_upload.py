@@ -23,9 +23,7 @@ MIB = 1 << 20
 
 def test_a_file_whose_parts_do_not_fit_in_the_cache_is_refused_with_the_way_out():
     small = SimpleNamespace(host_cache_bytes=32 * MIB)
-    fits, large = (
-        SimpleNamespace(sealed=[SimpleNamespace(nbytes=gibibytes << 30)]) for gibibytes in (70, 170)
-    )
+    fits, large = ([gibibytes << 30] for gibibytes in (70, 170))
     check_fits(fits, small)
     with pytest.raises(ConfigurationError, match=r"170.* GiB .*host_cache_size='"):
         check_fits(large, small)

@@ -6,7 +6,8 @@ import socket
 import pytest
 from support.jobs.threads import MemoryStore, rank_set, together
 
-from dcp_datastates.ranks import gloo_group, gloo_tree, own_address
+from dcp_datastates.ranks import gloo_group
+from dcp_datastates.ranks import rank_set as module
 from dcp_datastates.ranks.gloo_tree import GlooTree
 
 
@@ -36,9 +37,9 @@ def network(monkeypatch):
     def found(host, port, **_):
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (names.get(host, host), port))]
 
-    monkeypatch.setattr(own_address.socket, "getaddrinfo", found)
-    monkeypatch.setattr(own_address.socket, "socket", Probe)
-    monkeypatch.setattr(own_address.socket, "gethostname", lambda: "me")
+    monkeypatch.setattr(module.socket, "getaddrinfo", found)
+    monkeypatch.setattr(module.socket, "socket", Probe)
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "me")
     return names, routes
 
 
@@ -54,12 +55,12 @@ def test_the_address_is_that_of_the_route_to_the_store(store, online, network):
         routes["192.0.2.1"] = "10.0.0.2"
     is_here = store in ("localhost", "127.0.0.1")
     expected = "127.0.0.1" if is_here or (not online and store != "first") else "10.0.0.2"
-    assert own_address.own_address(store) == expected
+    assert module.own_address(store) == expected
 
 
 @pytest.mark.parametrize("user", ["", "lo"])
 def test_gloo_listens_at_that_address_unless_the_user_names_an_interface(user, monkeypatch):
-    monkeypatch.setattr(gloo_tree, "own_address", lambda host: "127.0.0.2")
+    monkeypatch.setattr(module, "own_address", lambda host: "127.0.0.2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", user)
     published = []
     publish = gloo_group.Rendezvous.set
