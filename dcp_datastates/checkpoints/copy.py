@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +33,7 @@ from dcp_datastates.storage import attempts, decisions, local, local_store, oper
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
-from dcp_datastates.storage.object_store import part_bytes
+from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -176,13 +175,6 @@ def _is_whole(target: Location, record: FileRecord) -> bool:
     return True
 
 
-def _made_elsewhere(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """``pieces``, made in a thread of their own: obstore asks for them within a call, and cannot be called there."""
-    with ThreadPoolExecutor(1) as executor:
-        while (piece := executor.submit(next, pieces, None).result()) is not None:
-            yield piece
-
-
 class CopyTarget:
     """Where the copy goes."""
 
@@ -198,15 +190,8 @@ class CopyTarget:
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         """Write a file, and make it durable. Any thread. Two copies write the same."""
         path = self._directory / record.relative_path
-        part = part_bytes(record.nbytes)
         with operations.during(_PHASE):
-            if record.nbytes <= part:
-                path.store.put(path.key, b"".join(pieces))
-                return
-            stream = _made_elsewhere(pieces)
-            path.store.put_stream(
-                path.key, stream, part_bytes=part, parts_in_flight=_PARTS_IN_FLIGHT
-            )
+            put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
     def publish(self, data: bytes) -> None:
         """Commit the copy, with the bytes of the decision. All files are there."""

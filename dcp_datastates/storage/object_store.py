@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -131,3 +132,25 @@ MOST_PARTS: Final = 10_000
 def part_bytes(nbytes: int) -> int:
     """The size of the parts in which an object of ``nbytes`` is sent: a multiple of :data:`PART_BYTES`."""
     return max(1, -(-nbytes // (MOST_PARTS * PART_BYTES))) * PART_BYTES
+
+
+def put_pieces(
+    store: ObjectStore, key: str, nbytes: int, pieces: Iterator[Buffer], parts_in_flight: int
+) -> None:
+    """Store an object of ``nbytes`` bytes, in one request if it is one part. ``pieces`` may come from a store.
+
+    Raises :class:`StorageError`, and what ``pieces`` raises.
+    """
+    part = part_bytes(nbytes)
+    if nbytes <= part:
+        store.put(key, b"".join(pieces))
+    else:
+        stream = _made_elsewhere(pieces)
+        store.put_stream(key, stream, part_bytes=part, parts_in_flight=parts_in_flight)
+
+
+def _made_elsewhere(pieces: Iterator[Buffer]) -> Iterator[Buffer]:
+    """``pieces``, made in a thread of their own: obstore asks for them within a call, and cannot be called there."""
+    with ThreadPoolExecutor(1) as executor:
+        while (piece := executor.submit(next, pieces, None).result()) is not None:
+            yield piece
