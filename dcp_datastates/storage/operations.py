@@ -89,6 +89,11 @@ def during(phase: str, folder: Path | None = None) -> Iterator[None]:
         except OSError as error:
             why = f"opening {folder} failed: {error.strerror}"
             raise StorageError(error.errno, why, str(folder)) from error
+        if not os.path.isdir(_path_of(descriptor)):  # else all below would look as if it were gone
+            os.close(descriptor)
+            raise StorageError(
+                errno.ENOENT, "/proc is not mounted, which deletions need", str(folder)
+            )
         _current.held = folder, descriptor
     _current.phase = phase
     try:
@@ -112,7 +117,11 @@ def reached(path: Path) -> Iterator[str]:
         for each in between:
             descriptor = os.open(each, _DIRECTORY, dir_fd=descriptor)
             opened.callback(os.close, descriptor)
-        yield f"/proc/self/fd/{descriptor}/{name}"
+        yield f"{_path_of(descriptor)}/{name}"
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
 
 
 @contextlib.contextmanager

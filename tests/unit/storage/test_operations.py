@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import operations
 
 
@@ -23,3 +24,14 @@ def test_a_sync_of_a_directory_may_be_lacking_but_not_fail(monkeypatch, tmp_path
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match=os.strerror(number)) if is_error else nullcontext():
         operations.sync_directory(tmp_path, "test")
+
+
+def test_where_proc_is_not_mounted_nothing_looks_as_if_it_were_gone(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(operations, "_path_of", lambda descriptor: f"/nowhere/{descriptor}")
+    with (
+        pytest.raises(StorageError, match="/proc is not mounted"),
+        operations.during("p", tmp_path),
+    ):
+        operations.unlink(tmp_path / "file")
+    assert (tmp_path / "file").exists()
