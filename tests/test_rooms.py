@@ -47,7 +47,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_500,
-    "checkpoints": 2_677,
+    "checkpoints": 2_674,
     "cli": 1_002,
     "commit": 1_556,
     "conversion": 2_175,
@@ -67,10 +67,10 @@ BUDGETS = {
     "saving": 2_231,
     "sharing": 728,
     "staging": 1_944,
-    "storage": 3_634,
-    "tiers": 2_259,
+    "storage": 3_631,
+    "tiers": 2_258,
     "torchtitan": 506,
-    "wire": 665,
+    "wire": 660,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
