@@ -28,7 +28,7 @@ from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.incarnation import Incarnation
 from dcp_datastates.ranks.meetings import poll
-from dcp_datastates.ranks.rank_set import RankSet, check_group, rank_set_of
+from dcp_datastates.ranks.rank_set import RankSet, rank_set_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,6 @@ def from_first_rank(
     enter("from_first_rank()")
     if not timeout > 0:
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
-    check_group(process_group)
-    if not (dist.is_available() and dist.is_initialized()):
-        return compute()
     return from_first_of(rank_set_of(process_group), compute, key, purpose, timeout)
 
 

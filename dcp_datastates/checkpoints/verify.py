@@ -1,9 +1,9 @@
 """Verifies a committed checkpoint: every stored byte, and that its parts agree.
 
-Files are cut into pieces of a few blocks, of which the first has the file's header. Threads take the pieces in order;
+Files are cut into pieces of a few blocks, of which the first has the whole header. Threads take the pieces in order;
 each thread reuses one buffer. So memory is bounded by the number of threads (plus tables of 4 bytes per MiB for the few
-files that are open at a time, and one header). The files' pages are dropped from the page cache before and after
-reading, so the bytes come from storage, and the machine's other cached data stay.
+files that are open at a time, and one header that is compared). The files' pages are dropped from the page cache before
+and after reading, so the bytes come from storage, and the machine's other cached data stay.
 """
 
 from __future__ import annotations
