@@ -49,11 +49,11 @@ BUDGETS = {
     "": 1_500,
     "checkpoints": 2_730,
     "cli": 1_002,
-    "commit": 1_558,
-    "conversion": 2_176,
-    "dcp": 2_089,
+    "commit": 1_554,
+    "conversion": 2_174,
+    "dcp": 2_084,
     "deepspeed": 730,
-    "format": 2_866,
+    "format": 2_854,
     "huggingface": 1_123,
     "io": 2_514,
     "lightning": 722,
@@ -61,7 +61,7 @@ BUDGETS = {
     "manager": 3_873,
     "megatron": 287,
     "monitoring": 224,
-    "planning": 2_495,
+    "planning": 2_493,
     "process": 906,
     "ranks": 2_133,
     "saving": 2_231,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_051}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_045}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
