@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.commit.vote import (
@@ -268,16 +266,14 @@ class Voter:
     def _publish(self, round_: Round) -> protocol.Event:
         """Coordinator: publish. All ranks' files are durable."""
         self._say("publishing", round_)
-        directory, attempt, claim = round_.directory, round_.attempt, round_.claim
+        directory, claim = round_.directory, round_.claim
         assert directory is not None
-        assert attempt is not None
         assert claim is not None
         assert round_.compose is not None
         assert self._votes is not None
         try:
-            meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
             trace = save_trace.join(self._votes.traces, self._counted_at)
-            data = round_.compose(self._votes.reports, meta, claim, trace)
+            data = round_.compose(self._votes.reports, claim, trace)
             place = Place(directory)
             publish = partial(place.publish, round_, data)
             bounded("publishing", directory, round_.timeout, publish)  # 8 to 10

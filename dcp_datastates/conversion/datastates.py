@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.conversion.destination import Output, write_file, write_small_file
 from dcp_datastates.conversion.source import Source, contents_of
@@ -98,8 +97,7 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     columns = np.array([rows[name] for name in source.names()], np.int64).reshape(-1, 3).T
     placement = Placement(tuple(records), *map(np.ascontiguousarray, columns))
     note = Note(attempt, records, neighbours.newest, {}, time.time(), None)
-    save_id = StorageMeta(save_id=attempt.name)
-    metadata = encode(MetadataTable(source.catalog(), placement, note, save_id))
+    metadata = encode(MetadataTable(source.catalog(), placement, note))
 
     def finish() -> None:
         write_small_file(folder / attempt.name / DECISION_NAME, metadata)

@@ -90,11 +90,9 @@ class ObjectPlanning(SavePlanning):
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
-        def compose(
-            reports: Sequence[bytes], meta: StorageMeta, claim: Claim, trace: Trace
-        ) -> bytes:
+        def compose(reports: Sequence[bytes], claim: Claim, trace: Trace) -> bytes:
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
-            return document(meta, claim, mine, found, metrics, trace)
+            return document(claim, mine, found, metrics, trace)
 
         return report, compose
 
@@ -105,7 +103,6 @@ class ObjectPlanning(SavePlanning):
 
 
 def document(
-    meta: StorageMeta,
     claim: Claim,
     metadata: Metadata,
     reports: Sequence[tuple[Sequence[MetadataIndex], Report]],
@@ -115,7 +112,6 @@ def document(
     """The bytes of ``.metadata`` of a save that DCP's objects describe. Completes ``metadata`` in place.
 
     Args:
-        meta: DCP's description of the storage.
         claim: how the attempt was claimed.
         metadata: the planner's metadata.
         reports: of every rank, its items' indices, and where they are.
@@ -131,7 +127,6 @@ def document(
         for index, number, offset, length in zip(indices, *places, strict=True):
             info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
             metadata.storage_data[index] = info
-    metadata.storage_meta = meta
     note = note_of(claim, [report for _, report in reports], metrics, trace)
     return encode(table_of(metadata, note))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
@@ -153,8 +153,8 @@ class DataStatesReader(StorageReader):
             self._failure = error
             raise
         self._failure = None
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.checkpoint_id = self.checkpoint_id
         metadata.storage_meta.load_id = str(uuid.uuid4())
         return metadata
 

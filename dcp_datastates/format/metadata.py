@@ -44,7 +44,6 @@ The document has the parts of a table other than chunks and places, as JSON, by 
 - ``names``: ``Catalog.names``
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
 - ``planner_data``: a value
-- ``storage_meta``: of DCP's ``Metadata``; its fields by name, as values, or null
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -96,9 +94,8 @@ from dcp_datastates.format.ragged import Ints
 from dcp_datastates.format.values import (
     ValueRefused,
     described,
-    fields_from_json,
-    fields_to_json,
     properties_from_json,
+    properties_to_json,
 )
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.attempt import Attempt
@@ -231,7 +228,7 @@ _LAST_DAY: Final = 253_402_128_000.0
 
 def _written_document(table: MetadataTable) -> bytes:
     """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored."""
-    note, meta = table.note, table.storage_meta
+    note = table.note
     of_save = values.dump(
         {
             "metrics": dict(note.metrics),
@@ -244,8 +241,7 @@ def _written_document(table: MetadataTable) -> bytes:
             ],
         }
     )
-    of_torch = values.dump({"storage_meta": None if meta is None else fields_to_json(meta)})
-    return b",".join((of_save[:-1], _members_of(table.catalog), of_torch[1:]))
+    return b"%b,%b}" % (of_save[:-1], _members_of(table.catalog))
 
 
 @once
@@ -255,7 +251,7 @@ def _members_of(catalog: Catalog) -> bytes:
         planner_data = values.to_json(catalog.mappings)
     except ValueRefused as error:
         raise ValueRefused(f"planner_data holds {error}") from None
-    properties = [fields_to_json(each) for each in catalog.table]
+    properties = [properties_to_json(each) for each in catalog.table]
     content = {"names": catalog.names, "properties": properties, "planner_data": planner_data}
     return values.dump(content)[1:-1]
 
@@ -284,7 +280,6 @@ def _table_of(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     )
     if len(note.files) != len(files):
         raise ValueRefused("a data file is named twice")
-    meta = found.get("storage_meta")
     return MetadataTable(
         Catalog(
             names=tuple(names),
@@ -294,7 +289,6 @@ def _table_of(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         ),
         Placement(paths=tuple(note.files), **{key: columns[key] for key in PLACEMENT}),
         note,
-        None if meta is None else StorageMeta(**fields_from_json(meta, StorageMeta)),
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -30,7 +31,7 @@ from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION, TRANSFORM_DESCRIPTORS, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
 from dcp_datastates.format.stored_names import wrappers
-from dcp_datastates.format.values import ValueRefused, described, fields_to_json
+from dcp_datastates.format.values import ValueRefused, described, properties_to_json
 from dcp_datastates.process.garbage import collection_paused
 
 _TABLE: Final = "dcp_datastates"
@@ -49,7 +50,7 @@ def metadata_of(table: MetadataTable) -> Metadata:
         state_dict_metadata=_entries(table.catalog),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
         storage_data=_places(table.catalog, table.placement),
-        storage_meta=table.storage_meta,
+        storage_meta=StorageMeta(save_id=table.note.attempt.name),
         version=DCP_VERSION,
     )
     vars(metadata)[_TABLE] = table
@@ -184,7 +185,7 @@ def table_of(metadata: Metadata, note: Note) -> MetadataTable:
     rows = [_row(index, metadata.storage_data.get(index), paths) for index in indices]
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     placement = Placement(tuple(paths), *map(np.ascontiguousarray, columns))
-    return MetadataTable(catalog, placement, note, metadata.storage_meta)
+    return MetadataTable(catalog, placement, note)
 
 
 def catalog_of(metadata: Metadata) -> Catalog:
@@ -204,7 +205,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
         if isinstance(entry, TensorStorageMetadata):
             if not isinstance(entry.properties, TensorProperties):
                 raise ValueRefused(f"the properties of a tensor are {described(entry.properties)}")
-            content = json.dumps(fields_to_json(entry.properties))
+            content = json.dumps(properties_to_json(entry.properties))
             properties = numbers.setdefault(content, len(table))
             if properties == len(table):
                 table.append(entry.properties)

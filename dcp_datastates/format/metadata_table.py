@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from dcp_datastates.format.ragged import Ints, starts_of, sums
 from dcp_datastates.storage.attempt import Attempt
@@ -179,9 +179,9 @@ class Placement:
 Trace = Mapping[str, Any] | None
 """The value of ``trace`` in the document."""
 
-Compose = Callable[[Sequence[bytes], StorageMeta, Claim, Trace], bytes]
-"""Makes the bytes of ``.metadata``: of all ranks' reports, which came with their votes, of DCP's description of the
-storage, of how the attempt was claimed, and of what the save has cost.
+Compose = Callable[[Sequence[bytes], Claim, Trace], bytes]
+"""Makes the bytes of ``.metadata``: of all ranks' reports, which came with their votes, of how the attempt was claimed,
+and of what the save has cost.
 """
 
 
@@ -210,4 +210,3 @@ class MetadataTable:
     catalog: Catalog
     placement: Placement
     note: Note
-    storage_meta: StorageMeta | None = None

@@ -243,17 +243,9 @@ def new_fields() -> dict[str, bool]:
     }
 
 
-def fields_to_json(instance: Any) -> dict[str, Any]:
-    """The fields of a ``TensorProperties`` or ``StorageMeta``, by name."""
-    kind = TensorProperties if isinstance(instance, TensorProperties) else StorageMeta
-    return {name: to_json(getattr(instance, name)) for name in carried(kind)}
-
-
-def fields_from_json(found: Any, kind: type) -> dict[str, Any]:
-    """The fields of an instance of one of DCP's classes that this torch has, too."""
-    if type(found) is not dict:
-        raise ValueRefused(f"{kind.__name__} is {described(found)}")
-    return {name: from_json(found[name]) for name in carried(kind) if name in found}
+def properties_to_json(properties: TensorProperties) -> dict[str, Any]:
+    """The fields of properties, by name."""
+    return {name: to_json(getattr(properties, name)) for name in carried(TensorProperties)}
 
 
 _PROPERTY_TYPES: Final[Mapping[str, type]] = {
@@ -266,8 +258,12 @@ _PROPERTY_TYPES: Final[Mapping[str, type]] = {
 
 
 def properties_from_json(found: Any) -> TensorProperties:
-    """What :func:`fields_to_json` made of properties. Raises :class:`ValueRefused`."""
-    fields = fields_from_json(found, TensorProperties)
+    """What :func:`properties_to_json` made of properties: the fields that this torch has, too. Raises
+    :class:`ValueRefused`.
+    """
+    if type(found) is not dict:
+        raise ValueRefused(f"TensorProperties is {described(found)}")
+    fields = {name: from_json(found[name]) for name in carried(TensorProperties) if name in found}
     for name, kind in _PROPERTY_TYPES.items():
         if type(fields.get(name)) is not kind:
             raise ValueRefused(f"{name} of a tensor is {described(fields.get(name))}")

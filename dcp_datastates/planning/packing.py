@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_datastates.format import values
 from dcp_datastates.format.metadata_table import STORED, narrowed
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.format.values import fields_to_json, properties_from_json
+from dcp_datastates.format.values import properties_from_json, properties_to_json
 
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
@@ -119,7 +119,7 @@ def _put_and_get(hint: Any) -> tuple[_Put | None, _Get | None]:
         return pack_ints, lambda data, _: unpack_ints(data)
     if hint == tuple[TensorProperties, ...]:
         return (
-            lambda table: _pack_json(list(map(fields_to_json, table))),
+            lambda table: _pack_json(list(map(properties_to_json, table))),
             lambda data, _: tuple(map(properties_from_json, _unpack_json(data))),
         )
     if isinstance(hint, type) and issubclass(hint, Message):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.metadata import encode
@@ -156,11 +155,10 @@ class GlobalPlan:
         known: Sequence[Report | None],
         metrics: Mapping[str, float],
         sent: Sequence[bytes],
-        meta: StorageMeta,
         claim: Claim,
         trace: Trace,
     ) -> bytes:
-        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``. The last four arguments
+        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``. The last three arguments
         are those of :data:`Compose`. Raises :class:`DataStatesError` if replicas differ, say.
         """
         reports = list(map(RankReport.decode, sent))
@@ -169,7 +167,7 @@ class GlobalPlan:
         self._samples.check([each.samples for each in reports])
         note = note_of(claim, places, metrics, trace)
         placement = self._placement(places, claim.attempt.name)
-        return encode(MetadataTable(self.catalog, placement, note, meta))
+        return encode(MetadataTable(self.catalog, placement, note))
 
     def _take(self, rank: int, sent: RankReport, known: Report | None) -> Report:
         """The report that ``rank`` sent, now or before."""

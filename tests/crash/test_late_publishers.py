@@ -13,7 +13,7 @@ import shutil
 import pytest
 from support.crashes.failing import armed
 from support.state.checkpoints import save
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates import delete, latest, retain
 from dcp_datastates.commit import group as groups
@@ -66,7 +66,7 @@ def _begun(path):
 def _commit(round_):
     """As a job of one rank does. Raises what a user is told."""
     place = Place(round_.path)
-    place.publish(round_, document(StorageMeta(), round_.claim, Metadata({}), [], {}))
+    place.publish(round_, document(round_.claim, Metadata({}), [], {}))
 
 
 def _publish(round_):

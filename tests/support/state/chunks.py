@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -173,7 +172,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert each.part.error is None
     assert rounds[0].compose is not None
     reports = [each.report for each in rounds]
-    Place(path).publish(rounds[0], rounds[0].compose(reports, StorageMeta(), claimed, None))
+    Place(path).publish(rounds[0], rounds[0].compose(reports, claimed, None))
 
 
 def _planning(planner: _SavePieces) -> ObjectPlanning:

@@ -25,7 +25,7 @@ from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.metadata_table import Catalog, FileRecord, Note, Placement
 from dcp_datastates.storage.attempt import Attempt
 
-META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")
+ATTEMPT = Attempt(7, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Example:
         for name, entry in self.entries.items():
             if isinstance(entry, Object):
                 places[MetadataIndex(name)] = self._info(entry.place)
-        return Metadata(state, self.mappings, places, META, "1.0.0")
+        return Metadata(state, self.mappings, places, StorageMeta(save_id=ATTEMPT.name), "1.0.0")
 
     def _info(self, place: tuple[int, int, int]) -> _StorageInfo:
         return _StorageInfo(self.paths[place[0]], *place[1:], TRANSFORM_DESCRIPTORS)
@@ -189,7 +189,7 @@ def _note(case: Example, nbytes: dict[str, int]) -> Note:
         table_offset = -(-nbytes.get(path, 0) // 4) * 4 + 4
         words = -(-table_offset // (1 << 20)) + 1
         records[path] = FileRecord(path, table_offset + 4 * words, table_offset)
-    return Note(Attempt(7, 1), records, None, {}, 1e9, None)
+    return Note(ATTEMPT, records, None, {}, 1e9, None)
 
 
 def packed_example(case: Example) -> tuple[Example, Note]:

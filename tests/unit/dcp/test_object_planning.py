@@ -7,7 +7,6 @@ import torch
 from support.state.chunks import Box
 from support.state.plans import item, thing
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_datastates.dcp.object_planning import document
@@ -42,7 +41,7 @@ def _reports(plans):
 
 
 def _document(metadata, reports, metrics=None):
-    return document(StorageMeta(), CLAIM, metadata, reports, metrics or {})
+    return document(CLAIM, metadata, reports, metrics or {})
 
 
 def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():

@@ -286,7 +286,6 @@ def test_a_field_that_is_not_known_is_not_looked_at(name, tmp_path):
 
     def change(parts):
         parts.document["properties"][0][name] = {"of the future": 1}
-        parts.document["storage_meta"][name] = {"of the future": 1}
         parts.document[name] = {"of the future": 1}
 
     rewritten(tmp_path, change)

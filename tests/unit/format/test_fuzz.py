@@ -211,7 +211,7 @@ ANYTHING = st.recursive(
 )
 KEYS = (
     *("attempt", "after", "files", "names", "properties"),
-    *("planner_data", "storage_meta", "metrics", "published_at"),
+    *("planner_data", "metrics", "published_at"),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.state.checkpoints import load, load_everything, raises, save
 from support.state.metadata import COLUMNS, decision_of, rewritten
-from support.state.metadata_examples import META, Example, Object, Tensor, packed_example, sharded
+from support.state.metadata_examples import Example, Object, Tensor, packed_example, sharded
 from support.waiting import little_work
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -131,7 +131,6 @@ WRONG = {
     "time of publication endless": _put("published_at", float("inf")),
     "time of publication in no year": _put("published_at", 1e12),
     "time of publication before all": _put("published_at", -1.0),
-    "storage_meta a list": _put("storage_meta", []),
     "names a string": _put("names", "w"),
     "name a number": _put("names", 0, 7),
     "name twice": _same_name,
@@ -318,7 +317,7 @@ def test_what_could_not_be_read_again_is_not_written(case, words):
     expected = _refusal(table_of, packed.metadata(), note)
     assert expected is None if words is None else words in (expected or "")
     for _ in range(2):
-        assert _refusal(MetadataTable, *packed.columns(), note, META) == expected
+        assert _refusal(MetadataTable, *packed.columns(), note) == expected
 
 
 def test_a_catalog_is_looked_through_once():

@@ -10,7 +10,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.state.metadata_examples import (
-    META,
     assert_identical,
     examples,
     packed_example,
@@ -33,11 +32,11 @@ from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTab
 @example(sharded(1001, 2))
 def test_file_is_accepted_as_one_made_of_objects(case):
     packed, note = packed_example(case)
-    table = MetadataTable(*packed.columns(), note, META)
+    table = MetadataTable(*packed.columns(), note)
     found = decode(encode(table), Path("c"))
     same = decode(encode(table_of(packed.metadata(), note)), Path("c"))
     for each in (found, same):
-        assert (each.note, each.storage_meta) == (note, META)
+        assert each.note == note
         assert each.catalog.names == table.catalog.names
         assert each.placement.paths == table.placement.paths
         assert each.catalog.mappings == packed.mappings
@@ -51,7 +50,7 @@ def test_file_is_accepted_as_one_made_of_objects(case):
 
 def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_written():
     packed = map(packed_example, (sharded(2, 3), sharded(2, 5)))
-    tables = [MetadataTable(*each.columns(), note, META) for each, note in packed]
+    tables = [MetadataTable(*each.columns(), note) for each, note in packed]
     for table in (*tables, *tables):
         found = decode(encode(table), Path("c")).catalog
         assert (found.names, found.table) == (table.catalog.names, table.catalog.table)
@@ -62,7 +61,7 @@ def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_writt
 @given(examples().filter(storable), st.randoms())
 def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(case, chance):
     packed, note = packed_example(case)
-    table = MetadataTable(*packed.columns(), note, META)
+    table = MetadataTable(*packed.columns(), note)
     expected = packed.metadata()
     for look in (
         metadata_of,
@@ -91,7 +90,7 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
 
 def test_entries_can_be_changed():
     packed, note = packed_example(sharded(3, 2))
-    found = metadata_of(MetadataTable(*packed.columns(), note, META))
+    found = metadata_of(MetadataTable(*packed.columns(), note))
     kept = found.state_dict_metadata["w1"]
     found.state_dict_metadata["more"] = kept
     assert found.state_dict_metadata.pop("w0").chunks

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.state.chunks import Box
 from support.state.plans import item, plan, replica, thing
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.metadata import decode
@@ -182,7 +181,7 @@ def _sent(reports, by_digest=()):
 
 def _composed(whole, sent, known=None):
     known = whole.reports if known is None else known
-    return whole.compose(known, {}, sent, StorageMeta(), Claim(ATTEMPT, None), None)
+    return whole.compose(known, {}, sent, Claim(ATTEMPT, None), None)
 
 
 def _places(composed):
