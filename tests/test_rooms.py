@@ -45,13 +45,13 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_507,
-    "checkpoints": 2_662,
+    "checkpoints": 2_659,
     "cli": 1_002,
-    "commit": 1_556,
-    "conversion": 2_193,
-    "dcp": 2_031,
+    "commit": 1_552,
+    "conversion": 2_191,
+    "dcp": 2_026,
     "deepspeed": 730,
-    "format": 2_933,
+    "format": 2_923,
     "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
@@ -59,7 +59,7 @@ BUDGETS = {
     "manager": 3_931,
     "megatron": 287,
     "monitoring": 224,
-    "planning": 2_495,
+    "planning": 2_493,
     "process": 892,
     "ranks": 2_124,
     "saving": 2_168,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 51_890}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 51_884}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
