@@ -243,8 +243,6 @@ int main() {
     using namespace datastates::testing;
     std::array<void*, 1> unused{};
     backtrace(unused.data(), 1);  // loads a library, the first time
-    return run_cases(
-        {{"any_allocation_may_fail_with_host_memory", any_allocation_may_fail_with_host_memory},
-         {"any_allocation_may_fail_with_device_memory",
-          any_allocation_may_fail_with_device_memory}});
+    return run_cases<any_allocation_may_fail_with_host_memory,
+                     any_allocation_may_fail_with_device_memory>();
 }

@@ -436,24 +436,12 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"faults_of_the_driver_fail_a_save", faults_of_the_driver_fail_a_save},
-        {"faults_of_the_driver_fail_a_restore", faults_of_the_driver_fail_a_restore},
-        {"a_fault_does_not_free_what_is_being_copied", a_fault_does_not_free_what_is_being_copied},
-        {"without_pinned_memory_saves_and_restores_go_on",
-         without_pinned_memory_saves_and_restores_go_on},
-        {"want_of_memory_fails_jobs_and_frees_nothing_in_use",
-         want_of_memory_fails_jobs_and_frees_nothing_in_use},
-        {"an_error_that_stays_ends_all_jobs", an_error_that_stays_ends_all_jobs},
-        {"a_driver_that_is_gone_does_not_keep_a_shutdown",
-         a_driver_that_is_gone_does_not_keep_a_shutdown},
-        {"a_hanging_device_does_not_keep_a_shutdown", a_hanging_device_does_not_keep_a_shutdown},
-        {"a_shutdown_as_a_read_ends_ends_the_save", a_shutdown_as_a_read_ends_ends_the_save},
-        {"a_restore_ends_whose_segments_a_hanging_device_has",
-         a_restore_ends_whose_segments_a_hanging_device_has},
-        {"saves_and_slabs_end_whose_segments_a_hanging_device_has",
-         saves_and_slabs_end_whose_segments_a_hanging_device_has},
-        {"memory_that_a_cache_gains_is_pinned_before_it_is_copied_to",
-         memory_that_a_cache_gains_is_pinned_before_it_is_copied_to},
-    });
+    return run_cases<
+        faults_of_the_driver_fail_a_save, faults_of_the_driver_fail_a_restore,
+        a_fault_does_not_free_what_is_being_copied, without_pinned_memory_saves_and_restores_go_on,
+        want_of_memory_fails_jobs_and_frees_nothing_in_use, an_error_that_stays_ends_all_jobs,
+        a_driver_that_is_gone_does_not_keep_a_shutdown, a_hanging_device_does_not_keep_a_shutdown,
+        a_shutdown_as_a_read_ends_ends_the_save, a_restore_ends_whose_segments_a_hanging_device_has,
+        saves_and_slabs_end_whose_segments_a_hanging_device_has,
+        memory_that_a_cache_gains_is_pinned_before_it_is_copied_to>();
 }

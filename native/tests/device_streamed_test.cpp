@@ -141,11 +141,7 @@ void a_failed_restore_ends_when_devices_are_done_with_its_memory() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"streams_have_the_bytes_at_their_fences", streams_have_the_bytes_at_their_fences},
-        {"what_is_fetched_comes_after_kernels_before_its_fence",
-         what_is_fetched_comes_after_kernels_before_its_fence},
-        {"a_failed_restore_ends_when_devices_are_done_with_its_memory",
-         a_failed_restore_ends_when_devices_are_done_with_its_memory},
-    });
+    return run_cases<streams_have_the_bytes_at_their_fences,
+                     what_is_fetched_comes_after_kernels_before_its_fence,
+                     a_failed_restore_ends_when_devices_are_done_with_its_memory>();
 }

@@ -409,34 +409,16 @@ void nothing_of_the_engine_breaks_a_capture() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"a_save_has_the_bytes_at_its_fence", a_save_has_the_bytes_at_its_fence},
-        {"a_save_of_two_devices_has_the_bytes_at_its_fences",
-         a_save_of_two_devices_has_the_bytes_at_its_fences},
-        {"a_save_larger_than_the_cache_has_the_bytes_at_its_fence",
-         a_save_larger_than_the_cache_has_the_bytes_at_its_fence},
-        {"without_the_fence_bytes_are_wrong", without_the_fence_bytes_are_wrong},
-        {"without_the_gate_bytes_are_wrong", without_the_gate_bytes_are_wrong},
-        {"with_the_gate_on_another_stream_bytes_are_wrong",
-         with_the_gate_on_another_stream_bytes_are_wrong},
-        {"memory_used_before_a_copy_is_done_has_wrong_bytes",
-         memory_used_before_a_copy_is_done_has_wrong_bytes},
-        {"a_box_may_pass_over_segments", a_box_may_pass_over_segments},
-        {"small_pieces_are_copied_one_by_one", small_pieces_are_copied_one_by_one},
-        {"a_restore_comes_after_kernels_before_its_fence",
-         a_restore_comes_after_kernels_before_its_fence},
-        {"a_corrupt_file_is_a_fault_of_its_restore", a_corrupt_file_is_a_fault_of_its_restore},
-        {"a_cancelled_restore_ends_when_devices_are_done_with_its_memory",
-         a_cancelled_restore_ends_when_devices_are_done_with_its_memory},
-        {"all_of_the_cache_is_pinned_until_it_is_unmapped",
-         all_of_the_cache_is_pinned_until_it_is_unmapped},
-        {"copies_wait_for_their_memory_to_be_pinned", copies_wait_for_their_memory_to_be_pinned},
-        {"where_pinning_fails_copies_go_on", where_pinning_fails_copies_go_on},
-        {"restores_wait_for_their_memory_to_be_pinned",
-         restores_wait_for_their_memory_to_be_pinned},
-        {"reads_end_though_their_memory_is_never_pinned",
-         reads_end_though_their_memory_is_never_pinned},
-        {"reads_that_hang_are_given_up_together", reads_that_hang_are_given_up_together},
-        {"nothing_of_the_engine_breaks_a_capture", nothing_of_the_engine_breaks_a_capture},
-    });
+    return run_cases<
+        a_save_has_the_bytes_at_its_fence, a_save_of_two_devices_has_the_bytes_at_its_fences,
+        a_save_larger_than_the_cache_has_the_bytes_at_its_fence, without_the_fence_bytes_are_wrong,
+        without_the_gate_bytes_are_wrong, with_the_gate_on_another_stream_bytes_are_wrong,
+        memory_used_before_a_copy_is_done_has_wrong_bytes, a_box_may_pass_over_segments,
+        small_pieces_are_copied_one_by_one, a_restore_comes_after_kernels_before_its_fence,
+        a_corrupt_file_is_a_fault_of_its_restore,
+        a_cancelled_restore_ends_when_devices_are_done_with_its_memory,
+        all_of_the_cache_is_pinned_until_it_is_unmapped, copies_wait_for_their_memory_to_be_pinned,
+        where_pinning_fails_copies_go_on, restores_wait_for_their_memory_to_be_pinned,
+        reads_end_though_their_memory_is_never_pinned, reads_that_hang_are_given_up_together,
+        nothing_of_the_engine_breaks_a_capture>();
 }

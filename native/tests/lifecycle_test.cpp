@@ -252,16 +252,10 @@ void jobs_without_bytes_or_files_succeed() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"a_window_opens_by_hand_or_by_deadline", a_window_opens_by_hand_or_by_deadline},
-         {"a_closed_window_holds_nobody_up", a_closed_window_holds_nobody_up},
-         {"a_job_progresses_while_slabs_are_held", a_job_progresses_while_slabs_are_held},
-         {"cancelling_at_any_time_frees_all", cancelling_at_any_time_frees_all},
-         {"a_dropped_handle_never_reads_again", a_dropped_handle_never_reads_again},
-         {"a_dropped_restore_never_writes_again", a_dropped_restore_never_writes_again},
-         {"shutdown_at_any_time_ends_all_jobs", shutdown_at_any_time_ends_all_jobs},
-         {"restores_that_a_shutdown_cuts_off_do_not_succeed",
-          restores_that_a_shutdown_cuts_off_do_not_succeed},
-         {"handles_may_outlive_the_engine", handles_may_outlive_the_engine},
-         {"jobs_without_bytes_or_files_succeed", jobs_without_bytes_or_files_succeed}});
+    return run_cases<a_window_opens_by_hand_or_by_deadline, a_closed_window_holds_nobody_up,
+                     a_job_progresses_while_slabs_are_held, cancelling_at_any_time_frees_all,
+                     a_dropped_handle_never_reads_again, a_dropped_restore_never_writes_again,
+                     shutdown_at_any_time_ends_all_jobs,
+                     restores_that_a_shutdown_cuts_off_do_not_succeed,
+                     handles_may_outlive_the_engine, jobs_without_bytes_or_files_succeed>();
 }

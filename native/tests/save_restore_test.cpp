@@ -231,11 +231,7 @@ void bad_files_are_refused() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"files_of_all_sizes_round_trip", files_of_all_sizes_round_trip},
-         {"many_jobs_of_many_files_share_a_tiny_cache", many_jobs_of_many_files_share_a_tiny_cache},
-         {"only_needed_blocks_are_read", only_needed_blocks_are_read},
-         {"every_flipped_bit_is_seen", every_flipped_bit_is_seen},
-         {"groups_are_read_in_file_order", groups_are_read_in_file_order},
-         {"bad_files_are_refused", bad_files_are_refused}});
+    return run_cases<files_of_all_sizes_round_trip, many_jobs_of_many_files_share_a_tiny_cache,
+                     only_needed_blocks_are_read, every_flipped_bit_is_seen,
+                     groups_are_read_in_file_order, bad_files_are_refused>();
 }

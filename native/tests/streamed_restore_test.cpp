@@ -242,15 +242,9 @@ void anything_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"one_thread_fetches_all", one_thread_fetches_all},
-         {"requests_are_tables_and_then_whole_blocks", requests_are_tables_and_then_whole_blocks},
-         {"a_table_may_be_larger_than_a_segment", a_table_may_be_larger_than_a_segment},
-         {"many_requests_may_be_outstanding", many_requests_may_be_outstanding},
-         {"flipped_bits_are_found", flipped_bits_are_found},
-         {"a_request_that_is_dropped_cancels_the_restore",
-          a_request_that_is_dropped_cancels_the_restore},
-         {"an_outstanding_request_is_not_waited_for_after_a_failure",
-          an_outstanding_request_is_not_waited_for_after_a_failure},
-         {"anything_at_any_moment", anything_at_any_moment}});
+    return run_cases<one_thread_fetches_all, requests_are_tables_and_then_whole_blocks,
+                     a_table_may_be_larger_than_a_segment, many_requests_may_be_outstanding,
+                     flipped_bits_are_found, a_request_that_is_dropped_cancels_the_restore,
+                     an_outstanding_request_is_not_waited_for_after_a_failure,
+                     anything_at_any_moment>();
 }

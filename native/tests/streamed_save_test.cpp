@@ -264,20 +264,11 @@ void anything_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"streams_are_the_files_that_a_save_writes", streams_are_the_files_that_a_save_writes},
-         {"one_thread_takes_files_larger_than_the_cache_in_turn",
-          one_thread_takes_files_larger_than_the_cache_in_turn},
-         {"several_threads_take_files_at_once", several_threads_take_files_at_once},
-         {"a_file_is_stored_once_and_when_it_was_taken",
-          a_file_is_stored_once_and_when_it_was_taken},
-         {"a_failed_job_wakes_its_takers_and_leaves_what_was_taken",
-          a_failed_job_wakes_its_takers_and_leaves_what_was_taken},
-         {"a_piece_outlives_the_engine", a_piece_outlives_the_engine},
-         {"a_dropped_handle_cancels_what_is_not_stored",
-          a_dropped_handle_cancels_what_is_not_stored},
-         {"what_is_not_taken_holds_no_older_save_up", what_is_not_taken_holds_no_older_save_up},
-         {"a_store_that_stands_still_holds_no_other_thread_up",
-          a_store_that_stands_still_holds_no_other_thread_up},
-         {"anything_at_any_moment", anything_at_any_moment}});
+    return run_cases<
+        streams_are_the_files_that_a_save_writes,
+        one_thread_takes_files_larger_than_the_cache_in_turn, several_threads_take_files_at_once,
+        a_file_is_stored_once_and_when_it_was_taken,
+        a_failed_job_wakes_its_takers_and_leaves_what_was_taken, a_piece_outlives_the_engine,
+        a_dropped_handle_cancels_what_is_not_stored, what_is_not_taken_holds_no_older_save_up,
+        a_store_that_stands_still_holds_no_other_thread_up, anything_at_any_moment>();
 }

@@ -310,20 +310,12 @@ void nothing_is_watched_unless_asked_for() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"an_error_before_fails_the_save_without_the_call",
-          an_error_before_fails_the_save_without_the_call},
-         {"an_error_after_fails_the_save_though_the_call_was_made",
-          an_error_after_fails_the_save_though_the_call_was_made},
-         {"an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor",
-          an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor},
-         {"an_error_in_a_copy_thread_fails_the_save", an_error_in_a_copy_thread_fails_the_save},
-         {"errors_reach_restores_by_names_of_their_own",
-          errors_reach_restores_by_names_of_their_own},
-         {"a_trace_is_enough_to_write_the_file_again", a_trace_is_enough_to_write_the_file_again},
-         {"only_what_was_done_is_traced", only_what_was_done_is_traced},
-         {"a_trace_that_cannot_be_written_fails_the_save",
-          a_trace_that_cannot_be_written_fails_the_save},
-         {"strings_are_those_of_json", strings_are_those_of_json},
-         {"nothing_is_watched_unless_asked_for", nothing_is_watched_unless_asked_for}});
+    return run_cases<an_error_before_fails_the_save_without_the_call,
+                     an_error_after_fails_the_save_though_the_call_was_made,
+                     an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor,
+                     an_error_in_a_copy_thread_fails_the_save,
+                     errors_reach_restores_by_names_of_their_own,
+                     a_trace_is_enough_to_write_the_file_again, only_what_was_done_is_traced,
+                     a_trace_that_cannot_be_written_fails_the_save, strings_are_those_of_json,
+                     nothing_is_watched_unless_asked_for>();
 }
