@@ -20,7 +20,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 constexpr std::chrono::milliseconds kPatience(300);
 
 /// An engine with two devices, tensors there, and files of them.
@@ -30,7 +29,7 @@ struct Scene {
                    std::shared_ptr<FileOps> ops = posix_file_ops())
         : layout(std::move(what)) {
         fake_cuda_configure(0, 0, 50, kMiB / 2);
-        engine = std::make_unique<Engine>(kCache, ThreadCounts{}, std::move(ops),
+        engine = std::make_unique<Engine>(kSmallCache, ThreadCounts{}, std::move(ops),
                                           std::make_shared<HookedDeviceApi>(driver.api, hook),
                                           kPatience);
         open_devices(*engine, 2);
@@ -199,7 +198,7 @@ void without_pinned_memory_saves_and_restores_go_on() {
     const Tensors tensors(layout);
     {
         check_equal(fake_cuda_fail_next("cuMemHostRegister_v2", 2, 0), 0);
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         check_ok(engine.devices().open(0));
         wait_until("pinning fails", [&] { return engine.devices().pinner().fault().has_value(); });
         check_fault_of(engine.devices().pinner().fault(), "cuMemHostRegister_v2");
@@ -209,7 +208,7 @@ void without_pinned_memory_saves_and_restores_go_on() {
         check_restored(*engine.restore({tensors.restore_file(directory.file("f"))}));
         check(stream_of(layout, tensors.image()) == stream_of(layout, saved));
         check(fake_cuda_count("pageable_copies") > 0);
-        engine.grow(2 * kCache);
+        engine.grow(2 * kSmallCache);
         wait_until("what is new is pinned",
                    [&] { return engine.devices().pinner().pinned_bytes() > 0; });
     }
@@ -421,7 +420,7 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
         });
         std::jthread([&] {
             starve(gettid());  // who gets what it gains goes on before it does
-            scene.engine->grow(4 * kCache);
+            scene.engine->grow(4 * kSmallCache);
         }).join();
         check((*save)->wait_read(kEveryGroup, in(60)));
         check_equal(fake_cuda_count("pageable_copies"), 0U);

@@ -22,11 +22,8 @@ using Event = HookedFileOps::Event;
 using Instead = HookedFileOps::Instead;
 
 constexpr std::uint64_t kSize = 20 * kMiB + 12;
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 
-Instead failing(int error) {
-    return {.result = SysResult{.value = -1, .error = error}, .cut = {}};
-}
+constexpr auto failing = &HookedFileOps::failing;
 
 /// An engine whose file operations can be broken while it runs.
 struct Broken {
@@ -35,7 +32,7 @@ struct Broken {
               const std::scoped_lock lock(mutex);
               return hook ? hook(event) : Instead{};
           })),
-          engine(kCache, {}, ops) {}
+          engine(kSmallCache, {}, ops) {}
 
     void set(HookedFileOps::Hook next) {
         const std::scoped_lock lock(mutex);

@@ -127,10 +127,7 @@ struct Scene {
             {directory.path()}, order, open_window());
     }
     [[nodiscard]] std::shared_ptr<RestoreHandle> restore() const {
-        Transfer transfer;
-        transfer.add(0, kSize, out->data(), 0);
-        return engine->restore(
-            {RestoreFile(directory.file("saved"), file_bytes(kSize), kSize, transfer)});
+        return engine->restore({whole_file(directory.file("saved"), *out)});
     }
 
     /// The engine and the sources go; then the operation returns, and its thread ends.
@@ -258,8 +255,7 @@ void what_a_stuck_save_has_is_used_again_when_it_returns() {
     check((*job)->wait(in(60)));
     check_all_free(scene.engine->cache());
     const auto next = scene.save("g", 1);
-    check((*next)->wait(in(60)));
-    check(!(*next)->fault());
+    check_durable(*next);
 }
 
 void a_shutdown_waits_for_what_returns_in_time() {

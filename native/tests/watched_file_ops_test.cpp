@@ -25,12 +25,11 @@ namespace {
 using Call = HookedFileOps::Call;
 
 constexpr std::uint64_t kSize = 20 * kMiB + 12;
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 
 /// An engine with watched operations, and what reaches the system beneath them.
 struct Watched {
     explicit Watched(const std::vector<Failpoint>& points, const std::string& trace_path = {})
-        : engine(kCache, {},
+        : engine(kSmallCache, {},
                  watched_file_ops(system, {.failpoints = std::make_shared<Failpoints>(
                                                points, directory.file("log")),
                                            .trace_path = trace_path})) {}
@@ -46,9 +45,7 @@ struct Watched {
 
     std::optional<Fault> restore(const std::string& path) {
         Bytes out(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out.data(), 0);
-        const auto job = engine.restore({RestoreFile(path, file_bytes(kSize), kSize, transfer)});
+        const auto job = engine.restore({whole_file(path, out)});
         check((*job)->wait(in(60)), "the job ends");
         check_clean();
         return (*job)->fault();
@@ -253,10 +250,10 @@ void only_what_was_done_is_traced() {
         return all;
     };
     const auto system = std::make_shared<HookedFileOps>([](const HookedFileOps::Event& event) {
+        if (event.call == Call::kAllocate) return HookedFileOps::failing(ENOSPC);
+        if (event.call == Call::kSyncData) return HookedFileOps::failing(EIO);
         HookedFileOps::Instead instead;
         if (event.call == Call::kWrite) instead.cut = 3;
-        if (event.call == Call::kAllocate) instead.result = SysResult{.value = -1, .error = ENOSPC};
-        if (event.call == Call::kSyncData) instead.result = SysResult{.value = -1, .error = EIO};
         return instead;
     });
     const std::vector<Failpoint> points{error_at("flush.write.before", EIO, 2),
