@@ -62,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough hostile-test integration-test newest-test prometheus-test \
-    native-test native-allocation native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
+    native-test native-tsan native-asan native-hostile simulate soak bench lint tidy format docs clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-first gpu-measure gpu-smoke
 
@@ -110,7 +110,7 @@ demo: $(VENV)/package
 	@$(BIN)/python integration/demo/run.py
 
 # Three tiers (CONTRIBUTING.md says what goes where): nothing is asked in two of them. The third is `make soak`.
-test: native-asan native-allocation python-test
+test: native-asan python-test
 
 # `make test-thorough PART=1` is a third of it. Each third has its share of the Python tests (tests/support/tiers.py), and
 # some of what has a set-up of its own, which is then needed in one of them only.
@@ -208,7 +208,7 @@ gpu-first: $(if $(SMOKE),gpu-smoke,gpu-measure)
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
-native-test: native-asan native-allocation native-tsan native-hostile
+native-test: native-asan native-tsan native-hostile
 
 native-asan native-hostile: SANITIZE := address,undefined
 native-tsan: SANITIZE := thread
@@ -216,20 +216,17 @@ native-tsan: CTEST_ARGS := --label-exclude one_thread
 # The fake driver is a friendly one under AddressSanitizer, then a hostile one, as under ThreadSanitizer.
 native-tsan native-hostile: export FAKE_CUDA_HOSTILE := 1
 native-hostile: CTEST_ARGS := --label-regex device
-# It counts what is allocated, so it needs the plain operator new. The others would ask here what they ask under AddressSanitizer.
-native-allocation: CTEST_ARGS := --tests-regex allocation
-native-allocation: NATIVE_TARGETS := --target allocation_test
 
 native-hostile: NATIVE_BUILD := build/native-asan
-native-asan native-allocation native-tsan: NATIVE_BUILD = build/$@
+native-asan native-tsan: NATIVE_BUILD = build/$@
 
-native-asan native-allocation native-tsan native-hostile: $(VENV)/tools
+native-asan native-tsan native-hostile: $(VENV)/tools
 	@mkdir -p build
 	cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DDATASTATES_BUILD_TESTS=ON \
 	    -DDATASTATES_BUILD_MODULE=OFF -DDATASTATES_SANITIZE="$(SANITIZE)" >$(NATIVE_BUILD).log \
 	    || { cat $(NATIVE_BUILD).log; exit 1; }
-	cmake --build $(NATIVE_BUILD) --parallel $(JOBS) $(NATIVE_TARGETS)
+	cmake --build $(NATIVE_BUILD) --parallel $(JOBS)
 	ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error --timeout 300 \
 	    --parallel $(TEST_WORKERS) $(CTEST_ARGS)
 

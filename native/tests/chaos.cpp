@@ -29,10 +29,6 @@ std::uint64_t drawn(std::uint64_t seed, std::uint64_t n) {
     return z ^ (z >> 31U);
 }
 
-Instead returning(int error) {
-    return {.result = SysResult{.value = -1, .error = error}, .cut = {}};
-}
-
 Instead disturbed(const Event& event, Storage storage, Random& random, Tally& tally) {
     const auto one_in = [&](std::uint64_t count) { return random_below(random, count) == 0; };
     if (one_in(40)) {
@@ -41,14 +37,15 @@ Instead disturbed(const Event& event, Storage storage, Random& random, Tally& ta
     if (storage == Storage::kFailing && one_in(100)) {
         constexpr std::array<int, 4> kErrors{EIO, ENOSPC, EDQUOT, ENOMEM};
         ++tally.injected;
-        return returning(kErrors.at(random_below(random, kErrors.size())));
+        return HookedFileOps::failing(kErrors.at(random_below(random, kErrors.size())));
     }
     const bool moves = event.call == Call::kWrite || event.call == Call::kRead;
     if (event.call == Call::kReadCached && !one_in(8)) {
         return {.result = {}, .cut = one_in(4) ? 1 + random_below(random, event.size) : event.size};
     }
-    if (event.call == Call::kSetDirect && event.size == 1 && one_in(8)) return returning(EINVAL);
-    if ((moves || event.call == Call::kOpen) && one_in(16)) return returning(EINTR);
+    if (event.call == Call::kSetDirect && event.size == 1 && one_in(8))
+        return HookedFileOps::failing(EINVAL);
+    if ((moves || event.call == Call::kOpen) && one_in(16)) return HookedFileOps::failing(EINTR);
     if (moves && one_in(16)) {
         return {.result = {}, .cut = 1 + random_below(random, event.size)};
     }

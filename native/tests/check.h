@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <initializer_list>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -43,24 +42,27 @@ void check_throws(std::string_view words, Call&& call,
     check(false, "nothing was thrown", where);
 }
 
-struct Case {
-    const char* name;
-    void (*run)();
-};
-
-/// Runs all cases; what `main` returns.
-inline int run_cases(std::initializer_list<Case> cases) {
-    for (const Case& test : cases) {
-        try {
-            test.run();
-            std::printf("ok    %s\n", test.name);
-        } catch (const std::exception& error) {
-            std::printf("FAIL  %s\n      %s\n", test.name, error.what());
-            return EXIT_FAILURE;
-        }
-        std::fflush(stdout);
+/// Runs one case, and says its name and how it ended; whether it passed.
+template <void (*run)()>
+bool passes() {
+    std::string name = __PRETTY_FUNCTION__;  // "… [… run = …::the_name_of_the_case]"
+    name = name.substr(name.rfind(':') + 1);
+    name.pop_back();
+    try {
+        run();
+        std::printf("ok    %s\n", name.c_str());
+    } catch (const std::exception& error) {
+        std::printf("FAIL  %s\n      %s\n", name.c_str(), error.what());
+        return false;
     }
-    return EXIT_SUCCESS;
+    std::fflush(stdout);
+    return true;
+}
+
+/// Runs cases in their order, until one fails; what `main` returns.
+template <void (*... cases)()>
+int run_cases() {
+    return (passes<cases>() && ...) ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 }  // namespace datastates::testing

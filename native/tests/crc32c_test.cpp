@@ -69,8 +69,6 @@ void a_sum_continues() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({{"known_vectors", known_vectors},
-                      {"implementations_agree_at_all_lengths_and_alignments",
-                       implementations_agree_at_all_lengths_and_alignments},
-                      {"a_sum_continues", a_sum_continues}});
+    return run_cases<known_vectors, implementations_agree_at_all_lengths_and_alignments,
+                     a_sum_continues>();
 }

@@ -379,32 +379,16 @@ void an_old_driver_is_asked_by_exported_names() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"a_missing_library_is_a_fault_that_names_it", a_missing_library_is_a_fault_that_names_it},
-        {"a_library_that_is_no_driver_is_a_fault_that_says_so",
-         a_library_that_is_no_driver_is_a_fault_that_says_so},
-        {"what_a_driver_lacks_is_named", what_a_driver_lacks_is_named},
-        {"the_environment_names_the_library", the_environment_names_the_library},
-        {"opening_initializes_nothing", opening_initializes_nothing},
-        {"devices_are_counted_without_a_context", devices_are_counted_without_a_context},
-        {"only_a_retained_device_has_a_context", only_a_retained_device_has_a_context},
-        {"the_context_of_the_training_process_is_shared",
-         the_context_of_the_training_process_is_shared},
-        {"a_device_that_is_not_retained_is_not_entered",
-         a_device_that_is_not_retained_is_not_entered},
-        {"contexts_nest", contexts_nest},
-        {"what_is_created_is_destroyed", what_is_created_is_destroyed},
-        {"memory_that_others_have_registered_is_left_to_them",
-         memory_that_others_have_registered_is_left_to_them},
-        {"copies_go_there_and_back", copies_go_there_and_back},
-        {"nothing_to_copy_is_no_call", nothing_to_copy_is_no_call},
-        {"faults_are_in_the_words_of_the_driver", faults_are_in_the_words_of_the_driver},
-        {"an_error_of_execution_fails_all_that_follows",
-         an_error_of_execution_fails_all_that_follows},
-        {"a_driver_that_is_gone_is_no_trouble", a_driver_that_is_gone_is_no_trouble},
-        {"a_context_that_is_gone_is_no_trouble", a_context_that_is_gone_is_no_trouble},
-        {"a_relaxed_thread_breaks_no_capture", a_relaxed_thread_breaks_no_capture},
-        {"any_other_thread_breaks_a_capture", any_other_thread_breaks_a_capture},
-        {"an_old_driver_is_asked_by_exported_names", an_old_driver_is_asked_by_exported_names},
-    });
+    return run_cases<
+        a_missing_library_is_a_fault_that_names_it,
+        a_library_that_is_no_driver_is_a_fault_that_says_so, what_a_driver_lacks_is_named,
+        the_environment_names_the_library, opening_initializes_nothing,
+        devices_are_counted_without_a_context, only_a_retained_device_has_a_context,
+        the_context_of_the_training_process_is_shared, a_device_that_is_not_retained_is_not_entered,
+        contexts_nest, what_is_created_is_destroyed,
+        memory_that_others_have_registered_is_left_to_them, copies_go_there_and_back,
+        nothing_to_copy_is_no_call, faults_are_in_the_words_of_the_driver,
+        an_error_of_execution_fails_all_that_follows, a_driver_that_is_gone_is_no_trouble,
+        a_context_that_is_gone_is_no_trouble, a_relaxed_thread_breaks_no_capture,
+        any_other_thread_breaks_a_capture, an_old_driver_is_asked_by_exported_names>();
 }

@@ -20,7 +20,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 constexpr std::chrono::milliseconds kPatience(300);
 
 /// An engine with two devices, tensors there, and files of them.
@@ -30,7 +29,7 @@ struct Scene {
                    std::shared_ptr<FileOps> ops = posix_file_ops())
         : layout(std::move(what)) {
         fake_cuda_configure(0, 0, 50, kMiB / 2);
-        engine = std::make_unique<Engine>(kCache, ThreadCounts{}, std::move(ops),
+        engine = std::make_unique<Engine>(kSmallCache, ThreadCounts{}, std::move(ops),
                                           std::make_shared<HookedDeviceApi>(driver.api, hook),
                                           kPatience);
         open_devices(*engine, 2);
@@ -199,7 +198,7 @@ void without_pinned_memory_saves_and_restores_go_on() {
     const Tensors tensors(layout);
     {
         check_equal(fake_cuda_fail_next("cuMemHostRegister_v2", 2, 0), 0);
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         check_ok(engine.devices().open(0));
         wait_until("pinning fails", [&] { return engine.devices().pinner().fault().has_value(); });
         check_fault_of(engine.devices().pinner().fault(), "cuMemHostRegister_v2");
@@ -209,7 +208,7 @@ void without_pinned_memory_saves_and_restores_go_on() {
         check_restored(*engine.restore({tensors.restore_file(directory.file("f"))}));
         check(stream_of(layout, tensors.image()) == stream_of(layout, saved));
         check(fake_cuda_count("pageable_copies") > 0);
-        engine.grow(2 * kCache);
+        engine.grow(2 * kSmallCache);
         wait_until("what is new is pinned",
                    [&] { return engine.devices().pinner().pinned_bytes() > 0; });
     }
@@ -421,7 +420,7 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
         });
         std::jthread([&] {
             starve(gettid());  // who gets what it gains goes on before it does
-            scene.engine->grow(4 * kCache);
+            scene.engine->grow(4 * kSmallCache);
         }).join();
         check((*save)->wait_read(kEveryGroup, in(60)));
         check_equal(fake_cuda_count("pageable_copies"), 0U);
@@ -436,24 +435,12 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"faults_of_the_driver_fail_a_save", faults_of_the_driver_fail_a_save},
-        {"faults_of_the_driver_fail_a_restore", faults_of_the_driver_fail_a_restore},
-        {"a_fault_does_not_free_what_is_being_copied", a_fault_does_not_free_what_is_being_copied},
-        {"without_pinned_memory_saves_and_restores_go_on",
-         without_pinned_memory_saves_and_restores_go_on},
-        {"want_of_memory_fails_jobs_and_frees_nothing_in_use",
-         want_of_memory_fails_jobs_and_frees_nothing_in_use},
-        {"an_error_that_stays_ends_all_jobs", an_error_that_stays_ends_all_jobs},
-        {"a_driver_that_is_gone_does_not_keep_a_shutdown",
-         a_driver_that_is_gone_does_not_keep_a_shutdown},
-        {"a_hanging_device_does_not_keep_a_shutdown", a_hanging_device_does_not_keep_a_shutdown},
-        {"a_shutdown_as_a_read_ends_ends_the_save", a_shutdown_as_a_read_ends_ends_the_save},
-        {"a_restore_ends_whose_segments_a_hanging_device_has",
-         a_restore_ends_whose_segments_a_hanging_device_has},
-        {"saves_and_slabs_end_whose_segments_a_hanging_device_has",
-         saves_and_slabs_end_whose_segments_a_hanging_device_has},
-        {"memory_that_a_cache_gains_is_pinned_before_it_is_copied_to",
-         memory_that_a_cache_gains_is_pinned_before_it_is_copied_to},
-    });
+    return run_cases<
+        faults_of_the_driver_fail_a_save, faults_of_the_driver_fail_a_restore,
+        a_fault_does_not_free_what_is_being_copied, without_pinned_memory_saves_and_restores_go_on,
+        want_of_memory_fails_jobs_and_frees_nothing_in_use, an_error_that_stays_ends_all_jobs,
+        a_driver_that_is_gone_does_not_keep_a_shutdown, a_hanging_device_does_not_keep_a_shutdown,
+        a_shutdown_as_a_read_ends_ends_the_save, a_restore_ends_whose_segments_a_hanging_device_has,
+        saves_and_slabs_end_whose_segments_a_hanging_device_has,
+        memory_that_a_cache_gains_is_pinned_before_it_is_copied_to>();
 }

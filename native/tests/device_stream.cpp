@@ -153,16 +153,6 @@ void wait_until_prepared(const Engine& engine) {
                 engine.cache().stats().total_segments * kSegmentBytes);
 }
 
-void check_durable(const SaveHandle& save) {
-    check(save->wait(in(60)), "the save ends");
-    check_ok(save->fault());
-}
-
-void check_restored(const RestoreHandle& restore) {
-    check(restore->wait(in(60)), "the restore ends");
-    check_ok(restore->fault());
-}
-
 void check_nothing_left() {
     check_equal(fake_cuda_count("live_events"), 0U);
     check_equal(fake_cuda_count("live_streams"), 0U);

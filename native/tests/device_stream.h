@@ -97,9 +97,6 @@ class Stall : public Immovable {
 void open_devices(const Engine& engine, int devices);
 void wait_until_prepared(const Engine& engine);
 
-void check_durable(const SaveHandle& save);
-void check_restored(const RestoreHandle& restore);
-
 /// Nothing of the engine's is left in the driver.
 void check_nothing_left();
 

@@ -14,8 +14,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
-
 Bytes take_all(SaveJob& job, std::size_t file) {
     Bytes bytes;
     while (auto taken = job.take(file, in(60))) {
@@ -49,7 +47,7 @@ void save_in_order(std::uint64_t seed, int devices, std::uint64_t size, std::uin
     const Training training(devices);
     const Image before = random_image(layout, seed);
     const Image after = random_image(layout, seed + 1000);
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, devices);
     for (const Tensors* const tensors : {&first, &second}) {
         tensors->write_host(before);
@@ -94,7 +92,7 @@ void restore_in_order(std::uint64_t seed, int devices, std::uint64_t size,
     const Tensors tensors(layout);
     const Training training(devices);
     const Image saved = random_image(layout, seed);
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, devices);
     training.write(tensors, random_image(layout, seed + 1000));
     const auto restore =
@@ -118,7 +116,7 @@ void a_failed_restore_ends_when_devices_are_done_with_its_memory() {
     const Layout layout(2 * kSegmentBytes, 2, kMiB, 1);
     const Tensors tensors(layout);
     {
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         open_devices(engine, 2);
         const Bytes file = reference_file(stream_of(layout, random_image(layout, 1)));
         std::shared_ptr<RestoreHandle> restore;
@@ -141,11 +139,7 @@ void a_failed_restore_ends_when_devices_are_done_with_its_memory() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"streams_have_the_bytes_at_their_fences", streams_have_the_bytes_at_their_fences},
-        {"what_is_fetched_comes_after_kernels_before_its_fence",
-         what_is_fetched_comes_after_kernels_before_its_fence},
-        {"a_failed_restore_ends_when_devices_are_done_with_its_memory",
-         a_failed_restore_ends_when_devices_are_done_with_its_memory},
-    });
+    return run_cases<streams_have_the_bytes_at_their_fences,
+                     what_is_fetched_comes_after_kernels_before_its_fence,
+                     a_failed_restore_ends_when_devices_are_done_with_its_memory>();
 }

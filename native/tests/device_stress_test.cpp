@@ -290,6 +290,5 @@ void shutdown_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({{"callers_at_random", callers_at_random},
-                      {"shutdown_at_any_moment", shutdown_at_any_moment}});
+    return run_cases<callers_at_random, shutdown_at_any_moment>();
 }

@@ -13,8 +13,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
-
 /// How a training step and a save meet.
 struct Meeting {
     int devices = 1;
@@ -47,7 +45,7 @@ bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     const Image before = random_image(layout, seed);
     const Image after = random_image(layout, seed + 1000);
     const auto api = std::make_shared<HookedDeviceApi>(driver.api);
-    Engine engine(kCache, {}, posix_file_ops(), api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), api);
     open_devices(engine, how.devices);
     if (how.lying) api->lie();
 
@@ -122,7 +120,7 @@ void memory_used_before_a_copy_is_done_has_wrong_bytes() {
 void a_box_may_pass_over_segments() {
     const TemporaryDirectory directory;
     const FakeDriver driver;
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, 1);
     const auto memory = device_memory(0, 2 * kMiB);
     std::ranges::copy(random_bytes(memory.size(), 1), memory.begin());
@@ -158,7 +156,7 @@ void check_small_pieces(const FakeDriver& driver) {
     const Image image = random_image(layout, 1);
     saved.write_host(image);
     training.write(saved, image);
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, 2);
     check_durable(
         *engine.save({saved.save_file(path)}, {}, 0, open_window(), training.fences(engine)));
@@ -184,7 +182,7 @@ void restore_in_order(std::uint64_t seed, int devices, std::uint64_t size,
     const Tensors tensors(layout);
     const Training training(devices);
     const Image saved = random_image(layout, seed);
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, devices);
     write_file(directory.file("f"), reference_file(stream_of(layout, saved)));
     training.write(tensors, random_image(layout, seed + 1000));
@@ -209,7 +207,7 @@ void a_corrupt_file_is_a_fault_of_its_restore() {
     const Layout layout(2 * kSegmentBytes, 2, kMiB, 1);
     const Tensors tensors(layout);
     {
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         open_devices(engine, 2);
         Bytes file = reference_file(stream_of(layout, random_image(layout, 1)));
         file[layout.size - kMiB / 2] ^= std::byte{1};
@@ -228,7 +226,7 @@ void a_cancelled_restore_ends_when_devices_are_done_with_its_memory() {
     const Layout layout(2 * kSegmentBytes, 2, kMiB, 1);
     const Tensors tensors(layout);
     {
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         open_devices(engine, 2);
         write_file(directory.file("f"), reference_file(stream_of(layout, random_image(layout, 1))));
         std::shared_ptr<RestoreHandle> restore;
@@ -256,13 +254,13 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
         }
     };
     {
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         const auto memory = engine.cache().unpinned();
         check_equal(memory.size(), 1U);
         open_devices(engine, 1);
         check(arenas_pinned(engine));
-        check_pinned(memory[0].bytes.data(), kCache);
-        engine.grow(2 * kCache);
+        check_pinned(memory[0].bytes.data(), kSmallCache);
+        engine.grow(2 * kSmallCache);
         wait_until_prepared(engine);
         check(fake_cuda_count("live_registrations") >= 2, "what was gained is pinned, too");
         check_equal(fake_cuda_context_references(0), 1);
@@ -285,7 +283,7 @@ void copies_wait_for_their_memory_to_be_pinned() {
     api->pin_slowly(std::chrono::milliseconds(100));
     const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
     const Tensors tensors(layout);
-    Engine engine(kCache, {}, posix_file_ops(), api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), api);
     check_ok(engine.devices().open(0));
     check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
     Bytes room(2 * kMiB);  // not pinned
@@ -295,24 +293,11 @@ void copies_wait_for_their_memory_to_be_pinned() {
     const auto device = device_memory(0, kMiB);
     Transfer transfer;
     transfer.add(0, kMiB, device.data(), 0, Access::kReadWrite, 0);
-    engine.grow(2 * kCache);
+    engine.grow(2 * kSmallCache);
     check_equal(fake_cuda_count("pageable_copies"), 0U);
     check_ok(engine.copy_to_host(StreamContent(transfer), other, 0, 0).status);
     check_equal(fake_cuda_count("pageable_copies"), 1U);
     check_equal(fake_cuda_synchronize_all(60), 0);
-}
-
-void where_pinning_fails_copies_go_on() {
-    const TemporaryDirectory directory;
-    const FakeDriver driver;
-    const Layout layout(kMiB, 1, kMiB / 16, 1);
-    const Tensors tensors(layout);
-    Engine engine(kCache, {}, posix_file_ops(), driver.api);
-    for (int n = 0; n < 8; ++n) fake_cuda_fail_next("cuMemHostRegister_v2", 2, 0);
-    check_ok(engine.devices().open(0));
-    check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
-    check(fake_cuda_count("pageable_copies") > 0);
-    check(engine.devices().pinner().fault()->operation == "cuMemHostRegister_v2");
 }
 
 void restores_wait_for_their_memory_to_be_pinned() {
@@ -321,14 +306,14 @@ void restores_wait_for_their_memory_to_be_pinned() {
     const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
     const Tensors tensors(layout);
     {
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         check_ok(engine.devices().open(0));
         check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
     }
     const auto before = fake_cuda_count("pageable_copies");
     const auto api = std::make_shared<HookedDeviceApi>(driver.api);
     api->pin_slowly(std::chrono::milliseconds(300));
-    Engine engine(kCache, {}, posix_file_ops(), api);
+    Engine engine(kSmallCache, {}, posix_file_ops(), api);
     check_ok(engine.devices().open(0));
     const auto restore = engine.restore({tensors.restore_file(directory.file("f"))});
     check_restored(*restore);
@@ -343,7 +328,7 @@ void reads_end_though_their_memory_is_never_pinned() {
     api->pin_slowly(std::chrono::seconds(3));
     const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
     const Tensors tensors(layout);
-    Engine engine(kCache, {}, posix_file_ops(), api, std::chrono::milliseconds(100));
+    Engine engine(kSmallCache, {}, posix_file_ops(), api, std::chrono::milliseconds(100));
     check_ok(engine.devices().open(0));
     const auto save = engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window());
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -382,7 +367,7 @@ void nothing_of_the_engine_breaks_a_capture() {
     training_stream(1);  // a tensor is on a device that has a context
     {
         check_equal(fake_cuda_begin_capture(0, captured, 0), 0);  // by this thread, global
-        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        Engine engine(kSmallCache, {}, posix_file_ops(), driver.api);
         const auto work = [&](const std::string& path) {
             open_devices(engine, 2);
             const auto fence = value_of(engine.devices().find(0)->record(stream));
@@ -409,34 +394,15 @@ void nothing_of_the_engine_breaks_a_capture() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"a_save_has_the_bytes_at_its_fence", a_save_has_the_bytes_at_its_fence},
-        {"a_save_of_two_devices_has_the_bytes_at_its_fences",
-         a_save_of_two_devices_has_the_bytes_at_its_fences},
-        {"a_save_larger_than_the_cache_has_the_bytes_at_its_fence",
-         a_save_larger_than_the_cache_has_the_bytes_at_its_fence},
-        {"without_the_fence_bytes_are_wrong", without_the_fence_bytes_are_wrong},
-        {"without_the_gate_bytes_are_wrong", without_the_gate_bytes_are_wrong},
-        {"with_the_gate_on_another_stream_bytes_are_wrong",
-         with_the_gate_on_another_stream_bytes_are_wrong},
-        {"memory_used_before_a_copy_is_done_has_wrong_bytes",
-         memory_used_before_a_copy_is_done_has_wrong_bytes},
-        {"a_box_may_pass_over_segments", a_box_may_pass_over_segments},
-        {"small_pieces_are_copied_one_by_one", small_pieces_are_copied_one_by_one},
-        {"a_restore_comes_after_kernels_before_its_fence",
-         a_restore_comes_after_kernels_before_its_fence},
-        {"a_corrupt_file_is_a_fault_of_its_restore", a_corrupt_file_is_a_fault_of_its_restore},
-        {"a_cancelled_restore_ends_when_devices_are_done_with_its_memory",
-         a_cancelled_restore_ends_when_devices_are_done_with_its_memory},
-        {"all_of_the_cache_is_pinned_until_it_is_unmapped",
-         all_of_the_cache_is_pinned_until_it_is_unmapped},
-        {"copies_wait_for_their_memory_to_be_pinned", copies_wait_for_their_memory_to_be_pinned},
-        {"where_pinning_fails_copies_go_on", where_pinning_fails_copies_go_on},
-        {"restores_wait_for_their_memory_to_be_pinned",
-         restores_wait_for_their_memory_to_be_pinned},
-        {"reads_end_though_their_memory_is_never_pinned",
-         reads_end_though_their_memory_is_never_pinned},
-        {"reads_that_hang_are_given_up_together", reads_that_hang_are_given_up_together},
-        {"nothing_of_the_engine_breaks_a_capture", nothing_of_the_engine_breaks_a_capture},
-    });
+    return run_cases<
+        a_save_has_the_bytes_at_its_fence, a_save_of_two_devices_has_the_bytes_at_its_fences,
+        a_save_larger_than_the_cache_has_the_bytes_at_its_fence, without_the_fence_bytes_are_wrong,
+        without_the_gate_bytes_are_wrong, with_the_gate_on_another_stream_bytes_are_wrong,
+        memory_used_before_a_copy_is_done_has_wrong_bytes, a_box_may_pass_over_segments,
+        small_pieces_are_copied_one_by_one, a_restore_comes_after_kernels_before_its_fence,
+        a_corrupt_file_is_a_fault_of_its_restore,
+        a_cancelled_restore_ends_when_devices_are_done_with_its_memory,
+        all_of_the_cache_is_pinned_until_it_is_unmapped, copies_wait_for_their_memory_to_be_pinned,
+        restores_wait_for_their_memory_to_be_pinned, reads_end_though_their_memory_is_never_pinned,
+        reads_that_hang_are_given_up_together, nothing_of_the_engine_breaks_a_capture>();
 }

@@ -158,15 +158,9 @@ void tensors_over_the_same_memory_are_all_compared() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"unchanged_memory_is_as_expected", unchanged_memory_is_as_expected},
-         {"a_change_of_a_sampled_byte_is_seen_however_the_copy_is_cut",
-          a_change_of_a_sampled_byte_is_seen_however_the_copy_is_cut},
-         {"words_come_from_all_over_the_tensor", words_come_from_all_over_the_tensor},
-         {"many_seeds_reach_every_byte", many_seeds_reach_every_byte},
-         {"device_words_are_compared_once_their_copies_are_made",
-          device_words_are_compared_once_their_copies_are_made},
-         {"whole_tensors_are_compared_byte_by_byte", whole_tensors_are_compared_byte_by_byte},
-         {"tensors_over_the_same_memory_are_all_compared",
-          tensors_over_the_same_memory_are_all_compared}});
+    return run_cases<
+        unchanged_memory_is_as_expected, a_change_of_a_sampled_byte_is_seen_however_the_copy_is_cut,
+        words_come_from_all_over_the_tensor, many_seeds_reach_every_byte,
+        device_words_are_compared_once_their_copies_are_made,
+        whole_tensors_are_compared_byte_by_byte, tensors_over_the_same_memory_are_all_compared>();
 }

@@ -141,16 +141,9 @@ void stop_stops_the_process_there() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"an_error_is_returned_at_each_hit", an_error_is_returned_at_each_hit},
-         {"actions_come_in_order_and_an_error_ends_them",
-          actions_come_in_order_and_an_error_ends_them},
-         {"hits_are_counted_by_name_from_one", hits_are_counted_by_name_from_one},
-         {"one_of_many_threads_gets_the_nth_hit", one_of_many_threads_gets_the_nth_hit},
-         {"sleep_takes_its_time", sleep_takes_its_time},
-         {"the_log_has_a_line_before_each_action", the_log_has_a_line_before_each_action},
-         {"a_log_that_cannot_be_written_changes_nothing",
-          a_log_that_cannot_be_written_changes_nothing},
-         {"kill_ends_the_process_there", kill_ends_the_process_there},
-         {"stop_stops_the_process_there", stop_stops_the_process_there}});
+    return run_cases<an_error_is_returned_at_each_hit, actions_come_in_order_and_an_error_ends_them,
+                     hits_are_counted_by_name_from_one, one_of_many_threads_gets_the_nth_hit,
+                     sleep_takes_its_time, the_log_has_a_line_before_each_action,
+                     a_log_that_cannot_be_written_changes_nothing, kill_ends_the_process_there,
+                     stop_stops_the_process_there>();
 }

@@ -387,31 +387,16 @@ void a_fork_has_no_driver() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"a_stream_keeps_its_order", a_stream_keeps_its_order},
-        {"streams_keep_no_order_without_an_event", streams_keep_no_order_without_an_event},
-        {"an_event_orders_streams", an_event_orders_streams},
-        {"a_wait_is_for_what_was_recorded_when_it_was_asked_for",
-         a_wait_is_for_what_was_recorded_when_it_was_asked_for},
-        {"the_legacy_stream_keeps_order_with_blocking_streams_only",
-         the_legacy_stream_keeps_order_with_blocking_streams_only},
-        {"pinned_memory_is_read_when_the_copy_runs", pinned_memory_is_read_when_the_copy_runs},
-        {"other_memory_is_copied_while_the_caller_waits",
-         other_memory_is_copied_while_the_caller_waits},
-        {"memory_pinned_in_one_context_is_not_in_another",
-         memory_pinned_in_one_context_is_not_in_another},
-        {"pointers_that_are_not_what_they_should_be_are_refused",
-         pointers_that_are_not_what_they_should_be_are_refused},
-        {"memory_of_the_caller_may_be_a_devices", memory_of_the_caller_may_be_a_devices},
-        {"memory_unpinned_too_early_is_noticed", memory_unpinned_too_early_is_noticed},
-        {"a_stalled_device_is_at_rest_and_can_be_reset",
-         a_stalled_device_is_at_rest_and_can_be_reset},
-        {"handles_of_before_a_reset_are_invalid", handles_of_before_a_reset_are_invalid},
-        {"what_an_error_drops_has_no_effect", what_an_error_drops_has_no_effect},
-        {"failures_come_when_they_are_asked_for", failures_come_when_they_are_asked_for},
-        {"a_stream_that_waits_for_captured_work_joins_the_capture",
-         a_stream_that_waits_for_captured_work_joins_the_capture},
-        {"a_capture_does_not_follow_what_is_outside", a_capture_does_not_follow_what_is_outside},
-        {"a_fork_has_no_driver", a_fork_has_no_driver},
-    });
+    return run_cases<
+        a_stream_keeps_its_order, streams_keep_no_order_without_an_event, an_event_orders_streams,
+        a_wait_is_for_what_was_recorded_when_it_was_asked_for,
+        the_legacy_stream_keeps_order_with_blocking_streams_only,
+        pinned_memory_is_read_when_the_copy_runs, other_memory_is_copied_while_the_caller_waits,
+        memory_pinned_in_one_context_is_not_in_another,
+        pointers_that_are_not_what_they_should_be_are_refused,
+        memory_of_the_caller_may_be_a_devices, memory_unpinned_too_early_is_noticed,
+        a_stalled_device_is_at_rest_and_can_be_reset, handles_of_before_a_reset_are_invalid,
+        what_an_error_drops_has_no_effect, failures_come_when_they_are_asked_for,
+        a_stream_that_waits_for_captured_work_joins_the_capture,
+        a_capture_does_not_follow_what_is_outside, a_fork_has_no_driver>();
 }

@@ -22,11 +22,8 @@ using Event = HookedFileOps::Event;
 using Instead = HookedFileOps::Instead;
 
 constexpr std::uint64_t kSize = 20 * kMiB + 12;
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 
-Instead failing(int error) {
-    return {.result = SysResult{.value = -1, .error = error}, .cut = {}};
-}
+constexpr auto failing = &HookedFileOps::failing;
 
 /// An engine whose file operations can be broken while it runs.
 struct Broken {
@@ -35,7 +32,7 @@ struct Broken {
               const std::scoped_lock lock(mutex);
               return hook ? hook(event) : Instead{};
           })),
-          engine(kCache, {}, ops) {}
+          engine(kSmallCache, {}, ops) {}
 
     void set(HookedFileOps::Hook next) {
         const std::scoped_lock lock(mutex);
@@ -344,18 +341,12 @@ void bytes_are_durable_before_entries() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"each_failing_call_fails_its_save_only", each_failing_call_fails_its_save_only},
-         {"a_file_system_without_fsync_of_directories_is_no_error",
-          a_file_system_without_fsync_of_directories_is_no_error},
-         {"a_failed_job_is_done_only_when_its_files_are_closed",
-          a_failed_job_is_done_only_when_its_files_are_closed},
-         {"a_failed_fdatasync_is_not_repeated", a_failed_fdatasync_is_not_repeated},
-         {"refused_o_direct_falls_back", refused_o_direct_falls_back},
-         {"unsupported_fallocate_is_no_failure", unsupported_fallocate_is_no_failure},
-         {"short_and_interrupted_calls_go_on", short_and_interrupted_calls_go_on},
-         {"each_failing_call_fails_its_restore", each_failing_call_fails_its_restore},
-         {"what_the_page_cache_has_is_read_from_there", what_the_page_cache_has_is_read_from_there},
-         {"an_existing_file_is_left_alone", an_existing_file_is_left_alone},
-         {"bytes_are_durable_before_entries", bytes_are_durable_before_entries}});
+    return run_cases<each_failing_call_fails_its_save_only,
+                     a_file_system_without_fsync_of_directories_is_no_error,
+                     a_failed_job_is_done_only_when_its_files_are_closed,
+                     a_failed_fdatasync_is_not_repeated, refused_o_direct_falls_back,
+                     unsupported_fallocate_is_no_failure, short_and_interrupted_calls_go_on,
+                     each_failing_call_fails_its_restore,
+                     what_the_page_cache_has_is_read_from_there, an_existing_file_is_left_alone,
+                     bytes_are_durable_before_entries>();
 }

@@ -99,10 +99,7 @@ void samples_of_what_is_gone_are_nothing() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({
-        {"many pieces are copied", many_pieces_are_copied},
-        {"memory that is gone is an error", memory_that_is_gone_is_an_error},
-        {"memory that may not be read is an error", memory_that_may_not_be_read_is_an_error},
-        {"samples of what is gone are nothing", samples_of_what_is_gone_are_nothing},
-    });
+    return run_cases<many_pieces_are_copied, memory_that_is_gone_is_an_error,
+                     memory_that_may_not_be_read_is_an_error,
+                     samples_of_what_is_gone_are_nothing>();
 }

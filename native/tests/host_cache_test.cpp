@@ -267,23 +267,13 @@ void closing_refuses_slabs() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"counts_are_exact", counts_are_exact},
-         {"memory_used_last_is_used_first", memory_used_last_is_used_first},
-         {"older_saves_go_first_then_arrival", older_saves_go_first_then_arrival},
-         {"restores_and_saves_do_not_take_from_each_other",
-          restores_and_saves_do_not_take_from_each_other},
-         {"restores_borrow_what_saves_leave_free", restores_borrow_what_saves_leave_free},
-         {"restores_borrow_nothing_while_a_save_waits", restores_borrow_nothing_while_a_save_waits},
-         {"pages_are_touched_and_keep_their_bytes", pages_are_touched_and_keep_their_bytes},
-         {"an_interrupt_ends_waits_and_old_epochs", an_interrupt_ends_waits_and_old_epochs},
-         {"slabs_leave_two_segments", slabs_leave_two_segments},
-         {"a_slab_waits_behind_older_saves_and_before_newer_ones",
-          a_slab_waits_behind_older_saves_and_before_newer_ones},
-         {"a_slab_that_waits_for_slabs_lets_newer_streams_pass",
-          a_slab_that_waits_for_slabs_lets_newer_streams_pass},
-         {"slabs_are_contiguous_and_survive_their_request",
-          slabs_are_contiguous_and_survive_their_request},
-         {"growing_serves_waiters", growing_serves_waiters},
-         {"closing_refuses_slabs", closing_refuses_slabs}});
+    return run_cases<
+        counts_are_exact, memory_used_last_is_used_first, older_saves_go_first_then_arrival,
+        restores_and_saves_do_not_take_from_each_other, restores_borrow_what_saves_leave_free,
+        restores_borrow_nothing_while_a_save_waits, pages_are_touched_and_keep_their_bytes,
+        an_interrupt_ends_waits_and_old_epochs, slabs_leave_two_segments,
+        a_slab_waits_behind_older_saves_and_before_newer_ones,
+        a_slab_that_waits_for_slabs_lets_newer_streams_pass,
+        slabs_are_contiguous_and_survive_their_request, growing_serves_waiters,
+        closing_refuses_slabs>();
 }

@@ -17,7 +17,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 constexpr std::uint64_t kSize = 40 * kMiB;
 
 std::shared_ptr<SaveHandle> save(Engine& engine, const TemporaryDirectory& directory,
@@ -29,7 +28,7 @@ std::shared_ptr<SaveHandle> save(Engine& engine, const TemporaryDirectory& direc
 
 void a_window_opens_by_hand_or_by_deadline() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kSize, kMiB, 1);
     const auto window = std::make_shared<Window>(in(600));
     const auto by_hand = save(engine, directory, "a", source, 0, window);
@@ -40,13 +39,12 @@ void a_window_opens_by_hand_or_by_deadline() {
     const auto by_deadline =
         save(engine, directory, "b", source, 1, std::make_shared<Window>(in(0.2)));
     check(!(*by_deadline)->wait_read(kEveryGroup, in(0.05)));
-    check((*by_deadline)->wait(in(60)));
-    check(!(*by_deadline)->fault());
+    check_durable(*by_deadline);
 }
 
 void a_closed_window_holds_nobody_up() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kSize, kMiB, 1);
     const auto window = std::make_shared<Window>(in(600));
     const auto older = save(engine, directory, "older", source, 0, window);
@@ -54,26 +52,24 @@ void a_closed_window_holds_nobody_up() {
     check((*newer)->wait(in(60)));
     check(!(*older)->done());
     window->open();
-    check((*older)->wait(in(60)));
-    check(!(*older)->fault());
+    check_durable(*older);
 }
 
 void a_job_progresses_while_slabs_are_held() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     HostCache::SlabRequest request(engine.shared_cache(), kSegmentBytes, 0);
     check(request.wait_until(Clock::now()) == HostCache::SlabRequest::State::kGranted);
     const Lease slab = request.take();
     HostCache::SlabRequest waiting(engine.shared_cache(), kSegmentBytes, 0);
     const Source source(kSize, kMiB, 1);
     const auto job = save(engine, directory, "f", source, 5, open_window());
-    check((*job)->wait(in(60)));
-    check(!(*job)->fault());
+    check_durable(*job);
 }
 
 void cancelling_at_any_time_frees_all() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kSize, kMiB, 1);
     Random random(2);
     for (int round = 0; round < 25; ++round) {
@@ -94,7 +90,7 @@ void cancelling_at_any_time_frees_all() {
 
 void a_dropped_handle_never_reads_again() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     Random random(3);
     for (int round = 0; round < 25; ++round) {
         auto source = std::make_unique<Source>(kSize, kMiB, 1);
@@ -117,17 +113,14 @@ void a_dropped_handle_never_reads_again() {
 
 void a_dropped_restore_never_writes_again() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kSize, kMiB, 1);
     const auto saved = save(engine, directory, "f", source, 0, open_window());
     check((*saved)->wait(in(60)));
     Random random(4);
     for (int round = 0; round < 25; ++round) {
         auto out = std::make_unique<Bytes>(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out->data(), 0);
-        auto job =
-            engine.restore({RestoreFile(directory.file("f"), file_bytes(kSize), kSize, transfer)});
+        auto job = engine.restore({whole_file(directory.file("f"), *out)});
         std::this_thread::sleep_for(std::chrono::microseconds(random_below(random, 20'000)));
         job.reset();
         out.reset();
@@ -140,7 +133,7 @@ void shutdown_at_any_time_ends_all_jobs() {
     const Source source(kSize, kMiB, 1);
     Random random(5);
     for (int round = 0; round < 15; ++round) {
-        Engine engine(kCache);
+        Engine engine(kSmallCache);
         std::vector<std::shared_ptr<SaveHandle>> jobs;
         for (int j = 0; j < 4; ++j) {
             jobs.push_back(save(engine, directory, std::to_string(round) + "-" + std::to_string(j),
@@ -148,10 +141,7 @@ void shutdown_at_any_time_ends_all_jobs() {
                                 j == 1 ? std::make_shared<Window>(in(600)) : open_window()));
         }
         Bytes out(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out.data(), 0);
-        const auto restore = engine.restore(
-            {RestoreFile(directory.file("0-0"), file_bytes(kSize), kSize, transfer)});
+        const auto restore = engine.restore({whole_file(directory.file("0-0"), out)});
         std::this_thread::sleep_for(std::chrono::microseconds(random_below(random, 5'000)));
         engine.shutdown();
         engine.shutdown();
@@ -191,7 +181,7 @@ void restores_that_a_shutdown_cuts_off_do_not_succeed() {
         if (event.call == HookedFileOps::Call::kSetDirect) instead.result = {.error = EINVAL};
         return instead;
     });
-    Engine engine(kCache, {}, ops);
+    Engine engine(kSmallCache, {}, ops);
     const std::uint64_t segments = engine.cache().stats().total_segments;
     check_equal(restore_share(segments), 1U);
     std::vector<Lease> taken;  // so that there is none to borrow
@@ -206,9 +196,7 @@ void restores_that_a_shutdown_cuts_off_do_not_succeed() {
     for (std::size_t i = 0; i < out.size(); ++i) {
         const auto path = directory.file(std::to_string(i));
         write_file(path, reference_file(source.stream));
-        Transfer transfer;
-        transfer.add(0, kSize, out[i].data(), 0);
-        restores.push_back(engine.restore({RestoreFile(path, file_bytes(kSize), kSize, transfer)}));
+        restores.push_back(engine.restore({whole_file(path, out[i])}));
     }
     std::jthread([&] {
         starve(gettid());
@@ -224,7 +212,7 @@ void restores_that_a_shutdown_cuts_off_do_not_succeed() {
 void handles_may_outlive_the_engine() {
     const TemporaryDirectory directory;
     const Source source(kSize, kMiB, 1);
-    auto engine = std::make_unique<Engine>(kCache);
+    auto engine = std::make_unique<Engine>(kSmallCache);
     const auto window = std::make_shared<Window>(in(600));
     const auto job = save(*engine, directory, "f", source, 0, window);
     HostCache::SlabRequest request(engine->shared_cache(), kSegmentBytes, 0);
@@ -237,14 +225,12 @@ void handles_may_outlive_the_engine() {
 
 void jobs_without_bytes_or_files_succeed() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const auto empty = engine.save({}, {directory.path()}, 0, std::make_shared<Window>(in(600)));
     check((*empty)->wait_read(kEveryGroup, Clock::now()));
-    check((*empty)->wait(in(60)));
-    check(!(*empty)->fault());
+    check_durable(*empty);
     const auto nothing = engine.restore({});
-    check((*nothing)->wait(in(60)));
-    check(!(*nothing)->fault());
+    check_restored(*nothing);
 }
 
 }  // namespace
@@ -252,16 +238,10 @@ void jobs_without_bytes_or_files_succeed() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"a_window_opens_by_hand_or_by_deadline", a_window_opens_by_hand_or_by_deadline},
-         {"a_closed_window_holds_nobody_up", a_closed_window_holds_nobody_up},
-         {"a_job_progresses_while_slabs_are_held", a_job_progresses_while_slabs_are_held},
-         {"cancelling_at_any_time_frees_all", cancelling_at_any_time_frees_all},
-         {"a_dropped_handle_never_reads_again", a_dropped_handle_never_reads_again},
-         {"a_dropped_restore_never_writes_again", a_dropped_restore_never_writes_again},
-         {"shutdown_at_any_time_ends_all_jobs", shutdown_at_any_time_ends_all_jobs},
-         {"restores_that_a_shutdown_cuts_off_do_not_succeed",
-          restores_that_a_shutdown_cuts_off_do_not_succeed},
-         {"handles_may_outlive_the_engine", handles_may_outlive_the_engine},
-         {"jobs_without_bytes_or_files_succeed", jobs_without_bytes_or_files_succeed}});
+    return run_cases<a_window_opens_by_hand_or_by_deadline, a_closed_window_holds_nobody_up,
+                     a_job_progresses_while_slabs_are_held, cancelling_at_any_time_frees_all,
+                     a_dropped_handle_never_reads_again, a_dropped_restore_never_writes_again,
+                     shutdown_at_any_time_ends_all_jobs,
+                     restores_that_a_shutdown_cuts_off_do_not_succeed,
+                     handles_may_outlive_the_engine, jobs_without_bytes_or_files_succeed>();
 }

@@ -54,7 +54,6 @@ void many_seeds_reach_every_byte() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({{"the_same_places_are_read", the_same_places_are_read},
-                      {"small_regions_are_read_whole", small_regions_are_read_whole},
-                      {"many_seeds_reach_every_byte", many_seeds_reach_every_byte}});
+    return run_cases<the_same_places_are_read, small_regions_are_read_whole,
+                     many_seeds_reach_every_byte>();
 }

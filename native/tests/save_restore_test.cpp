@@ -13,8 +13,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kTinyCache = kMinSegments * kSegmentBytes;
-
 std::uint64_t align4(std::uint64_t size) {
     return round_up(size, 4);
 }
@@ -36,14 +34,13 @@ void check_restores(Engine& engine, const std::string& path, const Bytes& stream
     const std::vector<RestoreFile> files{
         RestoreFile(path, file_bytes(stream.size()), stream.size(), transfer)};
     const auto job = engine.restore(files);
-    check((*job)->wait(in(60)));
-    check(!(*job)->fault(), (*job)->fault() ? describe(*(*job)->fault()) : "");
+    check_restored(*job);
     check(out == expected, "restored bytes");
 }
 
 void files_of_all_sizes_round_trip() {
     const TemporaryDirectory directory;
-    Engine engine(kTinyCache);
+    Engine engine(kSmallCache);
     Random random(1);
     // Around every boundary: of blocks, of segments, and where the table spills into the next one.
     std::vector<std::uint64_t> sizes{0,
@@ -67,8 +64,7 @@ void files_of_all_sizes_round_trip() {
         const std::string path = directory.file(std::to_string(i));
         const auto job = engine.save({SaveFile(path, sizes[i], source.transfer)},
                                      {directory.path()}, i, open_window());
-        check((*job)->wait(in(60)));
-        check(!(*job)->fault(), (*job)->fault() ? describe(*(*job)->fault()) : "");
+        check_durable(*job);
         check_equal((*job)->bytes_written(), file_bytes(sizes[i]));
         check_equal((*job)->bytes_read(), source.transfer.nbytes());
         check(read_file(path) == reference_file(source.stream),
@@ -80,7 +76,7 @@ void files_of_all_sizes_round_trip() {
 
 void many_jobs_of_many_files_share_a_tiny_cache() {
     const TemporaryDirectory directory;
-    Engine engine(kTinyCache);
+    Engine engine(kSmallCache);
     constexpr std::size_t kJobs = 6;
     constexpr std::size_t kFiles = 5;
     std::vector<std::unique_ptr<Source>> sources;
@@ -97,8 +93,7 @@ void many_jobs_of_many_files_share_a_tiny_cache() {
         jobs.push_back(engine.save(files, {directory.path()}, j, open_window()));
     }
     for (const auto& job : jobs) {
-        check((*job)->wait(in(120)));
-        check(!(*job)->fault());
+        check_durable(*job);
     }
     std::vector<std::shared_ptr<RestoreHandle>> restores;
     std::vector<Bytes> outs;
@@ -106,10 +101,7 @@ void many_jobs_of_many_files_share_a_tiny_cache() {
         const std::string path = directory.file(std::to_string(i));
         check(read_file(path) == reference_file(sources[i]->stream));
         outs.emplace_back(sources[i]->stream.size());
-        Transfer transfer;
-        transfer.add(0, outs.back().size(), outs.back().data(), 0);
-        restores.push_back(engine.restore(
-            {RestoreFile(path, file_bytes(outs.back().size()), outs.back().size(), transfer)}));
+        restores.push_back(engine.restore({whole_file(path, outs.back())}));
     }
     for (std::size_t i = 0; i < sources.size(); ++i) {
         check((*restores[i])->wait(in(120)));
@@ -120,7 +112,7 @@ void many_jobs_of_many_files_share_a_tiny_cache() {
 
 void only_needed_blocks_are_read() {
     const TemporaryDirectory directory;
-    Engine engine(kTinyCache);
+    Engine engine(kSmallCache);
     const Source source(40 * kMiB, 4 * kMiB, 3);
     const std::string path = directory.file("f");
     const auto save =
@@ -132,8 +124,7 @@ void only_needed_blocks_are_read() {
     transfer.add(30 * kMiB + 100, 16, out.data() + 16, 0);  // in one
     const auto job =
         engine.restore({RestoreFile(path, file_bytes(40 * kMiB), 40 * kMiB, transfer)});
-    check((*job)->wait(in(60)));
-    check(!(*job)->fault());
+    check_restored(*job);
     check_equal((*job)->bytes_read(), 3 * kMiB + 4 * 41);
     check(std::memcmp(out.data(), &source.stream[5 * kMiB - 8], 16) == 0);
     check(std::memcmp(out.data() + 16, &source.stream[30 * kMiB + 100], 16) == 0);
@@ -141,7 +132,7 @@ void only_needed_blocks_are_read() {
 
 void every_flipped_bit_is_seen() {
     const TemporaryDirectory directory;
-    Engine engine(kTinyCache);
+    Engine engine(kSmallCache);
     constexpr std::uint64_t kSize = 3 * kMiB + 1000;
     const Source source(kSize, 4 * kMiB, 4);
     const std::string path = directory.file("f");
@@ -157,9 +148,7 @@ void every_flipped_bit_is_seen() {
         bad[at] ^= std::byte{1} << static_cast<int>(random_below(random, 8));
         write_file(path, bad);
         Bytes out(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out.data(), 0);
-        const auto job = engine.restore({RestoreFile(path, good.size(), kSize, transfer)});
+        const auto job = engine.restore({whole_file(path, out)});
         check((*job)->wait(in(60)));
         const auto fault = (*job)->fault();
         check(fault && fault->kind == FaultKind::kCorrupt && fault->path == path);
@@ -176,9 +165,7 @@ void every_flipped_bit_is_seen() {
         bad.resize(size);
         write_file(path, bad);
         Bytes out(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out.data(), 0);
-        const auto job = engine.restore({RestoreFile(path, good.size(), kSize, transfer)});
+        const auto job = engine.restore({whole_file(path, out)});
         check((*job)->wait(in(60)));
         check((*job)->fault() && (*job)->fault()->kind == FaultKind::kCorrupt);
     }
@@ -186,7 +173,7 @@ void every_flipped_bit_is_seen() {
 
 void groups_are_read_in_file_order() {
     const TemporaryDirectory directory;
-    Engine engine(kTinyCache);
+    Engine engine(kSmallCache);
     const Bytes memory = random_bytes(64 * kMiB, 6);
     Transfer transfer;
     auto* const data = const_cast<std::byte*>(memory.data());  // NOLINT: only read
@@ -217,9 +204,9 @@ void bad_files_are_refused() {
     Transfer constant;
     constant.add(0, 4, memory.data(), 0, Access::kReadOnly);
     check_throws<Invalid>("read-only", [&] { RestoreFile("f", file_bytes(4), 4, constant); });
-    check_throws<Invalid>("below the minimum", [] { Engine(kTinyCache - 1); });
-    check_throws<Invalid>("thread count", [] { Engine(kTinyCache, {.copy = 0}); });
-    Engine engine(kTinyCache);
+    check_throws<Invalid>("below the minimum", [] { Engine(kSmallCache - 1); });
+    check_throws<Invalid>("thread count", [] { Engine(kSmallCache, {.copy = 0}); });
+    Engine engine(kSmallCache);
     check_throws<Invalid>("twice", [&] {
         static_cast<void>(engine.save({SaveFile("f", 100, transfer), SaveFile("f", 100, transfer)},
                                       {}, 0, open_window()));
@@ -231,11 +218,7 @@ void bad_files_are_refused() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"files_of_all_sizes_round_trip", files_of_all_sizes_round_trip},
-         {"many_jobs_of_many_files_share_a_tiny_cache", many_jobs_of_many_files_share_a_tiny_cache},
-         {"only_needed_blocks_are_read", only_needed_blocks_are_read},
-         {"every_flipped_bit_is_seen", every_flipped_bit_is_seen},
-         {"groups_are_read_in_file_order", groups_are_read_in_file_order},
-         {"bad_files_are_refused", bad_files_are_refused}});
+    return run_cases<files_of_all_sizes_round_trip, many_jobs_of_many_files_share_a_tiny_cache,
+                     only_needed_blocks_are_read, every_flipped_bit_is_seen,
+                     groups_are_read_in_file_order, bad_files_are_refused>();
 }

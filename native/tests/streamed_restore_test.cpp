@@ -20,8 +20,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
-
 /// Files of a store, and memory to restore them into.
 struct Store {
     explicit Store(const std::vector<std::uint64_t>& sizes) {
@@ -66,27 +64,21 @@ void fetch_all(const RestoreHandle::Requests& requests, const Store& store) {
     while (const auto request = next(requests)) request->fill(store.range(request->fetch()));
 }
 
-void check_done(RestoreHandle& job) {
-    check(job->wait(in(60)), "the job ends");
-    const auto fault = job->fault();
-    check(!fault, fault ? describe(*fault) : "");
-}
-
 void one_thread_fetches_all() {
     const auto ops = std::make_shared<HookedFileOps>();
-    Engine engine(kCache, {}, ops);
+    Engine engine(kSmallCache, {}, ops);
     Store store({0, 4, kMiB, kSegmentBytes - 4, kSegmentBytes, 2 * kSegmentBytes + 12, 40 * kMiB});
     const auto job = engine.restore_streamed(store.plan);
     fetch_all(job->requests(), store);
-    check_done(*job);
+    check_restored(*job);
     check(store.restored());
     check(ops->trace().empty(), "no file was touched");
-    check_done(*engine.restore_streamed({}));
+    check_restored(*engine.restore_streamed({}));
     check_all_free(engine.cache());
 }
 
 void requests_are_tables_and_then_whole_blocks() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     Bytes memory(4);
     Transfer transfer;
     transfer.add(9 * kMiB + 8, 4, memory.data(), 0);
@@ -100,7 +92,7 @@ void requests_are_tables_and_then_whole_blocks() {
         check_equal(step.bytes.size(), step.table ? 84U : kMiB);
         request->fill(std::span(file).subspan(step.bytes.begin, step.bytes.size()));
     }
-    check_done(*job);
+    check_restored(*job);
     check(asked ==
           std::vector<std::pair<bool, std::uint64_t>>{{true, 20 * kMiB}, {false, 9 * kMiB}});
     check(std::ranges::equal(memory, std::span(file).subspan(9 * kMiB + 8, 4)));
@@ -108,7 +100,7 @@ void requests_are_tables_and_then_whole_blocks() {
 
 /// Of 2 TiB: it takes two requests, and the same memory as that of a file that is read.
 void a_table_may_be_larger_than_a_segment() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     constexpr std::uint64_t kTable = std::uint64_t{2} << 40U;
     std::vector<std::uint32_t> table(kTable / kMiB);
     const Bytes block = random_bytes(kMiB, 1);
@@ -127,7 +119,7 @@ void a_table_may_be_larger_than_a_segment() {
         request->fill(is_table ? words.subspan(bytes.begin - kTable, bytes.size())
                                : std::span<const std::byte>(block));
     }
-    check_done(*job);
+    check_restored(*job);
     check_equal(tables, 2);
     check(memory == block);
 }
@@ -151,18 +143,18 @@ void many_requests_may_be_outstanding() {
     transfer.add(0, kMiB, memory.data(), 0);
     const auto other = engine.restore(
         {{directory.file("f"), reference_file(local.stream).size(), kMiB, transfer}});
-    check_done(*other);
+    check_restored(*other);
 
     std::ranges::reverse(outstanding);
     for (const auto& request : outstanding) request->fill(store.range(request->fetch()));
     outstanding.clear();
     fetch_all(requests, store);
-    check_done(*job);
+    check_restored(*job);
     check(store.restored());
 }
 
 void a_flipped_bit_is_found(std::uint64_t at, const char* words) {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     Store store({12 * kMiB});
     store.files["s3://0"][at] ^= std::byte{1};
     const auto job = engine.restore_streamed(store.plan);
@@ -181,7 +173,7 @@ void flipped_bits_are_found() {
 }
 
 void a_request_that_is_dropped_cancels_the_restore() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     Store store({12 * kMiB});
     const auto job = engine.restore_streamed(store.plan);
     next(job->requests()).reset();
@@ -193,7 +185,7 @@ void a_request_that_is_dropped_cancels_the_restore() {
 void an_outstanding_request_is_not_waited_for_after_a_failure() {
     std::shared_ptr<ReadRequest> stuck;
     {
-        Engine engine(kCache);
+        Engine engine(kSmallCache);
         Store store({40 * kMiB});
         auto job = engine.restore_streamed(store.plan);
         const auto requests = job->requests();
@@ -217,7 +209,7 @@ void anything_at_any_moment() {
     Store store({20 * kMiB, 4, kSegmentBytes});
     Random random(5);
     for (int round = 0; round < 60; ++round) {
-        Engine engine(kCache);
+        Engine engine(kSmallCache);
         auto job = engine.restore_streamed(store.plan);
         const auto delay = std::chrono::microseconds(random_below(random, 30'000));
         {
@@ -231,7 +223,7 @@ void anything_at_any_moment() {
             if (round % 4 == 1) engine.shutdown();
             if (round % 4 == 2) job.reset();
         }
-        if (round % 4 == 3) check_done(*job);
+        if (round % 4 == 3) check_restored(*job);
         check_all_free(engine.cache());
     }
     check(store.restored());
@@ -242,15 +234,9 @@ void anything_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"one_thread_fetches_all", one_thread_fetches_all},
-         {"requests_are_tables_and_then_whole_blocks", requests_are_tables_and_then_whole_blocks},
-         {"a_table_may_be_larger_than_a_segment", a_table_may_be_larger_than_a_segment},
-         {"many_requests_may_be_outstanding", many_requests_may_be_outstanding},
-         {"flipped_bits_are_found", flipped_bits_are_found},
-         {"a_request_that_is_dropped_cancels_the_restore",
-          a_request_that_is_dropped_cancels_the_restore},
-         {"an_outstanding_request_is_not_waited_for_after_a_failure",
-          an_outstanding_request_is_not_waited_for_after_a_failure},
-         {"anything_at_any_moment", anything_at_any_moment}});
+    return run_cases<one_thread_fetches_all, requests_are_tables_and_then_whole_blocks,
+                     a_table_may_be_larger_than_a_segment, many_requests_may_be_outstanding,
+                     flipped_bits_are_found, a_request_that_is_dropped_cancels_the_restore,
+                     an_outstanding_request_is_not_waited_for_after_a_failure,
+                     anything_at_any_moment>();
 }

@@ -18,7 +18,6 @@
 namespace datastates::testing {
 namespace {
 
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 constexpr std::uint64_t kDoesNotFit = 40 * kMiB;
 
 std::shared_ptr<SaveHandle> stream(Engine& engine, const std::vector<const Source*>& sources,
@@ -52,19 +51,13 @@ Bytes take_all(SaveJob& job, std::size_t file) {
     return bytes;
 }
 
-void check_done(SaveHandle& job) {
-    check(job->wait(in(60)), "the job ends");
-    const auto fault = job->fault();
-    check(!fault, fault ? describe(*fault) : "");
-}
-
 void wait_until_full(const Engine& engine) {
     wait_until("the cache is full", [&] { return engine.cache().stats().waiting > 0; });
 }
 
 void streams_are_the_files_that_a_save_writes() {
     const auto ops = std::make_shared<HookedFileOps>();
-    Engine engine(kCache, {}, ops);
+    Engine engine(kSmallCache, {}, ops);
     for (const std::uint64_t size :
          {std::uint64_t{0}, std::uint64_t{4}, kMiB - 4, kMiB, kMiB + 4, kSegmentBytes - 40,
           kSegmentBytes - 36, kSegmentBytes - 32, kSegmentBytes - 4, kSegmentBytes,
@@ -76,14 +69,14 @@ void streams_are_the_files_that_a_save_writes() {
         check_equal((*job)->bytes_written(), expected.size());
         check(!(*job)->done());
         (*job)->stored(0);
-        check_done(*job);
+        check_durable(*job);
     }
     check(ops->trace().empty(), "no file was touched");
     check_all_free(engine.cache());
 }
 
 void one_thread_takes_files_larger_than_the_cache_in_turn() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source a(kDoesNotFit, kMiB, 1);
     const Source b(kDoesNotFit + 4, kMiB, 2);
     const Source c(12, 4, 3);
@@ -93,12 +86,12 @@ void one_thread_takes_files_larger_than_the_cache_in_turn() {
         check(take_all(*job->job(), file) == reference_file(source->stream), std::to_string(file));
         (*job)->stored(file++);
     }
-    check_done(*job);
+    check_durable(*job);
     check_all_free(engine.cache());
 }
 
 void several_threads_take_files_at_once() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     std::vector<std::unique_ptr<Source>> sources;
     std::vector<const Source*> all;
     for (std::uint64_t i = 0; i < 6; ++i) {
@@ -119,14 +112,14 @@ void several_threads_take_files_at_once() {
             });
         }
     }
-    check_done(*job);
+    check_durable(*job);
     check(std::ranges::all_of(right, [](int is) { return is == 1; }));
     check_all_free(engine.cache());
 }
 
 void a_file_is_stored_once_and_when_it_was_taken() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(12, 4, 1);
     const auto job = stream(engine, {&source, &source});
     const auto words = [&](std::size_t file, const char* text) {
@@ -140,15 +133,15 @@ void a_file_is_stored_once_and_when_it_was_taken() {
     check(!(*job)->wait(in(0.05)), "a file is missing");
     take_all(*job->job(), 1);
     (*job)->stored(1);
-    check_done(*job);
-    check_done(*stream(engine, {}));
+    check_durable(*job);
+    check_durable(*stream(engine, {}));
     const auto file =
         engine.save({SaveFile(directory.file("f"), 12, source.transfer)}, {}, 0, open_window());
     check_throws<std::invalid_argument>("itself", [&] { (*file)->take(0, in(0)); });
 }
 
 void a_failed_job_wakes_its_takers_and_leaves_what_was_taken() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kDoesNotFit, kMiB, 1);
     auto job = stream(engine, {&source, &source});
     const auto held = next(*job->job(), 0);
@@ -176,7 +169,7 @@ void a_piece_outlives_the_engine() {
     const Source source(kDoesNotFit, kMiB, 1);
     std::shared_ptr<Piece> held;
     {
-        Engine engine(kCache);
+        Engine engine(kSmallCache);
         const auto job = stream(engine, {&source});
         held = next(*job->job(), 0);
         engine.shutdown();
@@ -186,7 +179,7 @@ void a_piece_outlives_the_engine() {
 }
 
 void a_dropped_handle_cancels_what_is_not_stored() {
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(4, 4, 1);
     auto job = stream(engine, {&source});
     check((*job)->wait_read(kEveryGroup, in(60)));
@@ -199,7 +192,7 @@ void a_dropped_handle_cancels_what_is_not_stored() {
 
 void what_is_not_taken_holds_no_older_save_up() {
     const TemporaryDirectory directory;
-    Engine engine(kCache);
+    Engine engine(kSmallCache);
     const Source source(kDoesNotFit, kMiB, 1);
     const auto window = std::make_shared<Window>(in(600));
     const auto save = [&](const std::string& name, std::uint64_t order, auto opens) {
@@ -209,23 +202,23 @@ void what_is_not_taken_holds_no_older_save_up() {
     const auto older = save("older", 0, window);
     const auto streamed = stream(engine, {&source}, 1);
     const auto newer = save("newer", 2, open_window());
-    check_done(*newer);
+    check_durable(*newer);
     check_equal((*streamed)->bytes_read(), 0U);
     window->open();
-    check_done(*older);
+    check_durable(*older);
     check(take_all(*streamed->job(), 0) == reference_file(source.stream));
 }
 
 void a_store_that_stands_still_holds_no_other_thread_up() {
     const TemporaryDirectory directory;
-    Engine engine(kCache, {.copy = 1, .flush = 1, .restore = 1});
+    Engine engine(kSmallCache, {.copy = 1, .flush = 1, .restore = 1});
     const Source small(kMiB, kMiB, 1);
     const Source source(kDoesNotFit, kMiB, 2);
     const auto still = stream(engine, {&small});
     check((*still)->wait_read(kEveryGroup, in(60)));
     const auto newer = engine.save({SaveFile(directory.file("f"), kDoesNotFit, source.transfer)},
                                    {}, 1, open_window());
-    check_done(*newer);
+    check_durable(*newer);
     check(!(*still)->done());
 }
 
@@ -235,7 +228,7 @@ void anything_at_any_moment() {
     const Source b(kSegmentBytes, kMiB, 2);
     Random random(5);
     for (int round = 0; round < 40; ++round) {
-        Engine engine(kCache);
+        Engine engine(kSmallCache);
         auto job = stream(engine, {&a, &b});
         const auto take = [&](std::size_t file, bool slow) {
             const auto of = job->job();
@@ -264,20 +257,11 @@ void anything_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"streams_are_the_files_that_a_save_writes", streams_are_the_files_that_a_save_writes},
-         {"one_thread_takes_files_larger_than_the_cache_in_turn",
-          one_thread_takes_files_larger_than_the_cache_in_turn},
-         {"several_threads_take_files_at_once", several_threads_take_files_at_once},
-         {"a_file_is_stored_once_and_when_it_was_taken",
-          a_file_is_stored_once_and_when_it_was_taken},
-         {"a_failed_job_wakes_its_takers_and_leaves_what_was_taken",
-          a_failed_job_wakes_its_takers_and_leaves_what_was_taken},
-         {"a_piece_outlives_the_engine", a_piece_outlives_the_engine},
-         {"a_dropped_handle_cancels_what_is_not_stored",
-          a_dropped_handle_cancels_what_is_not_stored},
-         {"what_is_not_taken_holds_no_older_save_up", what_is_not_taken_holds_no_older_save_up},
-         {"a_store_that_stands_still_holds_no_other_thread_up",
-          a_store_that_stands_still_holds_no_other_thread_up},
-         {"anything_at_any_moment", anything_at_any_moment}});
+    return run_cases<
+        streams_are_the_files_that_a_save_writes,
+        one_thread_takes_files_larger_than_the_cache_in_turn, several_threads_take_files_at_once,
+        a_file_is_stored_once_and_when_it_was_taken,
+        a_failed_job_wakes_its_takers_and_leaves_what_was_taken, a_piece_outlives_the_engine,
+        a_dropped_handle_cancels_what_is_not_stored, what_is_not_taken_holds_no_older_save_up,
+        a_store_that_stands_still_holds_no_other_thread_up, anything_at_any_moment>();
 }

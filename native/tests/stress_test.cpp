@@ -190,8 +190,6 @@ void shutdown_at_any_moment() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"callers_at_random", callers_at_random},
-         {"callers_at_random_on_storage_that_fails", callers_at_random_on_storage_that_fails},
-         {"shutdown_at_any_moment", shutdown_at_any_moment}});
+    return run_cases<callers_at_random, callers_at_random_on_storage_that_fails,
+                     shutdown_at_any_moment>();
 }

@@ -127,10 +127,7 @@ struct Scene {
             {directory.path()}, order, open_window());
     }
     [[nodiscard]] std::shared_ptr<RestoreHandle> restore() const {
-        Transfer transfer;
-        transfer.add(0, kSize, out->data(), 0);
-        return engine->restore(
-            {RestoreFile(directory.file("saved"), file_bytes(kSize), kSize, transfer)});
+        return engine->restore({whole_file(directory.file("saved"), *out)});
     }
 
     /// The engine and the sources go; then the operation returns, and its thread ends.
@@ -258,8 +255,7 @@ void what_a_stuck_save_has_is_used_again_when_it_returns() {
     check((*job)->wait(in(60)));
     check_all_free(scene.engine->cache());
     const auto next = scene.save("g", 1);
-    check((*next)->wait(in(60)));
-    check(!(*next)->fault());
+    check_durable(*next);
 }
 
 void a_shutdown_waits_for_what_returns_in_time() {
@@ -339,22 +335,13 @@ void a_process_with_stuck_threads_ends_with_its_own_status() {
 int main(int argc, char** argv) {
     using namespace datastates::testing;
     if (argc > 1) return end_with_stuck_threads(std::string_view(argv[1]) == "late");
-    return run_cases(
-        {{"a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return",
-          a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return},
-         {"a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return",
-          a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return},
-         {"a_cancelled_restore_waits_for_no_file_operation",
-          a_cancelled_restore_waits_for_no_file_operation},
-         {"a_failed_save_whose_file_does_not_close_keeps_no_caller",
-          a_failed_save_whose_file_does_not_close_keeps_no_caller},
-         {"what_waits_behind_stuck_saves_fails_with_the_shutdown",
-          what_waits_behind_stuck_saves_fails_with_the_shutdown},
-         {"what_a_stuck_save_has_is_used_again_when_it_returns",
-          what_a_stuck_save_has_is_used_again_when_it_returns},
-         {"a_shutdown_waits_for_what_returns_in_time", a_shutdown_waits_for_what_returns_in_time},
-         {"a_file_that_does_not_open_keeps_no_other_thread",
-          a_file_that_does_not_open_keeps_no_other_thread},
-         {"a_process_with_stuck_threads_ends_with_its_own_status",
-          a_process_with_stuck_threads_ends_with_its_own_status}});
+    return run_cases<a_shutdown_leaves_stuck_saves_which_touch_nothing_when_they_return,
+                     a_shutdown_leaves_stuck_restores_which_touch_nothing_when_they_return,
+                     a_cancelled_restore_waits_for_no_file_operation,
+                     a_failed_save_whose_file_does_not_close_keeps_no_caller,
+                     what_waits_behind_stuck_saves_fails_with_the_shutdown,
+                     what_a_stuck_save_has_is_used_again_when_it_returns,
+                     a_shutdown_waits_for_what_returns_in_time,
+                     a_file_that_does_not_open_keeps_no_other_thread,
+                     a_process_with_stuck_threads_ends_with_its_own_status>();
 }

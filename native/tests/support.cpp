@@ -121,6 +121,24 @@ std::shared_ptr<Window> open_window() {
     return std::make_shared<Window>(Clock::now());
 }
 
+void check_durable(const SaveHandle& save, std::source_location where) {
+    check(save->wait(in(120)), "the save ends", where);
+    const auto fault = save->fault();
+    check(!fault, fault ? describe(*fault) : "", where);
+}
+
+void check_restored(const RestoreHandle& restore, std::source_location where) {
+    check(restore->wait(in(120)), "the restore ends", where);
+    const auto fault = restore->fault();
+    check(!fault, fault ? describe(*fault) : "", where);
+}
+
+RestoreFile whole_file(const std::string& path, Bytes& out) {
+    Transfer transfer;
+    transfer.add(0, out.size(), out.data(), 0);
+    return {path, file_bytes(out.size()), out.size(), transfer};
+}
+
 Bytes reference_file(std::span<const std::byte> stream) {
     std::vector<std::uint32_t> table;
     for (std::uint64_t at = 0; at < stream.size(); at += kMiB) {

@@ -28,6 +28,7 @@
 #include "files/file_ops.h"
 #include "memory/host_cache.h"
 #include "memory/transfer.h"
+#include "pipeline/engine.h"
 #include "pipeline/save_job.h"
 #include "pipeline/window.h"
 
@@ -45,6 +46,8 @@ struct Bytes : std::vector<std::byte> {
 using Random = std::mt19937_64;
 
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20U;
+/// The smallest that an engine may have.
+inline constexpr std::uint64_t kSmallCache = kMinSegments * kSegmentBytes;
 
 /// An empty directory, removed with all it holds.
 class TemporaryDirectory : public Immovable {
@@ -97,6 +100,15 @@ void check_all_free(const HostCache& cache);
 
 std::shared_ptr<Window> open_window();
 
+/// The job ends, and has no fault.
+void check_durable(const SaveHandle& save,
+                   std::source_location where = std::source_location::current());
+void check_restored(const RestoreHandle& restore,
+                    std::source_location where = std::source_location::current());
+
+/// All of the stream of a file, which goes to `out`.
+RestoreFile whole_file(const std::string& path, Bytes& out);
+
 /// The file that a stream must become, made the obvious way.
 Bytes reference_file(std::span<const std::byte> stream);
 
@@ -144,6 +156,11 @@ class HookedFileOps final : public FileOps {
         std::optional<std::uint64_t> cut;
     };
     using Hook = std::function<Instead(const Event&)>;
+
+    /// The call is not made, and fails.
+    static Instead failing(int error) {
+        return {.result = SysResult{.value = -1, .error = error}, .cut = {}};
+    }
 
     explicit HookedFileOps(Hook hook = nullptr) : hook_(std::move(hook)) {}
 

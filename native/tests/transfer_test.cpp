@@ -211,9 +211,6 @@ void large_gathers_use_threads_and_match() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"random_boxes_match_brute_force", random_boxes_match_brute_force},
-         {"interlocked_boxes_are_not_overlaps", interlocked_boxes_are_not_overlaps},
-         {"bad_arguments_are_refused", bad_arguments_are_refused},
-         {"large_gathers_use_threads_and_match", large_gathers_use_threads_and_match}});
+    return run_cases<random_boxes_match_brute_force, interlocked_boxes_are_not_overlaps,
+                     bad_arguments_are_refused, large_gathers_use_threads_and_match>();
 }

@@ -25,12 +25,11 @@ namespace {
 using Call = HookedFileOps::Call;
 
 constexpr std::uint64_t kSize = 20 * kMiB + 12;
-constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
 
 /// An engine with watched operations, and what reaches the system beneath them.
 struct Watched {
     explicit Watched(const std::vector<Failpoint>& points, const std::string& trace_path = {})
-        : engine(kCache, {},
+        : engine(kSmallCache, {},
                  watched_file_ops(system, {.failpoints = std::make_shared<Failpoints>(
                                                points, directory.file("log")),
                                            .trace_path = trace_path})) {}
@@ -46,9 +45,7 @@ struct Watched {
 
     std::optional<Fault> restore(const std::string& path) {
         Bytes out(kSize);
-        Transfer transfer;
-        transfer.add(0, kSize, out.data(), 0);
-        const auto job = engine.restore({RestoreFile(path, file_bytes(kSize), kSize, transfer)});
+        const auto job = engine.restore({whole_file(path, out)});
         check((*job)->wait(in(60)), "the job ends");
         check_clean();
         return (*job)->fault();
@@ -253,10 +250,10 @@ void only_what_was_done_is_traced() {
         return all;
     };
     const auto system = std::make_shared<HookedFileOps>([](const HookedFileOps::Event& event) {
+        if (event.call == Call::kAllocate) return HookedFileOps::failing(ENOSPC);
+        if (event.call == Call::kSyncData) return HookedFileOps::failing(EIO);
         HookedFileOps::Instead instead;
         if (event.call == Call::kWrite) instead.cut = 3;
-        if (event.call == Call::kAllocate) instead.result = SysResult{.value = -1, .error = ENOSPC};
-        if (event.call == Call::kSyncData) instead.result = SysResult{.value = -1, .error = EIO};
         return instead;
     });
     const std::vector<Failpoint> points{error_at("flush.write.before", EIO, 2),
@@ -310,20 +307,12 @@ void nothing_is_watched_unless_asked_for() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases(
-        {{"an_error_before_fails_the_save_without_the_call",
-          an_error_before_fails_the_save_without_the_call},
-         {"an_error_after_fails_the_save_though_the_call_was_made",
-          an_error_after_fails_the_save_though_the_call_was_made},
-         {"an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor",
-          an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor},
-         {"an_error_in_a_copy_thread_fails_the_save", an_error_in_a_copy_thread_fails_the_save},
-         {"errors_reach_restores_by_names_of_their_own",
-          errors_reach_restores_by_names_of_their_own},
-         {"a_trace_is_enough_to_write_the_file_again", a_trace_is_enough_to_write_the_file_again},
-         {"only_what_was_done_is_traced", only_what_was_done_is_traced},
-         {"a_trace_that_cannot_be_written_fails_the_save",
-          a_trace_that_cannot_be_written_fails_the_save},
-         {"strings_are_those_of_json", strings_are_those_of_json},
-         {"nothing_is_watched_unless_asked_for", nothing_is_watched_unless_asked_for}});
+    return run_cases<an_error_before_fails_the_save_without_the_call,
+                     an_error_after_fails_the_save_though_the_call_was_made,
+                     an_open_that_fails_afterwards_leaves_the_file_but_no_descriptor,
+                     an_error_in_a_copy_thread_fails_the_save,
+                     errors_reach_restores_by_names_of_their_own,
+                     a_trace_is_enough_to_write_the_file_again, only_what_was_done_is_traced,
+                     a_trace_that_cannot_be_written_fails_the_save, strings_are_those_of_json,
+                     nothing_is_watched_unless_asked_for>();
 }

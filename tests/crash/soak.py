@@ -30,6 +30,7 @@ import torch.distributed as dist
 from support.crashes.cells import NEVER
 from support.crashes.failing import fired, variables
 from support.crashes.faults import assert_tidy
+from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
 from support.state.checkpoints import causes
 from support.state.planners import FailingPlanner
@@ -300,8 +301,7 @@ def _agreed(
     faulty: bool,
 ) -> tuple[int | None, int]:
     """The checkpoint at the path now, and its size, as one rank has loaded it; collective."""
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, (committed, faulty))
+    everyone = gathered((committed, faulty))
     told = {one for one, _ in everyone}
     if not any(fault for _, fault in everyone):
         assert told == {True}, f"save {number} failed with no fault: {everyone}"

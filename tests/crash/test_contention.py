@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support.crashes.failing import await_fired, variables
 from support.crashes.faults import assert_tidy
 from support.crashes.residue import Residue, assert_nothing_left
-from support.jobs.groups import own_group
+from support.jobs.groups import gathered, own_group
 from support.jobs.processes import Ended, run_ranks
 from support.jobs.ranks import ranks
 from support.jobs.server import fork_server
@@ -139,8 +139,7 @@ def load_in_a_loop(path: str, until: str, saved_by: int) -> Loads:
             number = found["object"]["number"]
             assert_same(found, checkpoint(number, saved_by, ELEMENTS))
             loads.whole.append(number)
-        numbers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(numbers, number)
+        numbers = gathered(number)
         together = how != "load, no state"
         assert not together or len(set(numbers)) == 1, f"the ranks differ: {numbers}"
     return loads

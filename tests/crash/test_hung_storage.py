@@ -230,7 +230,7 @@ def test_while_a_data_file_hangs_saves_fail_in_time_and_training_and_the_process
         parameter.grad = torch.ones_like(parameter)
         for number in range(3):
             handle = ds.async_save(
-                {{"w": parameter}}, f"{{path}}-{{number}}", host_cache_size="64MiB", commit_timeout=2, exit_timeout=1
+                {{"w": parameter}}, f"{{path}}-{{number}}", host_cache_size="64MiB", commit_timeout=1, exit_timeout=1
             )
             optimizer.step()
             try:

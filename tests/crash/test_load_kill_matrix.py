@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from support.crashes.cells import LIMIT_SECONDS
 from support.crashes.failing import armed, await_fired, fired, go_on, silence, stop
+from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
 from support.state.checkpoints import assert_same, zeros
 from support.state.saving import Report, checkpoint, report_of, save_over
@@ -63,8 +64,7 @@ def load_twice(path: str, victim: int, point: str, fault: str, scratch: str) -> 
     """
     rank, others = dist.get_rank(), [rank for rank in range(WORLD) if rank != victim]
     left = dist.new_group(others if fault == "kill" else None, backend="gloo")
-    pids: list[Any] = [None] * WORLD
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
     with_objects = point in POINTS  # else the first read is one of objects, and has changed nothing
     save_over(_state(with_objects), path, reads="immediate").result(60)
     _await_beats()

@@ -22,6 +22,7 @@ from support.crashes.cells import POINTS
 from support.crashes.failing import armed_on, await_fired, go_on, silence, stop
 from support.crashes.faults import fault_between_saves
 from support.crashes.mounts import bind_permissions, fill, remount, tmpfs
+from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks
 from support.state.checkpoints import committed
@@ -63,30 +64,38 @@ EACH_CALL = (
 )
 
 
+def _assert_told(point, kind, shared_dir, natively, plainly):
+    """All ranks fail with the error and the rank; ``plainly``: by DCP's own calls."""
+    victim = 0 if kind == "coordinator" else 1
+    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired", natively=natively)
+    words = (f"rank {victim}" if plainly else f"rank {victim} of 2", IO_ERROR)
+    _all_failed(fault_between_saves(shared_dir / "c", fault, *words, plainly=plainly))
+
+
 @ranks(2)
 @pytest.mark.parametrize(("point", "kind"), sampled(_cells(*NATIVE), EACH_CALL))
 def test_an_error_in_the_engine(point, kind, shared_dir):
-    victim = 0 if kind == "coordinator" else 1
-    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired", natively=True)
-    _all_failed(fault_between_saves(shared_dir / "c", fault, f"rank {victim} of 2", IO_ERROR))
+    _assert_told(point, kind, shared_dir, natively=True, plainly=False)
+
+
+TOLD_BY_DCP = (
+    *("read.before-coordinator", "read.before-other", "flush.write.after-coordinator"),
+    *("flush.write.after-other", "sync.data.before-coordinator", "sync.data.before-other"),
+    *("plan.mkdir.before-coordinator", "publish.create.after-coordinator"),
+    "plan.after-coordinator",
+)
 
 
 @ranks(2)
 @pytest.mark.parametrize(
     ("point", "kind"),
     sampled(
-        itertools.product(
-            ["read.before", "flush.write.after", "sync.data.before"], ["coordinator", "other"]
-        ),
-        keep=[("sync.data.before", "coordinator")],
+        [each for each in _cells("") if each.id in TOLD_BY_DCP],
+        keep=["sync.data.before-coordinator", "plan.after-coordinator"],
     ),
 )
-def test_an_error_in_the_engine_is_told_by_dcp(point, kind, shared_dir):
-    victim = 0 if kind == "coordinator" else 1
-    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired", natively=True)
-    _all_failed(
-        fault_between_saves(shared_dir / "c", fault, f"rank {victim}", IO_ERROR, plainly=True)
-    )
+def test_an_error_is_told_by_dcp(point, kind, shared_dir):
+    _assert_told(point, kind, shared_dir, natively=point.startswith(NATIVE), plainly=True)
 
 
 EACH_STEP = (
@@ -108,16 +117,6 @@ def test_an_error_of_planning_or_publication(point, kind, shared_dir):
         assert all(told and told[0].unknown for told in everyone), everyone
     else:
         _all_failed(everyone)
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    "point",
-    sampled(["plan.mkdir.before", "publish.create.after", "plan.after"], keep=["plan.after"]),
-)
-def test_an_error_of_planning_or_publication_is_told_by_dcp(point, shared_dir):
-    fault = armed_on(0, f"{point}=error:EIO", shared_dir / "fired")
-    _all_failed(fault_between_saves(shared_dir / "c", fault, "rank 0", IO_ERROR, plainly=True))
 
 
 @ranks(3)
@@ -333,9 +332,9 @@ def test_a_directory_that_one_rank_may_not_write(victim, tmp_path):
 )
 def test_a_rank_that_stalls_past_the_commit_timeout(point, victim, shared_dir):
     natively = point.startswith(NATIVE)
-    fault = armed_on(victim, f"{point}=sleep:8", shared_dir / "fired", natively=natively)
+    fault = armed_on(victim, f"{point}=sleep:4", shared_dir / "fired", natively=natively)
     everyone = fault_between_saves(
-        shared_dir / "c", fault, f"rank {victim}", "no progress", commit_timeout=2
+        shared_dir / "c", fault, f"rank {victim}", "no progress", commit_timeout=1
     )
     _all_failed(everyone)
     assert all(error.kind == "RankLostError" for told in everyone for error in told)
@@ -350,8 +349,7 @@ def test_a_rank_that_stalls_past_the_commit_timeout(point, victim, shared_dir):
     ),
 )
 def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, victim, shared_dir):
-    pids = [None] * 3
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
     log = shared_dir / "fired"
     others = [rank for rank in range(3) if rank != victim]
 
@@ -386,8 +384,7 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
 @ranks(4)
 def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
     """Gloo's broadcast goes by rank 1 to rank 3: rank 1 waits for it, and need not."""
-    pids = [None] * 4
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
     rank, log = dist.get_rank(), shared_dir / "fired"
     save_over({f"w{rank}": torch.ones(1000)}, shared_dir / "c").result(60)
     dist.barrier()
@@ -407,6 +404,3 @@ def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
                 go_on(pids[3])
     assert committed(shared_dir / "c")
     dist.barrier()
-
-
-# --- a planner that raises ----------------------------------------------------------------------------

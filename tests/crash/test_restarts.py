@@ -56,8 +56,10 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
     _assert_all_told_the_same(lines)
     last = [line for line in lines if line.start == len(kills)]
     assert [line for line in last if line.what == "failed"] == []
+    told = max(line.value for line in lines if line.what == "saved" and line not in last)
     for rank in (0, 1):
         (found,) = (line.value for line in last if line.what == "restored" and line.rank == rank)
+        assert found >= told, f"step {told} was committed"
         saved = [line.value for line in last if line.what == "saved" and line.rank == rank]
         assert saved == list(range(found + 1, 6))
     # A save fails by the one kill of its own start, and by no process of a former start.
@@ -104,7 +106,7 @@ def test_nodes_that_come_and_go_change_the_job_and_its_saves_work(events, tmp_pa
 
 
 @pytest.mark.timeout(600 + 2 * int(os.environ.get("SOAK_SAVES", "200")))
-@pytest.mark.parametrize("saves", tries(8, 100, "SOAK_SAVES"))
+@pytest.mark.parametrize("saves", tries(0, 100, "SOAK_SAVES")[-1:])
 def test_no_save_is_lost_over_many_restarts(saves, tmp_path):
     print(f"SOAK_SAVES={saves} SOAK_SEED={SEED}")
     every = min(EVERY, saves // 2)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.devices.fake_cuda import CACHE, FakeCuda, Stepper, differing, model, save, saved_as_now
-from support.jobs.scripts import run_program
+from support.jobs.scripts import HASTY_END, run_program
 from support.tiers import sampled, tries
 from support.waiting import await_that
 from torch.distributed._shard import sharded_tensor
@@ -484,6 +484,6 @@ raise SystemExit("training gave up")
 
 @pytest.mark.parametrize("eager", sampled([False, True], keep=[False]))
 def test_a_process_ends_though_its_device_hangs(eager: bool, tmp_path: Path) -> None:
-    ended = run_program(HANGS.format(eager=eager), tmp_path, timeout=90)
+    ended = run_program(HASTY_END + HANGS.format(eager=eager), tmp_path, timeout=90)
     assert ended.returncode == 1, ended.stderr
     assert "training gave up" in ended.stderr

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import dcp_datastates
 
-COMMIT_TIMEOUT = 15
+COMMIT_TIMEOUT = 5
 
 
 def main(root: Path, saves: int) -> None:

@@ -89,9 +89,9 @@ def test_a_rank_that_does_not_call_is_named_while_it_is_waited_for_and_fails_the
 def test_ranks_that_wait_for_the_first_rank_say_which_rank_it_waits_for(shared_dir):
     _begin(0, shared_dir / "0").result(60)
     with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
-        patch.setattr(waiting, "FIRST_LINE_SECONDS", 2.0)
+        patch.setattr(waiting, "FIRST_LINE_SECONDS", 1.0)
         if dist.get_rank() < 2:
-            handle = _begin(1, shared_dir / "1", commit_timeout=8)
+            handle = _begin(1, shared_dir / "1", commit_timeout=4)
             with pytest.raises(RankLostError, match="rank 2"):
                 handle.result(60)
             waits = [line for line in said if "has waited for" in line]
@@ -156,9 +156,7 @@ def test_a_call_that_one_rank_leaves_out_is_named_and_the_ranks_get_in_step_agai
 @ranks(3)
 @pytest.mark.parametrize(
     ("who", "stray"),
-    sampled(
-        itertools.product([(0,), (2,), (0, 1)], [1, 2]), keep=[((0,), 1), ((2,), 1), ((0, 1), 2)]
-    ),
+    sampled(itertools.product([(0,), (2,), (0, 1)], [1, 2]), keep=[((2,), 1), ((0, 1), 2)]),
 )
 def test_after_calls_of_some_ranks_alone_have_failed_the_next_call_of_all_commits(
     who, stray, shared_dir

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from support.jobs.groups import forbid_collectives
+from support.jobs.groups import forbid_collectives, gathered
 from support.jobs.ranks import ranks
 from support.state.checkpoints import committed, save
 from support.state.files import data_files
@@ -21,22 +21,17 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerE
 from dcp_datastates.process import waiting
 
 
-def _gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 @ranks(4)
 def test_the_first_rank_looks_and_every_rank_gets_its_answer_each_time():
-    looked = []
-    for call in range(3):
-        rank = dist.get_rank()
-        answer = from_first_rank(
-            lambda mine=("answer", rank, call): looked.append(1) or mine, "test", "a test"
-        )
-        assert answer == ["answer", 0, call], "as JSON has it, on the first rank, too"
-    assert _gathered(len(looked)) == [3, 0, 0, 0]
+    looked, rank = [], dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_collectives(patch)
+        for call in range(3):
+            answer = from_first_rank(
+                lambda mine=("answer", rank, call): looked.append(1) or mine, "test", "a test"
+            )
+            assert answer == ["answer", 0, call], "as JSON has it, on the first rank, too"
+    assert gathered(len(looked)) == [3, 0, 0, 0]
     first = from_first_rank(lambda: "one", "one", "one purpose")
     second = from_first_rank(lambda: "two", "another", "another purpose")
     assert (first, second) == ("one", "two")
@@ -134,13 +129,6 @@ def test_an_answer_that_does_not_come_ends_in_an_error_that_says_what_was_waited
     assert from_first_rank(lambda: dist.get_rank(), "missing", "the missing thing") == 0, (
         "in step again"
     )
-
-
-@ranks(4)
-def test_no_collective_runs():
-    with pytest.MonkeyPatch.context() as patch:
-        forbid_collectives(patch)
-        assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
 
 
 # --- latest and retain ------------------------------------------------------------------------------------

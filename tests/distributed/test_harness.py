@@ -94,7 +94,7 @@ def _rank_one_sleeps():
 
 def test_a_hang_ends_with_the_stacks_of_who_hangs():
     with pytest.raises(RankFailure, match="_rank_one_sleeps") as caught:
-        run_on_ranks(2, _rank_one_sleeps, timeout=4)
+        run_on_ranks(2, _rank_one_sleeps, timeout=2)
     assert "rank 1 of 2" in str(caught.value)
     run_on_ranks(2, _nothing)
 

@@ -132,7 +132,7 @@ def test_a_rank_that_does_other_work_is_waited_for_within_the_same_bound(absent,
     else:
         began = time.monotonic()
         with pytest.raises(RankLostError, match=r"rank 1 has not called|waiting for rank 0"):
-            load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=4)
+            load(shared_dir / "c", {"w": torch.zeros(3)}, timeout=2)
         assert time.monotonic() - began < 30
         ended.touch()
     dist.barrier()
@@ -220,11 +220,11 @@ def test_a_slow_rank_that_makes_progress_is_waited_for(shared_dir):
             def slow(job, place, count):
                 for _ in range(6):
                     count(1)
-                    time.sleep(1)
+                    time.sleep(0.5)
                 real(job, place, count)
 
             patch.setattr(restore, "_await", slow)
-        load(shared_dir / "c", found, timeout=5)
+        load(shared_dir / "c", found, timeout=2)
     assert found["w"].all()
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
 from support.state.checkpoints import CACHE, raises
@@ -40,9 +41,7 @@ def manager(root, every, **options):
 
 def agreed(value):
     """Whether all ranks have the same."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values == [value] * len(values)
+    return all(each == value for each in gathered(value))
 
 
 @ranks(3)
@@ -249,8 +248,7 @@ def go_on_with_other_positions(shared_dir):
         checkpoints.restore(1, {"at": PerRank(at, merge=shared_out)})
     assert at.taken == 12 // world
     at.begin()
-    rest = [None] * world
-    dist.all_gather_object(rest, list(at.samples))
+    rest = gathered(list(at.samples))
     taken = [torch.load(shared_dir / f"taken-{rank}") for rank in range(3)]
     assert sorted(itertools.chain(*taken, *rest)) == list(range(60)), (
         "each sample of the epoch once"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.jobs.groups import gathered
 from support.jobs.ranks import ranks, run_on_ranks
 from support.state.checkpoints import assert_same, attempts, load_by_both, save, zeros
 from support.state.meshes import Block, collect, fsdp_tp, full
@@ -80,7 +81,6 @@ def test_the_sharded_state_has_the_awkward_cases_it_is_meant_to_have(shared_dir)
     sizes = [
         tuple(tensor.to_local().shape) for tensor in state.values() if hasattr(tensor, "to_local")
     ]
-    gathered: list = [None] * 4
-    dist.all_gather_object(gathered, sizes)
-    assert any(0 in size for rank in gathered for size in rank), "no rank has a zero-size shard"
-    assert len({tuple(rank) for rank in map(tuple, gathered)}) > 1, "all shards are of one size"
+    of_all = gathered(sizes)
+    assert any(0 in size for rank in of_all for size in rank), "no rank has a zero-size shard"
+    assert len({tuple(rank) for rank in map(tuple, of_all)}) > 1, "all shards are of one size"

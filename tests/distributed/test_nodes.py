@@ -16,8 +16,8 @@ import torch.distributed as dist
 from support.crashes.failing import variables
 from support.crashes.mounts import mount, tmpfs
 from support.jobs.processes import run_ranks
-from support.jobs.ranks import run_on_ranks
-from support.state.archiving import archived_loop, number_in
+from support.jobs.ranks import ranks, run_on_ranks
+from support.state.archiving import number_in
 from support.state.checkpoints import CACHE, assert_same, raises
 from support.state.saving import Report, checkpoint, part, save_over, try_to_save
 from support.stores.certificates import Certificate
@@ -37,7 +37,7 @@ ELEMENTS = 3_000_000
 """Of each rank's weight: 12 MB, two pieces."""
 
 
-def configure(root: str, nodes: int = 2, peers: int = 1, memory: str = "auto") -> None:
+def configure(root: str | Path, nodes: int = 2, peers: int = 1, memory: str = "auto") -> None:
     """The ranks fill the nodes one after the other, as torchrun's do."""
     node = f"node{dist.get_rank() * nodes // dist.get_world_size()}"
     tier.MEMORY = Path(root, node)
@@ -73,14 +73,6 @@ def go_on_on_nodes(root: str, number: int) -> None:
     save_on_nodes(root, number)
     save_configured(number + 1)
     dcp_datastates.retain(URL, keep=1)
-
-
-def loop_on_nodes(
-    root: str, archive: str, first: int, last: int, resumes: int | None, nodes: int = 2
-) -> None:
-    """A training loop with both tiers."""
-    configure(root, nodes)
-    archived_loop(URL, archive, first, last, resumes, elements=300_000, keep=2)
 
 
 def files_on(root: Path, pattern: str = "*.safetensors") -> dict[str, list[str]]:
@@ -146,33 +138,24 @@ def test_each_data_file_lies_on_its_node_and_its_peers(tmp_path, peers, copies):
         assert len(nodes) == 4
 
 
-def _some_name_no_store(root: str) -> None:
-    tier._MEETING_SECONDS = 0.5  # type: ignore[misc]
-    try:
-        configure(root)
-        if dist.get_rank() == 0:
-            with raises(StorageError, "rank 1, 2 of 3", "named no node:// path"):
-                dcp_datastates.verify(f"{URL}/step-1")
-        dist.barrier()
-    finally:
-        tier._MEETING_SECONDS = 60.0  # type: ignore[misc]
+@ranks(3)
+def test_ranks_that_name_no_store_are_named(shared_dir, monkeypatch):
+    monkeypatch.setattr(tier, "_MEETING_SECONDS", 0.5)
+    configure(shared_dir)
+    if dist.get_rank() == 0:
+        with raises(StorageError, "rank 1, 2 of 3", "named no node:// path"):
+            dcp_datastates.verify(f"{URL}/step-1")
+    dist.barrier()
 
 
-def test_ranks_that_name_no_store_are_named(tmp_path):
-    run_on_ranks(3, _some_name_no_store, root=str(tmp_path))
-
-
-def _one_name_for_two_nodes(root: str) -> None:
-    dcp_datastates.configure_nodes(directory=f"{root}/{dist.get_rank()}", node="same")
+@ranks(2)
+def test_two_nodes_of_one_name_are_refused(shared_dir):
+    dcp_datastates.configure_nodes(directory=f"{shared_dir}/{dist.get_rank()}", node="same")
     with raises(StorageError, "several hosts", "'same'", "configure_nodes(node=...)"):
         dcp_datastates.latest(URL)
     with raises(ConfigurationError, "comes too late"):
         dcp_datastates.configure_nodes(node="other")
     dist.barrier()
-
-
-def test_two_nodes_of_one_name_are_refused(tmp_path):
-    run_on_ranks(2, _one_name_for_two_nodes, root=str(tmp_path))
 
 
 def _a_node_is_full(root: str) -> None:
@@ -189,11 +172,12 @@ def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
     assert rests_below(tmp_path) == []
 
 
-def _a_disk_is_full(root: str) -> None:
-    disk = Path(root, "node1")
+@ranks(2)
+def test_a_full_disk_fails_the_save_and_the_next_works(shared_dir):
+    disk = Path(shared_dir, "node1")
     with tmpfs(disk, "6m"):
         disk.chmod(0o700)
-        configure(root)
+        configure(shared_dir)
         full = raises(dcp_datastates.errors.DataStatesError, "rank 1 of 2", "No space left")
         with lines(logging.WARNING) as said, full:
             save_configured(2)
@@ -202,11 +186,7 @@ def _a_disk_is_full(root: str) -> None:
         dcp_datastates.save({"small": 1}, f"{URL}/step-3")
         assert dcp_datastates.verify(f"{URL}/step-3").whole
         dist.barrier()
-        assert rests_below(Path(root)) == []
-
-
-def test_a_full_disk_fails_the_save_and_the_next_works(tmp_path):
-    run_on_ranks(2, _a_disk_is_full, root=str(tmp_path))
+        assert rests_below(Path(shared_dir)) == []
 
 
 def _saves_more_than_fits(root: str, archive: str) -> None:
@@ -264,17 +244,6 @@ def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
     assert rests_below(tmp_path) == []
     (attempt,) = {name.rpartition("/")[0] for name in files_on(tmp_path)}
     assert attempt.startswith("step-3/")
-
-
-def test_a_loop_goes_on_from_memory_or_from_the_archive(tmp_path):
-    root, archive = str(tmp_path), str(tmp_path / "archive")
-    run_on_ranks(4, loop_on_nodes, root=root, archive=archive, first=0, last=5, resumes=None)
-    assert len({name.split("/")[0] for name in files_on(tmp_path)}) == 2
-    shutil.rmtree(tmp_path / "node1")
-    run_on_ranks(4, loop_on_nodes, root=root, archive=archive, first=5, last=6, resumes=4)
-    for node in ("node0", "node1"):
-        shutil.rmtree(tmp_path / node)
-    run_on_ranks(2, loop_on_nodes, root=root, archive=archive, first=6, last=7, resumes=5)
 
 
 # ---- copies that are damaged or lost ---------------------------------------------------------------
@@ -422,9 +391,10 @@ def test_if_both_copies_are_damaged_a_load_says_so_or_takes_the_archive(tmp_path
     run_on_ranks(2, find_no_whole_copy, root=str(tmp_path), archive=str(tmp_path / "archive"))
 
 
-def save_with_a_copy_that_fails(root: str) -> None:
+@ranks(2)
+def test_a_copy_that_fails_fails_no_save_and_is_made_later(shared_dir):
     """The first copy of rank 0's data file fails; the save goes on, and the copy is made later."""
-    configure(root)
+    configure(shared_dir)
     with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
         patch.setattr(copies, "_FIRST_PAUSE", 0.05)
         if dist.get_rank() == 0:
@@ -437,14 +407,10 @@ def save_with_a_copy_that_fails(root: str) -> None:
 
             patch.setattr(OtherNode, "unpublished", fails_once)
         save_configured(1)
-        await_copies(root)
+        await_copies(shared_dir)
     named = [line for line in said if "the copy on node node1 has failed" in line]
     assert len(named) == (dist.get_rank() == 0)
     assert all("r00000-0.safetensors" in line and "No space left" in line for line in named)
-
-
-def test_a_copy_that_fails_fails_no_save_and_is_made_later(tmp_path):
-    run_on_ranks(2, save_with_a_copy_that_fails, root=str(tmp_path))
 
 
 @pytest.mark.parametrize(

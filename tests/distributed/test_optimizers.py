@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from support.jobs.groups import gathered
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, raises
 from support.tiers import sampled
@@ -23,6 +24,16 @@ same = functools.partial(assert_same, types=True)
 
 def manager(root):
     return CheckpointManager(root, every=1, save_last=False, max_failures=1, host_cache_size=CACHE)
+
+
+def saved(root, state):
+    with manager(root) as checkpoints:
+        checkpoints.save(0, state).result()
+
+
+def restored(root, state):
+    with manager(root) as checkpoints:
+        assert checkpoints.restore_latest(state) == 0
 
 
 class _Rows(torch.optim.Optimizer):
@@ -97,13 +108,11 @@ def test_states_come_back_also_between_a_validation_and_a_step(shared_dir, wrap,
     first = program(WRAPS[wrap], OPTIMIZERS[kind])
     train(first, 2)
     validate(first)
-    with manager(shared_dir) as checkpoints:
-        checkpoints.save(0, first).result()
+    saved(shared_dir, first)
     expected = copy.deepcopy(first["optimizer"].state_dict())
     second = program(WRAPS[wrap], OPTIMIZERS[kind])
     validate(second)
-    with manager(shared_dir) as checkpoints:
-        assert checkpoints.restore_latest(second) == 0
+    restored(shared_dir, second)
     same(second["optimizer"].state_dict(), expected)
     train(first, 2), train(second, 2)
     same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
@@ -124,6 +133,15 @@ def stages(layout):
     return {"model": parts, "optimizer": torch.optim.AdamW(groups)}
 
 
+def trained_stages(layout):
+    state = stages(layout)
+    for group in state["optimizer"].param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.rand_like(parameter)
+    state["optimizer"].step()
+    return state
+
+
 def layers_of(state):
     """Values, moments and rate of each layer of this rank."""
     found = {}
@@ -138,16 +156,11 @@ def layers_of(state):
 
 @ranks(2)
 def test_stages_of_a_pipeline_have_the_models_names_and_their_own_settings(shared_dir):
-    first = stages([[[0], [3]], [[1], [2]]])
-    for group in first["optimizer"].param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.rand_like(parameter)
-    first["optimizer"].step()
-    with manager(shared_dir) as checkpoints:
-        checkpoints.save(0, first).result()
-    gathered = [None, None]
-    dist.all_gather_object(gathered, layers_of(first))
-    expected = {**gathered[0], **gathered[1]}
+    first = trained_stages([[[0], [3]], [[1], [2]]])
+    saved(shared_dir, first)
+    expected = {
+        number: layer for each in gathered(layers_of(first)) for number, layer in each.items()
+    }
     for layout in (
         [[[0], [3]], [[1], [2]]],
         [[[0, 1]], [[2, 3]]],
@@ -156,8 +169,7 @@ def test_stages_of_a_pipeline_have_the_models_names_and_their_own_settings(share
         second = stages(layout)
         for group in second["optimizer"].param_groups:
             group["lr"] = 9.0
-        with manager(shared_dir) as checkpoints:
-            assert checkpoints.restore_latest(second) == 0
+        restored(shared_dir, second)
         found = layers_of(second)
         same(found, {number: expected[number] for number in found})
 
@@ -171,10 +183,8 @@ def test_each_rank_has_its_own_parameters_that_no_model_has(shared_dir):
 
     first, second = loose(1.0 + dist.get_rank()), loose(7.0)
     first["optimizer"].step()
-    with manager(shared_dir) as checkpoints:
-        checkpoints.save(0, first).result()
-    with manager(shared_dir) as checkpoints:
-        checkpoints.restore_latest(second)
+    saved(shared_dir, first)
+    restored(shared_dir, second)
     same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
     values = [each["optimizer"].param_groups[0]["params"][0].detach() for each in (second, first)]
     same(*values)
@@ -182,13 +192,7 @@ def test_each_rank_has_its_own_parameters_that_no_model_has(shared_dir):
 
 @ranks(2)
 def test_moments_that_no_rank_takes_are_refused_on_all(shared_dir):
-    first = stages([[[0]], [[1]]])
-    for group in first["optimizer"].param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.rand_like(parameter)
-    first["optimizer"].step()
-    with manager(shared_dir) as checkpoints:
-        checkpoints.save(0, first).result()
+    saved(shared_dir, trained_stages([[[0]], [[1]]]))
     second = stages([[[0]], [[2]]])
     before = copy.deepcopy(second["model"][0].state_dict())
     with (
@@ -216,11 +220,9 @@ def test_an_optimizer_that_one_rank_has_is_no_loss_on_the_other(here, shared_dir
     first = program(mine)
     if mine:
         first["extra"].step()
-    with manager(shared_dir) as checkpoints:
-        checkpoints.save(0, first).result()
+    saved(shared_dir, first)
     second = program(mine)
-    with manager(shared_dir) as checkpoints:
-        assert checkpoints.restore_latest(second) == 0
+    restored(shared_dir, second)
     if mine:
         same(second["extra"].state_dict(), first["extra"].state_dict())
     third = program(False)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.crashes.failing import armed_on, silence
 from support.crashes.residue import Residue, assert_nothing_left
-from support.jobs.groups import own_group
+from support.jobs.groups import gathered, own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import (
     CACHE,
@@ -80,21 +80,6 @@ def test_a_change_on_one_rank_sends_that_ranks_plan_alone(shared_dir):
     assert_same(load(zeros(state_of(4, count=100)), shared_dir / "c"), state_of(4, count=100))
 
 
-@ranks(2)
-@spied
-def test_state_dicts_that_alternate_do_not_push_each_other_out(shared_dir):
-    planner = spy(DataStatesSavePlanner())
-    model, optimizer = saver(shared_dir / "m"), saver(shared_dir / "o")
-    for number in range(4):
-        first = save_by({"model": state_of(number)}, model, planner)
-        second = save_by({"optim": state_of(number, count=9)}, optimizer, planner)
-        assert first == second == (number > 0)
-    assert_same(
-        load(zeros({"optim": state_of(3, count=9)}), shared_dir / "o"),
-        {"optim": state_of(3, count=9)},
-    )
-
-
 @ranks(4)
 @pytest.mark.parametrize("kind", ["plain", "replicated"])
 def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
@@ -111,8 +96,7 @@ def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
     planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
     for _ in range(2):
         save_by(state, by, planner)
-    sizes = [None] * 4
-    dist.all_gather_object(sizes, by.last_save.written_bytes)
+    sizes = gathered(by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.02, sizes  # headers and checksums among them
     assert_same(load(zeros(state), shared_dir / "c"), state)
     loaded = _everything(shared_dir / "c")
@@ -132,8 +116,7 @@ def test_replicas_of_shards_are_split_and_load_at_any_sharding(shared_dir):
     planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
     for number in range(3):
         assert save_by(state, by, planner) == (number > 0)
-    sizes = [None] * 4
-    dist.all_gather_object(sizes, by.last_save.written_bytes)
+    sizes = gathered(by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.03, sizes
     loaded = _everything(shared_dir / "c")
     for name, tensor in dense.items():
@@ -340,8 +323,7 @@ def test_a_share_that_changes_with_another_ranks_state_is_what_is_written(shared
     assert not steady or dist.get_rank() == 0
     assert_same(load(zeros(both), shared_dir / "c"), both)
     assert save_by(both, by, planner)
-    sizes = [None] * 2
-    dist.all_gather_object(sizes, by.last_save.written_bytes)
+    sizes = gathered(by.last_save.written_bytes)
     assert max(sizes) / min(sizes) < 1.02
     assert_same(load(zeros(both), shared_dir / "c"), both)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
 from support.state.checkpoints import assert_same, causes, load, raises, save, zeros
@@ -69,9 +70,7 @@ def state(layout, tensors=5, rows=2051):
 
 def total(value):
     """The sum over all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return sum(values)
+    return sum(gathered(value))
 
 
 def bytes_read(run):
@@ -87,24 +86,21 @@ def _read_so_far():
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def _reads_once(layout: str, root: Path) -> None:
+@ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_several_ranks_need_is_read_once(layout, shared_dir):
     expected, copies = state(layout), LAYOUTS[layout][2]
-    save(expected, root / "c")
-    unique = sum(file.stat().st_size for file in data_files(root / "c"))
-    load(zeros(expected), root / "c", share_reads=True)  # imports modules
+    save(expected, shared_dir / "c")
+    unique = sum(file.stat().st_size for file in data_files(shared_dir / "c"))
+    load(zeros(expected), shared_dir / "c", share_reads=True)  # imports modules
     read = {}
     for share in (True, False, None):
         target = zeros(expected)
-        read[share] = bytes_read(lambda t=target, s=share: load(t, root / "c", share_reads=s))
+        read[share] = bytes_read(lambda t=target, s=share: load(t, shared_dir / "c", share_reads=s))
         assert_same(target, expected)
     assert unique <= read[True] <= 1.05 * unique
     assert read[False] >= copies * unique
     assert abs(read[None] - read[False]) < 100_000  # the directory is on a local disk
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_several_ranks_need_is_read_once(layout, shared_dir):
-    run_on_ranks(4, _reads_once, layout=layout, root=shared_dir)
 
 
 def _random_layout(draw: random.Random) -> tuple[tuple[int, ...], list]:
@@ -158,9 +154,10 @@ def test_no_rank_loads_what_was_damaged_on_the_way_or_waits_for_what_does_not_co
     assert total(sum(link.harmed for link in links)) > 0
 
 
-def _loads_what_one_damages(root: Path) -> None:
+@ranks(4)
+def test_no_rank_loads_what_another_has_damaged_in_its_memory(shared_dir):
     expected = state("hsdp")
-    save(expected, root / "c")
+    save(expected, shared_dir / "c")
     target, damaged = zeros(expected), 0
     taken = OwnUnits.taken
 
@@ -174,49 +171,39 @@ def _loads_what_one_damages(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(OwnUnits, "taken", damage)
-        load(target, root / "c", share_reads=True)
+        load(target, shared_dir / "c", share_reads=True)
     assert_same(target, expected)
     assert total(damaged) > 0
 
 
-def test_no_rank_loads_what_another_has_damaged_in_its_memory(shared_dir):
-    run_on_ranks(4, _loads_what_one_damages, root=shared_dir)
-
-
-def _finds_damage(root: Path) -> None:
+@ranks(4)
+def test_a_damaged_file_is_named_on_all_ranks(shared_dir):
     expected = state("ddp", tensors=2)
-    save(expected, root / "c")
+    save(expected, shared_dir / "c")
     dist.barrier()
-    file = data_files(root / "c")[0]
+    file = data_files(shared_dir / "c")[0]
     if dist.get_rank() == 0:
         flip_bit(file, file.stat().st_size // 2)
     dist.barrier()
     with pytest.raises(CheckpointException) as caught:
-        load(zeros(expected), root / "c", share_reads=True)
+        load(zeros(expected), shared_dir / "c", share_reads=True)
     found = causes(caught.value)
     assert len(found) == 4
     assert all(isinstance(each, CheckpointCorruptError) for each in found)
     assert all(file.name in str(each) and "w" in str(each) for each in found)
 
 
-def test_a_damaged_file_is_named_on_all_ranks(shared_dir):
-    run_on_ranks(4, _finds_damage, root=shared_dir)
-
-
-def _one_fails(root: Path) -> None:
+@ranks(4)
+def test_the_failure_of_one_rank_fails_all_by_name_and_the_others_have_read(shared_dir):
     expected = state("ddp")
-    save(expected, root / "c")
+    save(expected, shared_dir / "c")
     target = zeros(expected)
     if dist.get_rank() == 2:
         target["w1"] = target["w1"].double()
     with raises(IncompatibleStateError, "'w1' was saved as torch.float32"):
-        load(target, root / "c", share_reads=True)
+        load(target, shared_dir / "c", share_reads=True)
     if dist.get_rank() != 2:
         assert_same(target, expected)
-
-
-def test_the_failure_of_one_rank_fails_all_by_name_and_the_others_have_read(shared_dir):
-    run_on_ranks(4, _one_fails, root=shared_dir)
 
 
 def _listening() -> int:
@@ -363,25 +350,22 @@ def test_when_all_have_all_no_thread_and_no_connection_is_left(by_dcp, shared_di
     await_that(lambda: not left())
 
 
-def _restores(root: Path) -> None:
+@ranks(4)
+def test_the_manager_passes_the_option_on(shared_dir):
     expected = state("ddp", tensors=2)
-    with CheckpointManager(root / "run", every=1, host_cache_size="64MiB") as manager:
+    with CheckpointManager(shared_dir / "run", every=1, host_cache_size="64MiB") as manager:
         manager.save(1, expected).result(60)
-    unique = sum(file.stat().st_size for file in data_files(root / "run"))
+    unique = sum(file.stat().st_size for file in data_files(shared_dir / "run"))
     read = {}
     for share in (True, True, False):
         target = zeros(expected)
-        with CheckpointManager(root / "run", every=1, host_cache_size="64MiB") as manager:
+        with CheckpointManager(shared_dir / "run", every=1, host_cache_size="64MiB") as manager:
             read[share] = bytes_read(
                 lambda m=manager, t=target, s=share: m.restore(1, t, share_reads=s)
             )
         assert_same(target, expected)
     assert read[True] < 1.2 * unique
     assert read[False] > 3.9 * unique
-
-
-def test_the_manager_passes_the_option_on(shared_dir):
-    run_on_ranks(4, _restores, root=shared_dir)
 
 
 def _reads_objects_once(url: str, root: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.jobs.groups import gathered
 from support.jobs.ranks import ranks
 from support.state.checkpoints import load, raises, save, zeros
 from support.state.meshes import Block, collect, fsdp_tp
@@ -20,9 +21,7 @@ from dcp_datastates.errors import IncompatibleStateError
 
 def _of_all_ranks(said):
     """What each rank has said of unread values: on a busy machine there are lines about waits, too."""
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [line for line in said if "stay unread" in line])
-    return gathered
+    return gathered([line for line in said if "stay unread" in line])
 
 
 def _saved(path):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError
 from support.crashes.residue import Residue, assert_nothing_left, entries
-from support.jobs.groups import own_group
+from support.jobs.groups import gathered, own_group
 from support.state.checkpoints import async_save, attempts, causes
 from support.state.saving import number_at, part, save_over
 
@@ -111,8 +111,7 @@ def fault_between_saves(
         dist.barrier()
         found = number_at(path, world, elements)
         dist.barrier()
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, None if told is None else Told.of(told))
+    everyone = gathered(None if told is None else Told.of(told))
     _assert_true(everyone, found)
     _assert_told_well(everyone, words, plainly)
     del told

@@ -51,8 +51,6 @@ from support.devices.fake_kernels import DevicePool, Graph, Kernels, at_address
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "fake-cuda"
 LIBRARY = BUILD / "libfake_cuda.so"
-OF_NATIVE_TESTS = ROOT / "build" / "native-allocation" / "tests" / "fake_cuda" / LIBRARY.name
-"""Where ``make test`` has built it, for the one native test with a plain build, before the Python tests begin."""
 PATIENCE = 120.0
 
 
@@ -66,8 +64,6 @@ def build() -> Path:
     with open(BUILD / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one run
         newest = max(source.stat().st_mtime for source in sources)
-        if OF_NATIVE_TESTS.exists() and OF_NATIVE_TESTS.stat().st_mtime >= newest:
-            return OF_NATIVE_TESTS
         if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
             options = ("CMAKE_BUILD_TYPE=RelWithDebInfo", "DATASTATES_BUILD_FAKE_CUDA=ON")

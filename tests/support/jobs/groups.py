@@ -36,6 +36,13 @@ def own_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
+def gathered(value: Any) -> list[Any]:
+    """The value of each rank, on all of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def forbid_collectives(patch: pytest.MonkeyPatch) -> None:
     """From now on a collective of the training job, or a new group, is an AssertionError."""
 

@@ -106,6 +106,11 @@ def _memory_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _memory_of(each)
 
 
+def entries(path: Path | str) -> dict[str, Any]:
+    """What the metadata of the checkpoint at ``path`` say of each name."""
+    return DataStatesReader(path).read_metadata().state_dict_metadata
+
+
 def load_everything(path: Path | str, reader: Any = None) -> dict[str, Any]:
     """The whole checkpoint, with no template, in this process alone. It is trusted: a test has saved it."""
     found: dict[str, Any] = {}
