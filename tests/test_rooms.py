@@ -49,7 +49,7 @@ BUDGETS = {
     "": 1_500,
     "checkpoints": 2_730,
     "cli": 1_002,
-    "commit": 1_558,
+    "commit": 1_557,
     "conversion": 2_176,
     "dcp": 2_090,
     "deepspeed": 730,
@@ -64,18 +64,18 @@ BUDGETS = {
     "planning": 2_495,
     "process": 892,
     "ranks": 2_124,
-    "saving": 2_192,
+    "saving": 2_183,
     "sharing": 752,
     "staging": 1_944,
     "storage": 3_743,
-    "tiers": 2_267,
+    "tiers": 2_266,
     "torchtitan": 506,
     "wire": 665,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_132}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_131}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

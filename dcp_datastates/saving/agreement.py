@@ -87,13 +87,8 @@ class NotAgreed(Exception):
         self.paths = paths
 
     def told(self, where: str, world: int) -> BaseException:
-        """The error for the user, of the save to ``where``: alone, this rank's own."""
-        if world == 1 and self.__cause__ is not None:
-            return self.__cause__
-        told = Decision(Outcome.FAILED, self.reasons).error(where, world)
-        assert told is not None
-        told.__cause__ = self.__cause__
-        return told
+        """The error for the user, of the save to ``where``."""
+        return Decision(Outcome.FAILED, self.reasons).error(where, world, self.__cause__)
 
 
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]

@@ -336,15 +336,11 @@ class RankContext:
         save.end()
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
-        world, rank = self.group.rank_set.world, self.group.rank_set.rank
-        is_told = str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped)
-        if world == 1 or is_told:
+        if str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped):
             return error
-        told = Decision.failed(-1 if isinstance(error, RankLostError) else rank, error)
-        named = told.error(repr(str(save.path)), world)
-        assert named is not None
-        named.__cause__ = error
-        return named
+        ranks = self.group.rank_set
+        told = Decision.failed(-1 if isinstance(error, RankLostError) else ranks.rank, error)
+        return told.error(repr(str(save.path)), ranks.world, error)
 
 
 # No closure: the traceback of an error would keep what it has.
