@@ -20,7 +20,7 @@ from typing import Final, Protocol, TypeVar, cast
 from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.commit.vote import Decision, DecisionLog, Outcome
 from dcp_datastates.commit.voter import Voter
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
+from dcp_datastates.errors import SaveFailedError, release_frames
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import end_requests
@@ -215,17 +215,10 @@ class CommitGroup:
 
     def _error(self, round_: Round, decision: Decision) -> BaseException:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
-        error = decision.error(where, self.rank_set.world)
-        assert error is not None
         cause = round_.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)
-        failed = not isinstance(error, CommitOutcomeUnknown)
-        certain = failed or isinstance(cause, CommitOutcomeUnknown)
-        if self.rank_set.world == 1 and cause is not None and certain:
-            return cause
-        error.__cause__ = cause
-        return error
+        return decision.error(where, self.rank_set.world, cause)
 
     def _tidy(self, round_: Round, outcome: Outcome) -> None:  # 12
         removes = outcome is Outcome.FAILED

@@ -148,25 +148,31 @@ class Decision:
         found = {int(rank): Reason(*why) for rank, why in reasons.items()}
         return Decision(Outcome(outcome), found, given_up, more)
 
-    def error(self, where: str, world: int) -> DataStatesError | None:
-        """The error that the user sees; None if the save was committed.
+    def error(self, where: str, world: int, cause: BaseException | None = None) -> BaseException:
+        """The error that the user sees, of a save that is not committed. ``cause``: this rank's own error.
 
-        Its type is the failed ranks' error type, if they share one of this package's; else :class:`SaveFailedError`.
+        That of a rank alone is its own. Else the type is the failed ranks' error type, if they share one of this
+        package's, or :class:`SaveFailedError`.
         """
-        if self.outcome is Outcome.COMMITTED:
-            return None
+        unknown = self.outcome is Outcome.UNKNOWN
+        says_as_much = not unknown or isinstance(cause, CommitOutcomeUnknown)
+        if world == 1 and cause is not None and says_as_much:
+            return cause
         shown = sorted(self.reasons.items())[:_SHOWN]
         further = len(self.reasons) - len(shown) + self.more
         more = f"; and {further} more ranks" if further else ""
         text = "; ".join(self._say(rank, why, world) for rank, why in shown) + more
-        if self.outcome is Outcome.UNKNOWN:
-            return CommitOutcomeUnknown(f"{where}: {text}")
         kind = getattr(errors, shown[0][1].kind, None) if shown else None
         known = isinstance(kind, type) and issubclass(kind, DataStatesError)
         if len({why.kind for why in self.reasons.values()}) > 1 or not known:
             kind = SaveFailedError
-        assert kind is not None
-        error: DataStatesError = kind(f"the save to {where} failed: {text}")
+        error: DataStatesError
+        if unknown:
+            error = CommitOutcomeUnknown(f"{where}: {text}")
+        else:
+            assert kind is not None
+            error = kind(f"the save to {where} failed: {text}")
+        error.__cause__ = cause
         return error
 
     @staticmethod

@@ -33,7 +33,6 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import end_here, stage_in_place
-from dcp_datastates.saving.write import fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, locate
 
@@ -90,7 +89,7 @@ class DcpSave:
             finish()
         except BaseException as error:
             save.record_error(error)
-            fail_write(save, error)
+            save.fail_part(error)
             self._end()
             raise
         if not self.is_coordinator:

@@ -136,7 +136,8 @@ class GlooGroup:
         rendezvous: the store at which they find each other.
         plain_store: makes a c10d store under the group's own prefix, in case a release of torch asks for more than
             ``rendezvous`` offers.
-        address: this machine's address for the other ranks; empty: gloo's default, that of the machine's name.
+        address: returns this machine's address for the other ranks. Raises OSError if it is not known: then it is
+            gloo's default, that of the machine's name.
 
     Raises :class:`GroupBroken`, and what the rendezvous' ``check`` raises.
     """
@@ -147,7 +148,7 @@ class GlooGroup:
         world: int,
         rendezvous: Rendezvous,
         plain_store: Callable[[], Any],
-        address: str = "",
+        address: Callable[[], str],
     ) -> None:
         self._rank, self._world = rank, world
         self._address = address
@@ -170,9 +171,7 @@ class GlooGroup:
                 self._gloo = self._connected(plain_store())
 
     def _connected(self, store: Any) -> Any:
-        options = _options_at(self._address)
-        limit = _CONNECT_TIMEOUT if options is None else options
-        gloo = dist.ProcessGroupGloo(store, self._rank, self._world, limit)
+        gloo = dist.ProcessGroupGloo(store, self._rank, self._world, _options_at(self._address))
         gloo.set_timeout(_OPERATION_TIMEOUT)
         return gloo
 
@@ -230,21 +229,23 @@ class GlooGroup:
             del work  # it holds the group, and a traceback may retain this frame
 
 
-def _options_at(address: str) -> Any:
-    """Options of a gloo group that listens at ``address``; None for gloo's defaults.
+def _options_at(address: Callable[[], str]) -> Any:
+    """Options of a gloo group that listens at ``address``; of one with gloo's defaults, its timeout alone.
 
     The user's choice counts: with ``GLOO_SOCKET_IFNAME``, gloo takes the address of that interface.
     """
-    if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return None
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _CONNECT_TIMEOUT
     gloo: Any = dist.ProcessGroupGloo
     try:
         options = gloo._Options()
         options._timeout = _CONNECT_TIMEOUT
-        options._devices = [gloo.create_device(hostname=address)]
-    except Exception as error:  # another release of torch, or an address that gloo cannot listen at
+        options._devices = [gloo.create_device(hostname=address())]
+    except (
+        Exception
+    ) as error:  # an unknown address, one that gloo cannot listen at, or another release of torch
         logger.info("gloo chooses its address: %s", error)
-        return None
+        return _CONNECT_TIMEOUT
     return options
 
 

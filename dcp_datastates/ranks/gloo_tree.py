@@ -201,7 +201,6 @@ class GlooTree:
 
     def _build(self, check: Check) -> None:
         """Connect the lowest group first."""
-        address = self._own_address()
         for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self.generation}/{place.name}"
             rendezvous = Rendezvous(self._store, name, place.size, check)
@@ -209,18 +208,16 @@ class GlooTree:
                 self._rank_set.raw_store, f"{self._meetings.name}/{name}/gloo"
             )
             try:
-                group = GlooGroup(place.rank, place.size, rendezvous, plain_store, address)
+                group = GlooGroup(
+                    place.rank,
+                    place.size,
+                    rendezvous,
+                    plain_store,
+                    lambda: self._rank_set.address,
+                )
             finally:
                 self._keys += rendezvous.keys
             self._groups.append((place, group))
-
-    def _own_address(self) -> str:
-        """This machine's address for the other ranks; empty if it is not known."""
-        try:
-            return self._rank_set.address
-        except OSError as error:
-            logger.info("gloo chooses its address: %s", error)
-            return ""
 
     def _clean_up(self) -> None:
         """Delete this rank's keys, unless the store may not answer any more."""

@@ -87,13 +87,8 @@ class NotAgreed(Exception):
         self.paths = paths
 
     def told(self, where: str, world: int) -> BaseException:
-        """The error for the user, of the save to ``where``: alone, this rank's own."""
-        if world == 1 and self.__cause__ is not None:
-            return self.__cause__
-        told = Decision(Outcome.FAILED, self.reasons).error(where, world)
-        assert told is not None
-        told.__cause__ = self.__cause__
-        return told
+        """The error for the user, of the save to ``where``."""
+        return Decision(Outcome.FAILED, self.reasons).error(where, world, self.__cause__)
 
 
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
@@ -270,13 +265,14 @@ class PeerWatch:
             return
         detector = self._group.detector
         assert detector is not None
-        what = self._waited_for(detector)
+        absent = detector.absent(self._number, self._own)
+        what = self._waited_for(detector, absent)
         self._group.planning = what
         if self._save is not None:
             self._save.doing = what
         self._log.look(what)
-        absent = detector.absent(self._number, self._own)
-        if absent and self._own and self._gate_waits > self._gate_seconds:
+        gate_waits = 0.0 if self._save is None else self._save.reads.gate_waits
+        if absent and self._own and gate_waits > self._gate_seconds:
             self.let_training_go = True
             raise RankLostError(f"{what} for {waited:.0f} s, and training waits no longer for it")
         if not self._own and self._misses_ranks(waited, detector):
@@ -298,12 +294,7 @@ class PeerWatch:
             waited > COME_SECONDS + _BEAT_SECONDS and detector.said_by_coordinator != _ALL_ARE_HERE
         )
 
-    @property
-    def _gate_waits(self) -> float:
-        return 0.0 if self._save is None else self._save.reads.gate_waits
-
-    def _waited_for(self, detector: FailureDetector) -> str:
-        absent = detector.absent(self._number, self._own)
+    def _waited_for(self, detector: FailureDetector, absent: Sequence[int]) -> str:
         if self._all_are_here:
             return _ALL_ARE_HERE
         if absent:

@@ -318,12 +318,16 @@ class SaveOperation:
         if self.phase is not Phase.COMMITTING or not self.reads.captured.done():
             early = "DCP ended this save before its data were written"
             error = self.error or SaveAbandonedError(early)
-            self.reads.fail(error)
-            self.submit_failure(error)
+            self.fail_part(error)
             if self.phase is not Phase.COMMITTING and not self.own:
                 self.fail(error)
         if listens and self.group_of_call.detector is not None:
             self.group_of_call.detector.save_ended(self._lost)
+
+    def fail_part(self, error: BaseException) -> None:
+        """Free the save's memory, and vote against it: the vote decides the outcome on all ranks. Idempotent."""
+        self.reads.fail(error)
+        self.submit_failure(error)
 
     def submit_failure(self, error: BaseException) -> None:
         """Vote against the save, unless this rank's part is submitted. Any thread."""

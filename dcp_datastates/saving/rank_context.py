@@ -48,7 +48,7 @@ from dcp_datastates.saving.agreement import (
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.start import check_path, finish_saves
-from dcp_datastates.saving.write import begin_write, fail_write
+from dcp_datastates.saving.write import begin_write
 from dcp_datastates.storage.attempt import Ticket
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class RankContext:
         """Agree on ``save`` with the other ranks, then begin to read and write this rank's part.
 
         ``planning`` is None if the save has failed on this rank. Returns as :func:`begin_write`. If this raises, the
-        save has failed on all ranks, or this rank has voted against it.
+        caller must call :meth:`SaveOperation.fail_part`.
         """
         group, timeout = save.group, save.config.commit_timeout
         what = f"the save to {str(save.path)!r}"
@@ -179,14 +179,10 @@ class RankContext:
             finally:
                 del refusal  # a traceback retains this frame
         self._stray.clear()
-        try:
-            agreed.take(assignment.plan)
-            if failure is not None:
-                raise failure
-            return begin_write(save, agreed)
-        except BaseException as error:
-            fail_write(save, error)
-            raise
+        agreed.take(assignment.plan)
+        if failure is not None:
+            raise failure
+        return begin_write(save, agreed)
 
     # ---- the planning thread -----------------------------------------------------------------
 
@@ -293,7 +289,6 @@ class RankContext:
         try:
             finish()
         except BaseException as error:
-            fail_write(save, error)
             self._give_up(save, error)
         else:
             save.end()
@@ -307,20 +302,17 @@ class RankContext:
         save.record_error(error)
         release_frames(error)
         when_done(save.committed, _release_outcome)
+        save.fail_part(error)
         if save.phase is not Phase.COMMITTING:
             save.fail(self._named(error, save))
         save.end()
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
-        world, rank = self.group.rank_set.world, self.group.rank_set.rank
-        is_told = str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped)
-        if world == 1 or is_told:
+        if str(error).startswith("the save to ") or isinstance(error, CheckpointSkipped):
             return error
-        told = Decision.failed(-1 if isinstance(error, RankLostError) else rank, error)
-        named = told.error(repr(str(save.path)), world)
-        assert named is not None
-        named.__cause__ = error
-        return named
+        ranks = self.group.rank_set
+        told = Decision.failed(-1 if isinstance(error, RankLostError) else ranks.rank, error)
+        return told.error(repr(str(save.path)), ranks.world, error)
 
 
 # No closure: the traceback of an error would keep what it has.

@@ -267,12 +267,6 @@ def directories_to_sync(folder: Path, rank: int) -> list[str]:
     )
 
 
-def fail_write(save: SaveOperation, error: BaseException) -> None:
-    """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
-    save.reads.fail(error)
-    save.submit_failure(error)
-
-
 # ---- NaN in what is saved: a line of the log by name, or a failed save (``on_nan``) --------------------
 # A few elements are looked at, in the background: of each tensor that was copied at the call (those below 64 KiB, also
 # from devices: biases, norms, statistics) and, in turn, of some that are read later from the host. One bad step of an

@@ -103,9 +103,8 @@ class Carrier:
                     return
             if not isinstance(failure, GivenUp):
                 raise
-            told = Decision.decode(failure.why.encode()).error(repr(str(target)), self._world)
-            assert told is not None
-            raise told from None
+            told = Decision.decode(failure.why.encode())
+            raise told.error(repr(str(target)), self._world) from None
 
     @contextlib.contextmanager
     def _telling(self, number: int) -> Iterator[None]:

@@ -261,7 +261,11 @@ def _groups(world, check=_nothing, store=None):
     ranks = rank_set(world, store)
     return [
         lambda each=each: GlooGroup(
-            each.rank, world, Rendezvous(each.connect("t"), "0", world, check), lambda: None
+            each.rank,
+            world,
+            Rendezvous(each.connect("t"), "0", world, check),
+            lambda: None,
+            lambda: "127.0.0.1",
         )
         for each in ranks
     ]

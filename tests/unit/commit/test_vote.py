@@ -122,8 +122,7 @@ def test_different_causes_are_all_said_up_to_a_few():
         assert word in str(error)
 
 
-def test_committed_is_no_error_and_unknown_says_so():
-    assert Decision(Outcome.COMMITTED).error("'/c'", 2) is None
+def test_an_unknown_outcome_says_so():
     error = Decision(Outcome.UNKNOWN, {-1: Reason("x", "who knows")}).error("'/c'", 2)
     assert type(error) is CommitOutcomeUnknown
 
