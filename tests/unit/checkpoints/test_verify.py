@@ -22,7 +22,6 @@ from dcp_datastates import copy, inspect, verify
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    ConfigurationError,
     ForeignCheckpointError,
     StorageError,
 )
@@ -359,12 +358,6 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(checkpoin
     with raises(CheckpointReplacedError, "verify again", path.parent.name):
         verify(checkpoint)
     assert verify(checkpoint).whole
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_impossible_numbers_of_threads_are_refused(threads, checkpoint):
-    with raises(ConfigurationError, "threads"):
-        verify(checkpoint, threads=threads)
 
 
 # --- progress, memory, time --------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import save
 from support.state.states import filled
 
+from dcp_datastates import convert
+
 SMALL = {"threads": 2}
 
 
@@ -32,6 +34,29 @@ def save_stock(state, path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+
+class Ran(Exception):
+    """Code from a file has run."""
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return _spring, ()
+
+
+def _spring():
+    raise Ran
+
+
+def refused(source, kind, words, tmp_path, to="safetensors", **options):
+    with pytest.raises(kind, match=words) as caught:
+        convert(source, tmp_path / "out", to, **SMALL, **options)
+    left = [each.name for each in tmp_path.iterdir() if "out" in each.name]
+    assert left == [], "a conversion that fails leaves nothing"
+    return caught.value
 
 
 @pytest.fixture

@@ -52,7 +52,10 @@ MISTAKES = {
     "reader, exclude": (lambda p: ds.DataStatesReader(p, exclude=[None]), "exclude=[None]"),
     "load, rename": (lambda p: ds.load(p, rename=3), "rename=3"),
     "configure_engine": (lambda p: ds.configure_engine(copy_threads=0), "copy_threads=0"),
-    "verify, threads": (lambda p: ds.verify(p, threads=0), "threads=0"),
+    **{
+        f"verify, threads={n!r}": (lambda p, n=n: ds.verify(p, threads=n), f"threads={n!r}")
+        for n in (0, -1, 1.5, "2", True)
+    },
     "convert, format": (lambda p: ds.convert(p, p, "xml"), "to='xml'"),
     "manager, keep": (lambda p: _manager(p, keep=0), "keep=0"),
 }

@@ -209,6 +209,19 @@ def test_tensors_without_elements_come_back_in_dicts_and_objects(tmp_path):
     assert_same(fresh.state, saved)
 
 
+def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
+    ema = Stateful({})
+    ema.state = {"a": torch.ones(2)}
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(0, {"ema": ema, "history": {"0": torch.ones(1)}, "w": torch.ones(3)})
+        fresh, history, w = Stateful({}), {}, torch.zeros(2)
+        with pytest.raises(IncompatibleStateError, match="'w': saved with"):
+            manager.restore(0, {"ema": fresh, "history": history, "w": w})
+    assert fresh.state == {}
+    assert history == {}
+    assert w.tolist() == [0, 0]
+
+
 def test_a_save_in_flight_is_waited_for_and_found(tmp_path):
     state = {"w": torch.ones(1 << 20)}
     with CheckpointManager(tmp_path, every=1) as manager:

@@ -5,8 +5,8 @@ import logging
 import os
 import random
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -312,18 +312,8 @@ def test_a_forked_child_ends_as_it_would_without(tmp_path):
 
 
 def test_signals_need_the_main_thread(tmp_path):
-    errors = []
-
-    def make():
-        try:
-            manager(tmp_path, on_signal=(signal.SIGTERM,))
-        except ConfigurationError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert "main thread" in errors[0]
+    with ThreadPoolExecutor(1) as threads, raises(ConfigurationError, "main thread"):
+        threads.submit(manager, tmp_path, on_signal=(signal.SIGTERM,)).result()
 
 
 # --- times and costs -------------------------------------------------------------------------------------
