@@ -47,9 +47,9 @@ BUDGETS = {
     "": 1_507,
     "checkpoints": 2_659,
     "cli": 1_002,
-    "commit": 1_552,
+    "commit": 1_551,
     "conversion": 2_191,
-    "dcp": 2_026,
+    "dcp": 2_025,
     "deepspeed": 730,
     "format": 2_923,
     "huggingface": 1_121,
@@ -61,12 +61,12 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_493,
     "process": 892,
-    "ranks": 2_124,
-    "saving": 2_168,
+    "ranks": 2_122,
+    "saving": 2_149,
     "sharing": 727,
     "staging": 1_930,
-    "storage": 3_663,
-    "tiers": 2_257,
+    "storage": 3_664,
+    "tiers": 2_256,
     "torchtitan": 466,
     "weights": 1_014,
     "wire": 660,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_243, "tests": 51_884}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 51_834}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
