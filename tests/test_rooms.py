@@ -59,7 +59,7 @@ BUDGETS = {
     "io": 2_514,
     "lightning": 722,
     "loading": 1_916,
-    "manager": 3_873,
+    "manager": 3_943,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_495,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Final, SupportsIndex
 
@@ -13,9 +12,8 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import WriterOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.writer import DataStatesWriter
@@ -32,7 +30,7 @@ from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
@@ -132,11 +130,12 @@ class CheckpointManager:
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
-        self._group = process_group
-        self._alone = bool(options.get("no_dist", False))
-        self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        if on_save is not None and not callable(on_save):
-            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
+        alone = bool(options.get("no_dist", False))
+
+        def ranks() -> RankSet:
+            return ALONE if alone else rank_set_of(process_group)
+
+        self._rank_set = ranks()
         self._writer = DataStatesWriter(process_group=process_group, **options)
         in_flight = self._writer.config.max_in_flight
         self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
@@ -144,9 +143,7 @@ class CheckpointManager:
         self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         timeout = self._writer.config.commit_timeout
-        self._continuing = Continuing(
-            self._steps, self._rank_set, timeout, fresh, fit, self._keeping.adopt
-        )
+        self._continuing = Continuing(self._steps, ranks, timeout, fresh, fit, self._keeping.adopt)
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
@@ -280,7 +277,6 @@ class CheckpointManager:
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> SaveHandle | None:
         try:
-            self._check_ranks()
             self._continuing.before_save()
             self._keeping.check()
             parts = TrainingState(state, self._rank_set)
@@ -304,15 +300,6 @@ class CheckpointManager:
         self._schedule.saved(handle)
         self._keeping.follow(handle)
         return handle
-
-    def _check_ranks(self) -> None:
-        """Refuse to work with other ranks than those of the construction: they would save beside each other."""
-        now = ALONE if self._alone else rank_set_of(self._group)
-        if now.ranks != self._rank_set.ranks:
-            raise ConfigurationError(
-                f"the manager was made for {len(self._rank_set.ranks)} ranks, and the process group has "
-                f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
-            )
 
     # ---- restoring -----------------------------------------------------------------------------------
 
@@ -364,7 +351,7 @@ class CheckpointManager:
 
     def _prepare_restore(self) -> None:
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
-        self._check_ranks()
+        self._continuing.check_ranks()
         self._newest_save = self._unsaved = None
 
     # ---- keeping -------------------------------------------------------------------------------------
@@ -375,19 +362,14 @@ class CheckpointManager:
 
         Waits for its commit if it is in flight, and raises the save's error if it fails.
         """
-        for handle in self._saves.in_flight(self.path(step)):
-            handle.result()
-        self._on_each(step, lambda path: pin(path, name), "pin")
+        self._continuing.check_ranks()
+        self._keeping.pin(step, name)
 
     @public("CheckpointManager.unpin()")
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
-        self._on_each(step, lambda path: unpin(path, name), "unpin")
-
-    def _on_each(self, step: int, work: Callable[[Location], object], key: str) -> None:
-        self._check_ranks()
-        on_all, purpose = partial(self._steps.on_each, step, work), f"that a checkpoint is {key}ned"
-        from_first_of(self._rank_set, on_all, key, purpose, DEFAULT_TIMEOUT)
+        self._continuing.check_ranks()
+        self._keeping.unpin(step, name)
 
     @public("CheckpointManager.wait()")
     def wait(self) -> None:
