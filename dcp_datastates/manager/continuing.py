@@ -115,9 +115,14 @@ class Continuing:
             self._first = step
 
     def restore_latest(
-        self, state: Mapping[str, Any], options: LoadOptions, timeout: float
+        self,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+        timeout: float,
+        before_newest: bool = False,
     ) -> int | None:
-        """Restore the newest checkpoint that can be loaded; return its step, or None: the loop starts from scratch.
+        """Restore the newest checkpoint that can be loaded, or the one ``before_newest``; return its step, or None: the
+        loop starts from scratch.
 
         Raises as :meth:`StepDirectories.newest` and :meth:`restore`; and :class:`ConfigurationError` if there are only
         checkpoints whose names are of no step.
@@ -127,6 +132,13 @@ class Continuing:
         def look() -> str | None:
             self._there = self._names()
             name = self._steps.newest(damaged)
+            if before_newest and name is not None and not damaged:
+                if len(self._steps.committed()) < 2:
+                    raise ConfigurationError(
+                        f"an audit resumes from the checkpoint before the newest, and {name} is the only one: keep=2"
+                    )
+                damaged.append(name)
+                name = self._steps.newest(damaged)
             if name is None:
                 self._check_others()
                 logger.info("starting from scratch: %s", self._describe())

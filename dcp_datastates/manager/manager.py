@@ -20,7 +20,9 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
+from dcp_datastates.manager.audit import Audit
 from dcp_datastates.manager.continuing import Continuing, Fresh
+from dcp_datastates.manager.journal import Journal
 from dcp_datastates.manager.keeping import Keeping, Publishes
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
@@ -88,6 +90,7 @@ class CheckpointManager:
         archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
         archive_rate: How fast each rank may copy, such as ``"500MB/s"``, if others need the network; None: no limit.
         publish: A :class:`Weights`: the model's weights are published from each checkpoint, in the background.
+        journal: Whether each step is recorded beside the checkpoints, to compare it after a resume: :attr:`audit`.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -119,6 +122,7 @@ class CheckpointManager:
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
         publish: Publishes | None = None,
+        journal: bool = False,
         **options: Unpack[WriterOptions],
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
@@ -130,20 +134,22 @@ class CheckpointManager:
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
-        alone = bool(options.get("no_dist", False))
 
         def ranks() -> RankSet:
-            return ALONE if alone else rank_set_of(process_group)
+            return ALONE if options.get("no_dist", False) else rank_set_of(process_group)
 
         self._rank_set = ranks()
         self._writer = DataStatesWriter(process_group=process_group, **options)
-        in_flight = self._writer.config.max_in_flight
-        self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
+        config = self._writer.config
+        self._saves = SaveTracker(max_failures, on_save, max_in_flight=config.max_in_flight)
+        self._journal = Journal(self.root, self._rank_set, parse_flag("journal", journal))
+        if self._journal.only_audits:  # which changes nothing in any tier
+            publish, roots = None, roots[:1]
         rules = self._keep, archive_every, archive_keep, archive_rate, publish
-        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        self._keeping = Keeping(StepDirectories(roots, verify), self._saves, self._rank_set, *rules)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
-        timeout = self._writer.config.commit_timeout
-        self._continuing = Continuing(self._steps, ranks, timeout, fresh, fit, self._keeping.adopt)
+        common = ranks, config.commit_timeout, fresh, fit
+        self._continuing = Continuing(self._steps, *common, self._keeping.adopt)
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
@@ -253,7 +259,10 @@ class CheckpointManager:
         self._continuing.called(step)
         self._saves.take()
         decision = self._schedule.at(step, self._signals.came, force)
-        self.stopping = self.stopping or decision.stop
+        self.stopping = self._journal.note(step, state, metrics) or self.stopping or decision.stop
+        if self._journal.only_audits:
+            self._schedule.not_saved()
+            return None
         if not decision.save:
             self._unsaved = step, state, metrics
             return None
@@ -284,6 +293,7 @@ class CheckpointManager:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
+            self._journal.saving(step, state)
             path = self.path(step)
             self._keeping.make_room(self._writer.config.commit_timeout)
             handle = self._saves.begin(
@@ -333,9 +343,10 @@ class CheckpointManager:
             IncompatibleStateError, UnsafeObjectError, StorageError: as for :func:`load`.
         """
         self._prepare_restore()
-        step = self._continuing.restore_latest(state, options, timeout)
+        step = self._continuing.restore_latest(state, options, timeout, self._journal.only_audits)
         if step is not None:
             self._schedule.restored(step)
+            self._journal.resumed(step, state)
         return step
 
     @public("CheckpointManager.restore()")
@@ -347,7 +358,13 @@ class CheckpointManager:
         """
         self._prepare_restore()
         self._schedule.restored(self._continuing.restore(step, state, options))
+        self._journal.resumed(step, state)
         return step
+
+    @property
+    def audit(self) -> Audit | None:
+        """How this rank's steps after a resume compare with the run before, so far. None without ``journal``."""
+        return self._journal.result()
 
     def _prepare_restore(self) -> None:
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
@@ -405,6 +422,7 @@ class CheckpointManager:
             self._closed = True
             if self._rank_set.rank == 0 and (line := self._saves.summary(self.root)):
                 logger.log(line[0], "closed: %s", line[1])
+            self._journal.close()
             self._schedule.close()
             self._signals.close()
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))
@@ -412,8 +430,8 @@ class CheckpointManager:
             self._writer.close()
 
     def __repr__(self) -> str:
-        closed = ", closed" * self._closed
-        return f"CheckpointManager({str(self.root)!r}, {self._saves.standing()}{closed})"
+        standing = self._saves.standing() + ", closed" * self._closed
+        return f"CheckpointManager({str(self.root)!r}, {standing})"
 
     def __enter__(self) -> CheckpointManager:
         return self
