@@ -11,9 +11,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Final
 
-from dcp_datastates.manager.state_samples import Words
+from dcp_datastates.manager.state_samples import Record, Words
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.object_path import Location
 
@@ -24,20 +24,6 @@ VARIABLE: Final = "DCP_DATASTATES_AUDIT"
 LOSS_TOLERANCE: Final = 0.01
 """How much losses may differ, relatively, at another number of ranks."""
 _ROUNDING: Final = 1e-5
-
-
-class Record(NamedTuple):
-    """A step of one rank; digests are numbers."""
-
-    world: int
-    step: int
-    loss: float
-    """NaN if it is not known."""
-    model: int
-    optimizer: int
-    generators: int
-    loader: int | None
-    """None: no loader was asked at this step."""
 
 
 @dataclass(frozen=True)

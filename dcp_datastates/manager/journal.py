@@ -15,7 +15,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +24,9 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import Audit, Comparison, Order, Record
+from dcp_datastates.manager.audit import Audit, Comparison, Order
 from dcp_datastates.manager.stale import Stale
-from dcp_datastates.manager.state_samples import Sample, StateSamples, digest_of_words
+from dcp_datastates.manager.state_samples import Record, StateSamples
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import local
@@ -137,12 +137,12 @@ class Journal:
             {number: each for number, each in records.items() if number >= step},
             None if self._order is None else self._order.steps,
         )
-        sample = self._sample(state, step, loaders=False)
+        sample = self._sample(state, step, math.nan, False)
         comparison.has_generators = self._samples.has_generators
         comparison.has_loaders = self._samples.has_loaders
         if sample is not None:
             comparison.words = [self._samples.trained(state)[1]]
-            self._worker.post(lambda: comparison.restored(self._record(sample, math.nan)))
+            self._worker.post(lambda: comparison.restored(sample()))
 
     def _begin(self, after: int | None) -> str | None:
         """The first rank names this run, and the run to compare with: the newest that went on after ``after``."""
@@ -177,12 +177,12 @@ class Journal:
             self._begin(None)
         self._last = step
         if self._posted - self._done < _MOST_WAITING:
-            sample = self._sample(state, step)
+            sample = self._sample(state, step, _loss_in(metrics), True)
             if sample is not None:
                 if self._comparison is not None and len(self._comparison.words) == 1:
                     self._comparison.words.append(self._samples.trained(state)[1])
                 self._posted += 1
-                self._worker.post(lambda: self._take(sample, _loss_in(metrics)))
+                self._worker.post(lambda: self._take(sample))
         self._audited += 1
         ends = self._order is not None and (
             self._audited >= self._order.steps or step >= self._until
@@ -198,27 +198,23 @@ class Journal:
         except _REPLACED:
             self._samples.forget()
 
-    def _sample(self, state: Mapping[str, Any], step: int, loaders: bool = True) -> Sample | None:
+    def _sample(
+        self, state: Mapping[str, Any], step: int, loss: float, loaders: bool
+    ) -> Callable[[], Record] | None:
         with contextlib.suppress(*_REPLACED):
-            return self._samples.at(state, step, loaders)
+            return self._samples.at(state, step, loss, loaders)
         self._samples.forget()
         try:
-            return self._samples.at(state, step, loaders)
+            return self._samples.at(state, step, loss, loaders)
         except Exception as error:
             self._give_up(error)
             return None
 
     # ---- in the background ---------------------------------------------------------------------------
 
-    def _record(self, sample: Sample, loss: float) -> Record:
-        digests = digest_of_words(sample.model), digest_of_words(sample.optimizer)
-        return Record(
-            self._rank_set.world, sample.step, loss, *digests, sample.generators(), sample.loader
-        )
-
-    def _take(self, sample: Sample, loss: float) -> None:
+    def _take(self, sample: Callable[[], Record]) -> None:
         try:
-            record = self._record(sample, loss)
+            record = sample()
             if not self.only_audits:
                 self._append(pack(record))
             if self._comparison is not None:

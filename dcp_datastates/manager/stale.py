@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,8 @@ from dcp_datastates.manager.state_samples import StateSamples, Words
 logger = logging.getLogger(__name__)
 
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""How many steps each optimizer has made with a learning rate that is not 0."""
+"""When each optimizer made its latest step with a learning rate that is not 0, by the ``_clock``."""
+_clock = count(1)
 
 
 @untraced
@@ -25,7 +27,7 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(
         not isinstance(each, (int, float)) or each for each in rates
     ):  # a tensor's value is not asked for
-        _steps[optimizer] = _steps.get(optimizer, 0) + 1
+        _steps[optimizer] = next(_clock)
 
 
 register_optimizer_step_post_hook(_stepped)
@@ -37,16 +39,17 @@ class Stale:
     def __init__(self, samples: StateSamples) -> None:
         self._samples = samples
         self.before: tuple[int, int, int, Words] | None = None
-        """Of the save before: its step, the steps of the optimizers, the number of tensors, and words of them."""
+        """Of the save before: its step, its time by the ``_clock``, the number of tensors, and words of them."""
 
     def saving(
         self, step: int, state: Mapping[str, Any], post: Callable[[Callable[[], object]], object]
     ) -> None:
         """``state`` is about to be saved. ``post`` runs a function in the background: words may be on a device."""
-        count, words = self._samples.trained(state)
-        steps = sum(_steps.get(each, 0) for each in self._samples.optimizers or list(_steps))
-        before, self.before = self.before, (step, steps, count, words)
-        if before is not None and before[1] < steps and before[2] == count:
+        tensors, words = self._samples.trained(state)
+        optimizers = self._samples.optimizers or list(_steps)
+        stepped = max((_steps.get(each, 0) for each in optimizers), default=0)
+        before, self.before = self.before, (step, next(_clock), tensors, words)
+        if before is not None and before[1] < stepped and before[2] == tensors:
             models = ", ".join(map(repr, self._samples.models))
             post(lambda: _compare(before[3], words, (before[0], step, models)))
 

@@ -6,6 +6,7 @@ The words lie where the number of the step says: a run that repeats a step exact
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import random
 import struct
@@ -13,9 +14,9 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -52,14 +53,16 @@ Words = Callable[[], Sequence[int]]
 """Gives a number for each tensor. Waits if they are on a device: for a thread in the background."""
 
 
-@dataclass
-class Sample:
-    """What a state holds at a step."""
+class Record(NamedTuple):
+    """A step of one rank; digests are numbers."""
 
+    world: int
     step: int
-    model: Words
-    optimizer: Words
-    generators: Callable[[], int]
+    loss: float
+    """NaN if it is not known."""
+    model: int
+    optimizer: int
+    generators: int
     loader: int | None
     """None: there is none, or it was not asked at this step."""
 
@@ -150,30 +153,43 @@ class StateSamples:
     def forget(self) -> None:
         """Hold nothing of the program's."""
         self._given: list[Any] = []
-        self._known: list[Optimizer] = []
-        self._entries: list[Any] = []
+        self._known: list[int] = []
+        self._entries: list[int] = []
+        self._optimizers: list[ref[Optimizer]] = []
         self._models, self._moments = _Places(), _Places()
         self._loaders: list[Any] = []
-        self.optimizers: list[Optimizer] = []
-        """Those of the state, and others that train its models."""
         self.models: list[str] = []
         """The names of the models."""
         self.has_generators = False
         """Whether the state has a :class:`RngState`."""
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the state, and others that train its models."""
+        return [found for each in self._optimizers if (found := each()) is not None]
+
+    @property
     def has_loaders(self) -> bool:
         """Whether the state has something else that differs between ranks."""
         return bool(self._loaders)
 
-    def at(self, state: Mapping[str, Any], step: int, loaders: bool = True) -> Sample:
-        """Sample ``state``. Without ``loaders``, these are not asked."""
+    def at(
+        self, state: Mapping[str, Any], step: int, loss: float = math.nan, loaders: bool = True
+    ) -> Callable[[], Record]:
+        """Sample ``state``. Without ``loaders``, these are not asked. A thread in the background makes the record of
+        the result.
+        """
         self._look(state, step)
         model = self._models.words(step, trained=True)
         moments = self._moments.words(step, trained=False)
-        return Sample(
-            step, model, moments, _generators(step), self._places(step) if loaders else None
-        )
+        generators, loader = _generators(step), self._places(step) if loaders else None
+
+        def record() -> Record:
+            of_model, of_moments = (digest_of(array("Q", each())) for each in (model, moments))
+            world = self._rank_set.world
+            return Record(world, step, loss, of_model, of_moments, generators(), loader)
+
+        return record
 
     def trained(self, state: Mapping[str, Any]) -> tuple[int, Words]:
         """The number of the models' tensors, and words of all that are trained, at the same places in each call."""
@@ -201,22 +217,24 @@ class StateSamples:
 
     def _look(self, state: Mapping[str, Any], step: int) -> None:
         given = [_unwrapped(each) for each in state.values() if type(each) not in _VALUES]
-        known = known_optimizers()
-        same = _same(given, self._given) and _same(known, self._known) and step % _LOOK_AGAIN
-        if not same or not _same(self._now(), self._entries):
+        known = list(map(id, known_optimizers()))
+        same = _same(given, self._given) and known == self._known and step % _LOOK_AGAIN
+        if not same or self._now() != self._entries:
             self.forget()
             self._given, self._known = given, known
             self._look_through(TrainingState(state, self._rank_set))
             self._entries = self._now()
 
-    def _now(self) -> list[Any]:
-        return [entry for each in self.optimizers for entry in each.state.values()]
+    def _now(self) -> list[int]:
+        """What an optimizer's state consists of, whose dicts are held: so no other has the same id."""
+        return [entry for each in self.optimizers for entry in map(id, each.state.values())]
 
     def _look_through(self, found: TrainingState) -> None:
         seen: set[int] = set()
+        optimizers: list[Optimizer] = []
         for name, part in found.parts.items():
             if isinstance(part, OptimizerPart):
-                self.optimizers.append(part.optimizer)
+                optimizers.append(part.optimizer)
             if not isinstance(part, ModelPart):
                 continue
             self.models.append(name)
@@ -226,9 +244,10 @@ class StateSamples:
                         seen.add(id(tensor))
                         self._models.add(module._parameters, key)
         for each in known_optimizers():
-            if each not in self.optimizers and not seen.isdisjoint(map(id, _parameters(each))):
-                self.optimizers.append(each)
-        for each in self.optimizers:
+            if each not in optimizers and not seen.isdisjoint(map(id, _parameters(each))):
+                optimizers.append(each)
+        self._optimizers = list(map(ref, optimizers))
+        for each in optimizers:
             for entry in map(each.state.get, _parameters(each)):
                 moments = entry if type(entry) is dict else {}
                 for key in sorted(moments):
@@ -276,8 +295,3 @@ def digest_of(*data: Any) -> int:
     for each in data:
         digest = crc32c(each, digest)
     return digest
-
-
-def digest_of_words(words: Words) -> int:
-    """The same for words."""
-    return digest_of(array("Q", words()))

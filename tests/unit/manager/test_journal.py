@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from support.waiting import await_that, lines
 import dcp_datastates as ds
 from dcp_datastates import Keep, PerRank, RngState
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import Record
 from dcp_datastates.manager.journal import pack, records_in
+from dcp_datastates.manager.state_samples import Record
 
 RECORD = 64
 
@@ -208,6 +210,20 @@ def test_a_slow_loader_is_asked_now_and_then(tmp_path):
     found = loop(tmp_path, {"loader": PerRank(slow)}, range(1, 50))
     assert [step for step, each in found.items() if each.loader is not None] == [1, 2, 16, 32, 48]
     assert slow.asked == 5
+
+
+def test_what_the_program_drops_is_not_held(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    with manager(tmp_path, every=1000, journal=True, save_last=False) as saves:
+        for step in range(1, 6):
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            saves.save(step, {"model": model})
+            dropped = weakref.ref(optimizer)
+            del optimizer
+            gc.collect()
+            assert dropped() is None
 
 
 KILLED = """
