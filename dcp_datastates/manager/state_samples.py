@@ -83,7 +83,7 @@ class _Places:
         if _is_whole(local):
             self.dicts.append(inside)
             self.keys.append(key)
-            self.on_host = self.on_host and local.is_cpu
+            self.on_host = self.on_host and _IS_CPU(local)
 
     def words(self, step: int, trained: bool, most: int | None = None) -> Words:
         """Words of those whose turn is ``step``; with ``trained``, of those that require a gradient."""

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -26,6 +27,7 @@ from support.waiting import await_that, lines
 import dcp_datastates as ds
 from dcp_datastates import Keep, PerRank, RngState
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.manager import state_samples
 from dcp_datastates.manager.journal import pack, records_in
 from dcp_datastates.manager.state_samples import Record
 
@@ -256,3 +258,37 @@ def test_a_run_that_is_killed_at_any_step_is_resumed_and_compared(kills, tmp_pat
     assert saved <= last
     found = train(tmp_path, last + 20, seed=kills)
     assert (found.after, found.steps, found.step) == (saved, last - saved, None)
+
+
+def test_of_tensors_of_a_device_some_are_copied_without_a_wait(monkeypatch, tmp_path):
+    """On the host, as if its tensors were a device's."""
+    copies = []
+
+    class Stream:
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            copies.append(threading.current_thread())
+
+    def empty(*arguments, pin_memory=False, **options):
+        assert pin_memory
+        return kept(*arguments, **options)
+
+    kept = torch.empty
+    monkeypatch.setattr(state_samples, "_IS_CPU", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch, "empty", empty)
+    model = torch.nn.ParameterList(torch.randn(100) for _ in range(40)).bfloat16()
+    first = loop(tmp_path / "a", {"model": model}, range(1, 9))
+    assert len(copies) == 8
+    assert threading.current_thread() not in copies
+    assert loop(tmp_path / "b", {"model": model}, range(1, 9)).keys() == first.keys()
+    assert {each.model for each in first.values()} == {
+        each.model for each in records_in(journals(tmp_path / "b")[0]).values()
+    }
+    with torch.no_grad():
+        model[39].add_(1.0)  # the last of 40, of which 16 have their turn
+    changed = loop(tmp_path / "c", {"model": model}, range(1, 9))
+    differing = [step for step in first if first[step].model != changed[step].model]
+    assert differing == [3, 6]
