@@ -33,7 +33,7 @@ from dcp_datastates.staging.ownership import known_optimizers
 
 logger = logging.getLogger(__name__)
 
-_ON_HOST: Final = 64
+_ON_HOST: Final = 32
 """How many tensors of the models, and of the optimizers, a step samples, in turns: each takes 0.35 us."""
 _ON_DEVICE: Final = 16
 """The same where some are on a device: each takes a few kernels."""
