@@ -107,6 +107,18 @@ _COMMANDS: Final = {
         "Exit status: 0 done, 1 the metadata are damaged, 2 no checkpoint, or it has no trace.",
         [_CHECKPOINT],
     ),
+    "audit": _Command(
+        "audit.run",
+        "Prove that a job resumes exactly. COMMAND, after --, is the job's own: it restores the checkpoint before the "
+        "newest, and its steps are compared with the journal that it kept (journal=True). Its managers on ROOT save "
+        "and delete nothing, and end the loop after K steps. "
+        "Exit status: 0 equal, 1 different, 2 they could not be compared.",
+        [
+            _ROOT,
+            _argument("job COMMAND", "the job's command, such as: -- torchrun train.py", nargs="+"),
+            _argument("--steps K", "how many steps to compare (default: 20)", type=int, default=20),
+        ],
+    ),
     "convert": _Command(
         "convert.run_convert",
         "Convert a checkpoint to another format, or from one. SOURCE is a checkpoint of this package or of stock DCP, "

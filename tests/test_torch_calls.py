@@ -28,6 +28,8 @@ WEAK = {
     "storage/readable.py": "open files",
     "manager/live_optimizer.py": "optimizers",
     "manager/optimizers.py": "optimizers",
+    "manager/stale.py": "optimizers",
+    "manager/state_samples.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
     "process/forks.py": "sockets and files",

@@ -65,6 +65,7 @@ class Continuing:
 
     Args:
         steps: the checkpoints.
+        ranks: the ranks as they are now. Those at the construction are the loop's.
         timeout: seconds for which a restore waits for a rank that makes no progress.
         fresh: whether a loop that restores nothing may begin in a root with checkpoints: ``"refuse"``, or
             ``"replace"``: those are set aside.
@@ -77,7 +78,7 @@ class Continuing:
     def __init__(
         self,
         steps: StepDirectories,
-        rank_set: RankSet,
+        ranks: Callable[[], RankSet],
         timeout: float,
         fresh: Fresh,
         options: LoadOptions,
@@ -86,7 +87,8 @@ class Continuing:
         parse_fresh(fresh)
         Fit.of_restore(options)
         self._steps = steps
-        self._rank_set = rank_set
+        self._ranks = ranks
+        self._rank_set = ranks()
         self._timeout = timeout
         self._options = options
         self._replaces = fresh == "replace"
@@ -98,15 +100,29 @@ class Continuing:
         self._there: list[str] = []
         """On the first rank: what the root held at the latest look for a restore."""
 
+    def check_ranks(self) -> None:
+        """Refuse to work with other ranks than those of the construction: they would save beside each other."""
+        now = self._ranks().ranks
+        if now != self._rank_set.ranks:
+            raise ConfigurationError(
+                f"the manager was made for {len(self._rank_set.ranks)} ranks, and the process group has {len(now)}; "
+                f"make it after init_process_group, and close it before destroy_process_group"
+            )
+
     def called(self, step: int) -> None:
         """The loop has come to ``step``."""
         if self._first is None:
             self._first = step
 
     def restore_latest(
-        self, state: Mapping[str, Any], options: LoadOptions, timeout: float
+        self,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+        timeout: float,
+        before_newest: bool = False,
     ) -> int | None:
-        """Restore the newest checkpoint that can be loaded; return its step, or None: the loop starts from scratch.
+        """Restore the newest checkpoint that can be loaded, or the one ``before_newest``; return its step, or None: the
+        loop starts from scratch.
 
         Raises as :meth:`StepDirectories.newest` and :meth:`restore`; and :class:`ConfigurationError` if there are only
         checkpoints whose names are of no step.
@@ -116,6 +132,13 @@ class Continuing:
         def look() -> str | None:
             self._there = self._names()
             name = self._steps.newest(damaged)
+            if before_newest and name is not None and not damaged:
+                if len(self._steps.committed()) < 2:
+                    raise ConfigurationError(
+                        f"an audit resumes from the checkpoint before the newest, and {name} is the only one: keep=2"
+                    )
+                damaged.append(name)
+                name = self._steps.newest(damaged)
             if name is None:
                 self._check_others()
                 logger.info("starting from scratch: %s", self._describe())
@@ -167,6 +190,7 @@ class Continuing:
         """A save is about to begin. Raises :class:`ConfigurationError` if the loop would begin another run among the
         checkpoints of a former one, or if its state is half restored.
         """
+        self.check_ranks()
         if self._half_restored is not None:
             raise ConfigurationError(
                 f"the restore of {self._half_restored} has failed half way, so that the state may be a mixture, which "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Final, SupportsIndex
 
@@ -13,16 +12,17 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import WriterOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.loading.fit import Answer, LoadOptions
+from dcp_datastates.manager.audit import Audit
 from dcp_datastates.manager.continuing import Continuing, Fresh
+from dcp_datastates.manager.journal import Journal
 from dcp_datastates.manager.keeping import Keeping, Publishes
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
@@ -32,7 +32,7 @@ from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
@@ -90,6 +90,7 @@ class CheckpointManager:
         archive_keep: The checkpoints to keep in each archive, as for ``keep``; None: all.
         archive_rate: How fast each rank may copy, such as ``"500MB/s"``, if others need the network; None: no limit.
         publish: A :class:`Weights`: the model's weights are published from each checkpoint, in the background.
+        journal: Whether each step is recorded beside the checkpoints, to compare it after a resume: :attr:`audit`.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -121,6 +122,7 @@ class CheckpointManager:
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
         publish: Publishes | None = None,
+        journal: bool = False,
         **options: Unpack[WriterOptions],
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
@@ -132,21 +134,23 @@ class CheckpointManager:
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
-        self._group = process_group
-        self._alone = bool(options.get("no_dist", False))
-        self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        if on_save is not None and not callable(on_save):
-            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
+
+        def ranks() -> RankSet:
+            return ALONE if options.get("no_dist", False) else rank_set_of(process_group)
+
+        self._rank_set = ranks()
         self._writer = DataStatesWriter(process_group=process_group, **options)
-        in_flight = self._writer.config.max_in_flight
-        self._saves = SaveTracker(max_failures, on_save, max_in_flight=in_flight)
+        config = self._writer.config
+        self._saves = SaveTracker(max_failures, on_save, max_in_flight=config.max_in_flight)
+        self._journal = Journal(self.root, self._rank_set, parse_flag("journal", journal))
+        if self._journal.only_audits:  # which changes nothing in any tier
+            publish, roots = None, roots[:1]
         rules = self._keep, archive_every, archive_keep, archive_rate
-        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules, publish=publish)
+        common = StepDirectories(roots, verify), self._saves, self._rank_set
+        self._keeping = Keeping(*common, *rules, publish=publish)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
-        timeout = self._writer.config.commit_timeout
-        self._continuing = Continuing(
-            self._steps, self._rank_set, timeout, fresh, fit, self._keeping.adopt
-        )
+        given = ranks, config.commit_timeout, fresh, fit
+        self._continuing = Continuing(self._steps, *given, self._keeping.adopt)
         self._signals = Signals(on_signal, deadline)
         needs_ranks = bool(self._signals.watched) or not isinstance(rule, int)
         self._schedule = Schedule(rule, StepConsensus(self._rank_set) if needs_ranks else None)
@@ -256,7 +260,10 @@ class CheckpointManager:
         self._continuing.called(step)
         self._saves.take()
         decision = self._schedule.at(step, self._signals.came, force)
-        self.stopping = self.stopping or decision.stop
+        self.stopping = self._journal.note(step, state, metrics) or self.stopping or decision.stop
+        if self._journal.only_audits:
+            self._schedule.not_saved()
+            return None
         if not decision.save:
             self._unsaved = step, state, metrics
             return None
@@ -280,7 +287,6 @@ class CheckpointManager:
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> SaveHandle | None:
         try:
-            self._check_ranks()
             self._continuing.before_save()
             self._keeping.check()
             parts = TrainingState(state, self._rank_set)
@@ -288,6 +294,7 @@ class CheckpointManager:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
+            self._journal.saving(step, state)
             path = self.path(step)
             self._keeping.make_room(self._writer.config.commit_timeout)
             handle = self._saves.begin(
@@ -304,15 +311,6 @@ class CheckpointManager:
         self._schedule.saved(handle)
         self._keeping.follow(handle)
         return handle
-
-    def _check_ranks(self) -> None:
-        """Refuse to work with other ranks than those of the construction: they would save beside each other."""
-        now = ALONE if self._alone else rank_set_of(self._group)
-        if now.ranks != self._rank_set.ranks:
-            raise ConfigurationError(
-                f"the manager was made for {len(self._rank_set.ranks)} ranks, and the process group has "
-                f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
-            )
 
     # ---- restoring -----------------------------------------------------------------------------------
 
@@ -346,9 +344,10 @@ class CheckpointManager:
             IncompatibleStateError, UnsafeObjectError, StorageError: as for :func:`load`.
         """
         self._prepare_restore()
-        step = self._continuing.restore_latest(state, options, timeout)
+        step = self._continuing.restore_latest(state, options, timeout, self._journal.only_audits)
         if step is not None:
             self._schedule.restored(step)
+            self._journal.resumed(step, state)
         return step
 
     @public("CheckpointManager.restore()")
@@ -360,11 +359,17 @@ class CheckpointManager:
         """
         self._prepare_restore()
         self._schedule.restored(self._continuing.restore(step, state, options))
+        self._journal.resumed(step, state)
         return step
+
+    @property
+    def audit(self) -> Audit | None:
+        """How this rank's steps after a resume compare with the run before, so far. None without ``journal``."""
+        return self._journal.result()
 
     def _prepare_restore(self) -> None:
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
-        self._check_ranks()
+        self._continuing.check_ranks()
         self._newest_save = self._unsaved = None
 
     # ---- keeping -------------------------------------------------------------------------------------
@@ -375,19 +380,14 @@ class CheckpointManager:
 
         Waits for its commit if it is in flight, and raises the save's error if it fails.
         """
-        for handle in self._saves.in_flight(self.path(step)):
-            handle.result()
-        self._on_each(step, lambda path: pin(path, name), "pin")
+        self._continuing.check_ranks()
+        self._keeping.pin(step, name)
 
     @public("CheckpointManager.unpin()")
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
-        self._on_each(step, lambda path: unpin(path, name), "unpin")
-
-    def _on_each(self, step: int, work: Callable[[Location], object], key: str) -> None:
-        self._check_ranks()
-        on_all, purpose = partial(self._steps.on_each, step, work), f"that a checkpoint is {key}ned"
-        from_first_of(self._rank_set, on_all, key, purpose, DEFAULT_TIMEOUT)
+        self._continuing.check_ranks()
+        self._keeping.unpin(step, name)
 
     @public("CheckpointManager.wait()")
     def wait(self) -> None:
@@ -423,6 +423,7 @@ class CheckpointManager:
             self._closed = True
             if self._rank_set.rank == 0 and (line := self._saves.summary(self.root)):
                 logger.log(line[0], "closed: %s", line[1])
+            self._journal.close()
             self._schedule.close()
             self._signals.close()
             self._keeping.wait(self._signals.left(self._writer.config.exit_timeout))

@@ -88,6 +88,8 @@ class SaveTracker:
         *,
         max_in_flight: int = 1,
     ) -> None:
+        if on_save is not None and not callable(on_save):
+            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self.most = most_failures(max_failures, max_in_flight)
         self._on_save, self._on_failure = on_save, on_failure
         self._records: list[SaveRecord] = []  # of which the hook is not told yet

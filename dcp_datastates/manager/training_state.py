@@ -139,6 +139,10 @@ class TrainingState:
         self.parts = {name: self._part(name, value) for name, value in values.items()}
         """The state, for ``async_save``."""
 
+    def per_rank(self) -> list[Stateful]:
+        """The objects whose states differ between ranks."""
+        return [part.marked.wrapped for part in self.parts.values() if isinstance(part, _Own)]
+
     def warn(self) -> None:
         """Log what will not go on as it would have, after a restore."""
         for name, part in self.parts.items():
