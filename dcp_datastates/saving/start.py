@@ -86,12 +86,12 @@ def archive_roots(
 
 
 def check_path(save: SaveOperation) -> None:
-    """Raise early if this rank of several cannot write there. The coordinator's claim tells whether the checkpoint may
-    be written, and in a store, whether it can be: ranks that asked it, too, would only cost requests.
+    """Raise early if this rank cannot write there. The coordinator's claim tells whether the checkpoint may be written,
+    and in a store, whether it can be: ranks that asked it, too, would only cost requests.
     """
     hit("plan.before")
     location = save.resolved_path()
-    if isinstance(location, Path) and save.group_of_call.rank_set.world > 1:
+    if isinstance(location, Path):
         check = functools.partial(local.check_writable, location)
         save.on_storage("looking at the path", check)
     hit("plan.after")

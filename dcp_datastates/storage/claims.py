@@ -146,20 +146,19 @@ def claim(
 
     Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """
-    device, is_new = 0, False
+    device = 0
     if directory.is_local:
         device = neighbours.check_mounted(directory.parent)
-        is_new = bool(local.make_directories(Path(str(directory))))
+        local.make_directories(Path(str(directory)))
     self_test()
     for _ in range(_CLAIMS):
-        claimed = _choose(directory, neighbours, overwrite, is_new)
+        claimed = _choose(directory, neighbours, overwrite)
         neighbours.note(claimed.attempt)
         if not directory.is_local:
             return claimed
         if make_folder((directory / claimed.attempt.name).key, "plan"):
             neighbours.note_saved(directory.name, device)
             return claimed
-        is_new = False  # another process saves there
     raise StorageError(
         errno.EEXIST,
         f"the directories of {_CLAIMS} new attempts exist already; is this a file system?",
@@ -167,9 +166,9 @@ def claim(
     )
 
 
-def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool, is_new: bool) -> Claim:
+def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
     beside = neighbours.look(directory.parent)
-    alone = is_new or (beside is not None and directory.name not in beside)
+    alone = beside is not None and directory.name not in beside
     if not overwrite:
         check_absent(directory)
     there = [] if alone and overwrite else attempts.present(directory)

@@ -11,7 +11,6 @@ from support.state.checkpoints import load_everything, raises, save
 import dcp_datastates as ds
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.storage import claims
-from dcp_datastates.storage.object_path import stored
 
 STATE = {"w": torch.ones(10)}
 
@@ -89,10 +88,3 @@ def test_the_error_has_its_number(mounted, tmp_path):
     with pytest.raises(ds.errors.StorageError) as caught:
         neighbours.check_mounted(tmp_path / "run")
     assert caught.value.errno == errno.ENODEV
-
-
-def test_who_makes_the_directory_is_alone_there(tmp_path):
-    place, neighbours = stored(tmp_path / "run" / "step-1"), claims.Neighbours()
-    first, second = (claims.claim(place, neighbours, overwrite=True) for _ in range(2))
-    assert (first.alone, second.alone) == (True, False)
-    assert second.older == (first.attempt,)
