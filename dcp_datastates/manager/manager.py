@@ -144,8 +144,8 @@ class CheckpointManager:
         if self._journal.only_audits:  # which changes nothing in any tier
             publish, roots = None, roots[:1]
         rules = self._keep, archive_every, archive_keep, archive_rate
-        common = StepDirectories(roots, verify), self._saves, self._rank_set
-        self._keeping = Keeping(*common, *rules, publish=publish)
+        tiers = StepDirectories(roots, verify)
+        self._keeping = Keeping(tiers, self._saves, self._rank_set, *rules, publish=publish)
         fit: LoadOptions = {"rename": rename, "missing": missing, "exclude": exclude}
         given = ranks, config.commit_timeout, fresh, fit
         self._continuing = Continuing(self._steps, *given, self._keeping.adopt)

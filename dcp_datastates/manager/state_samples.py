@@ -195,8 +195,8 @@ class StateSamples:
         return record
 
     def trained(self, state: Mapping[str, Any]) -> tuple[int, Words]:
-        """The number of the models' tensors, and words of those that are trained, of at most 256 from all over the models:
-        the same ones, at the same places, in each call.
+        """The number of the models' tensors, and words of those that are trained, of 256 at most: the same ones, at the
+        same places, in each call.
         """
         self._look(state, 1)
         return len(self._models.keys), self._models.words(0, trained=True, most=_COMPARED)

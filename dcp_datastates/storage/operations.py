@@ -23,6 +23,7 @@ from typing import Any, Final
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import presence
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
@@ -89,7 +90,9 @@ def during(phase: str, folder: Path | None = None) -> Iterator[None]:
         except OSError as error:
             why = f"opening {folder} failed: {error.strerror}"
             raise StorageError(error.errno, why, str(folder)) from error
-        if not os.path.isdir(_path_of(descriptor)):  # else all below would look as if it were gone
+        if not presence.is_directory(
+            _path_of(descriptor)
+        ):  # else all below would look as if it were gone
             os.close(descriptor)
             raise StorageError(
                 errno.ENOENT, "/proc is not mounted, which deletions need", str(folder)
