@@ -332,7 +332,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     @property
     def rank_set(self) -> RankSet:
         """The ranks that commit together."""
-        return ALONE if self._no_dist else rank_set_of(self._process_group)
+        return rank_set_of(self._process_group, self._no_dist)
 
     def enter(self) -> None:
         """Begin a call that uses this writer. Raises :class:`ConfigurationError` if it is closed."""

@@ -119,7 +119,7 @@ def load(
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
-    rank_set = ALONE if no_dist else rank_set_of(process_group)
+    rank_set = rank_set_of(process_group, no_dist)
 
     def prepare(stored: Stored) -> Fitting:
         return Fitting(fit, stored)

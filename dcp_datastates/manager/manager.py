@@ -33,7 +33,7 @@ from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
@@ -135,7 +135,7 @@ class CheckpointManager:
         self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
-        ranks = (lambda: ALONE) if options.get("no_dist") else partial(rank_set_of, process_group)
+        ranks = partial(rank_set_of, process_group, options.get("no_dist", False))
         self._rank_set = ranks()
         self._writer = DataStatesWriter(process_group=process_group, **options)
         config = self._writer.config

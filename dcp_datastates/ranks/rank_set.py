@@ -218,14 +218,15 @@ def check_group(process_group: object) -> None:
         )
 
 
-def rank_set_of(process_group: Any) -> RankSet:
-    """The rank set of ``process_group`` (None: all ranks), or :data:`ALONE` without ``torch.distributed``.
+def rank_set_of(process_group: Any, alone: bool = False) -> RankSet:
+    """The rank set of ``process_group`` (None: all ranks); or :data:`ALONE`, if it is to be so (``no_dist``), or without
+    ``torch.distributed``.
 
     Raises :class:`ConfigurationError` if it is no group, or does not contain this process.
     """
     enter("work with the ranks of a group")
     check_group(process_group)
-    if not dist.is_available() or not dist.is_initialized():
+    if alone or not dist.is_available() or not dist.is_initialized():
         return ALONE
     me = dist.get_rank()
     if process_group is None:
