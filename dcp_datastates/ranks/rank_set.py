@@ -219,8 +219,8 @@ def check_group(process_group: object) -> None:
 
 
 def rank_set_of(process_group: Any, alone: bool = False) -> RankSet:
-    """The rank set of ``process_group`` (None: all ranks); or :data:`ALONE`, if it is to be so (``no_dist``), or without
-    ``torch.distributed``.
+    """The rank set of ``process_group`` (None: all ranks); or :data:`ALONE`, if ``alone`` (the option ``no_dist``), or
+    without ``torch.distributed``.
 
     Raises :class:`ConfigurationError` if it is no group, or does not contain this process.
     """

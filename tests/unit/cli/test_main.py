@@ -129,8 +129,8 @@ def test_runtime_dependencies_are_those_that_are_imported():
             if not EXTRAS.intersection(path.parts):
                 imported |= _imports(ast.parse(path.read_text()))
     third_party = imported - set(sys.stdlib_module_names) - {"dcp_datastates", "dcp_datastates_cli"}
-    # A folder is opened where transformers is; the others are in the extras cloud and metrics.
-    optional = {"fsspec", "obstore", "prometheus_client", "transformers"}
+    # A folder is opened where transformers is; the others are in the extras cloud, metrics and weights.
+    optional = {"fsspec", "obstore", "prometheus_client", "transformers", "zstandard"}
     assert third_party - optional == declared
 
 
