@@ -180,7 +180,8 @@ def test_parts_that_an_optimizer_owns_are_read_before_its_step_not_at_the_call(t
 
 def test_plans_of_states_with_wrappers_are_cached(tmp_path):
     states = [blocks(seed=1), blocks(seed=2), blocks(columns=4)]
-    handles = [async_save({"cached": each}, tmp_path / str(n)) for n, each in enumerate(states)]
-    for handle in handles:
-        handle.result(60)
+    handles = []
+    for number, each in enumerate(states):
+        handles.append(dcp_datastates.async_save({"cached": each}, tmp_path / str(number)))
+        handles[-1].result(60)
     assert [handle.stats.steady for handle in handles] == [False, True, False]
