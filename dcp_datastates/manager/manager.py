@@ -361,6 +361,7 @@ class CheckpointManager:
         return step
 
     @property
+    @public("CheckpointManager.audit")
     def audit(self) -> Audit | None:
         """How this rank's steps after a resume compare with the run before, so far. None without ``journal``."""
         return self._journal.result()

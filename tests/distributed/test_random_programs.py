@@ -19,6 +19,7 @@ from support.state import checkpoints
 from support.state.checkpoints import assert_same, causes, clone, writer, zeros
 from support.state.loops import manager
 from support.tiers import tries
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from dcp_datastates import async_save, load, save, track
@@ -115,7 +116,7 @@ class Program:
             try:
                 found = LOADS[how](self, step, state)
                 break
-            except Exception as error:  # a commit has replaced it meanwhile
+            except (Exception, CheckpointException) as error:  # a commit has replaced it meanwhile
                 if not all(isinstance(cause, CheckpointReplacedError) for cause in causes(error)):
                     raise
         by_number = {saved.expected["number"]: saved for saved in self.at[step]}
