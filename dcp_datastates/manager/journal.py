@@ -24,10 +24,11 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import Audit, Comparison, Order
+from dcp_datastates.manager.audit import VARIABLE, Audit, Comparison, Order
 from dcp_datastates.manager.stale import Stale
 from dcp_datastates.manager.state_samples import Record, StateSamples
 from dcp_datastates.process.futures import Worker
+from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, stored
@@ -104,6 +105,9 @@ class Journal:
                 f"journal=True needs a directory as the root: nothing can be appended in the store of {str(root)!r}. "
                 f"Pass a directory as the root, and archive={str(root)!r}; or leave journal=True out"
             )
+        if self._order is not None:
+            text = "%s is set: this loop is audited, and saves and deletes nothing in %s"
+            logger.log(once_per_job(logging.WARNING), text, VARIABLE, root)
         self._samples = StateSamples(rank_set)
         self._stale = Stale(self._samples)
         self._worker = Worker("dcp_datastates-journal")
