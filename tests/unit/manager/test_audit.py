@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 
 import pytest
+from support.state.loops import Loop, manager
 from support.state.resumed import DEFECTS, FLIPPED, train
 from support.waiting import lines
+
+from dcp_datastates.manager import audit
 
 END = 44
 """The first run dies after step 43, and its newest checkpoint is step 30."""
@@ -82,3 +86,14 @@ def test_a_loss_that_is_measured_otherwise_is_named(tmp_path):
     found = train(tmp_path, END, seed=1, scale=1.5)
     assert found.what == ("loss",)
     assert "the loss is another number" in found.cause
+
+
+def test_an_audited_loop_says_that_it_saves_nothing(tmp_path, monkeypatch):
+    order = {"root": str(tmp_path), "steps": 1, "report": f"{tmp_path}/report-"}
+    monkeypatch.setenv(audit.VARIABLE, json.dumps(order))
+    loop = Loop()
+    with lines() as said, manager(tmp_path) as saves:
+        assert saves.save(0, loop.state) is None
+        assert saves.stopping
+    assert any("saves and deletes nothing" in line for line in said)
+    assert not list(tmp_path.glob("step-*"))
