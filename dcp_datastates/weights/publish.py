@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -109,7 +109,7 @@ class Weights:
     delta: Literal["xor"] | None = None
     full_every: int = 20
     shard_size: int | str = "5GB"
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("every", self.every)

@@ -210,6 +210,12 @@ def test_an_option_that_cannot_work_is_refused(options, said, tmp_path):
         Weights(tmp_path, **options)
 
 
+def test_credentials_are_not_shown():
+    shown = repr(Weights("s3://bucket/w", storage_options={"key": "sesame"}))
+    assert "s3://bucket/w" in shown
+    assert "sesame" not in shown
+
+
 def test_a_part_that_the_state_lacks_is_an_error_of_the_next_save(tmp_path):
     loop = Loop()
     with manager(tmp_path / "run", publish=Weights(tmp_path / "w", part="modle")) as saves:
