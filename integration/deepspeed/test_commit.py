@@ -166,7 +166,7 @@ def test_the_end_of_the_process_waits_for_latest(tmp_path: Path) -> None:
     code = """
 import sys, threading, types
 from pathlib import Path
-from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.checkpoints.retention import Deletions
 from dcp_datastates.deepspeed import CheckpointEngine
 from dcp_datastates.deepspeed import engine as module
 waiting = threading.Event()
