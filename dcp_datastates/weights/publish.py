@@ -85,7 +85,7 @@ class Weights:
         keep: How many of the newest versions stay. A reader of an older one may find it gone. None: all.
         config_from: A Hugging Face folder whose configuration and tokenizer files go into each version.
         delta: "xor": a version has only what has changed since the one before, compressed, if the same ranks have
-            written that. At the learning rates of reinforcement learning, 4 to 8 % of the bytes of bfloat16 are left.
+            written that. Of bfloat16 under AdamW, 4 % of the bytes were left at a learning rate of 1e-6, 16 % at 1e-5.
             Each rank keeps the bytes of its share of the model in memory. Needs ``dcp_datastates[weights]``.
         full_every: With ``delta``, each n-th version is full, so that readers can begin. Older versions stay as long as
             one that is kept needs them.
