@@ -118,6 +118,7 @@ class Journal:
         self._last: int | None = None
         self._file: int | None = None
         self._posted = self._done = self._audited = 0
+        self._lags = False
 
     @property
     def only_audits(self) -> bool:
@@ -187,6 +188,11 @@ class Journal:
                     self._comparison.words.append(self._samples.trained(state)[1])
                 self._posted += 1
                 self._worker.post(lambda: self._take(sample))
+        elif not self._lags:
+            self._lags = True
+            logger.warning(
+                "the journal of rank %d lacks steps: storage is too slow", self._rank_set.rank
+            )
         self._audited += 1
         ends = self._order is not None and (
             self._audited >= self._order.steps or step >= self._until

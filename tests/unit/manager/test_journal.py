@@ -18,7 +18,7 @@ import torch
 from support.jobs.scripts import environment_of_python
 from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import raises
-from support.state.loops import Stateful, manager
+from support.state.loops import Loop, Stateful, manager
 from support.state.resumed import train
 from support.state.roots import committed_names
 from support.tiers import tries
@@ -27,7 +27,7 @@ from support.waiting import await_that, lines
 import dcp_datastates as ds
 from dcp_datastates import Keep, PerRank, RngState
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager import state_samples
+from dcp_datastates.manager import journal, state_samples
 from dcp_datastates.manager.journal import pack, records_in
 from dcp_datastates.manager.state_samples import Record
 
@@ -292,3 +292,12 @@ def test_of_tensors_of_a_device_some_are_copied_without_a_wait(monkeypatch, tmp_
     changed = loop(tmp_path / "c", {"model": model}, range(1, 9))
     differing = [step for step in first if first[step].model != changed[step].model]
     assert differing == [3, 6]
+
+
+def test_records_that_are_left_out_are_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_MOST_WAITING", 0)
+    loop = Loop()
+    with lines() as said, manager(tmp_path, every=100, journal=True, save_last=False) as saves:
+        for step in range(1, 4):
+            saves.save(step, loop.state)
+    assert len([line for line in said if "lacks steps" in line]) == 1
