@@ -69,7 +69,7 @@ if _typing.TYPE_CHECKING:
     from dcp_datastates.conversion.convert import convert as convert
     from dcp_datastates.dcp.reader import DataStatesReader as DataStatesReader
     from dcp_datastates.loading.load import load as load
-    from dcp_datastates.loading.record import on_load as on_load
+    from dcp_datastates.loading.session import on_load as on_load
     from dcp_datastates.manager import AutoInterval as AutoInterval
     from dcp_datastates.manager import CheckpointManager as CheckpointManager
     from dcp_datastates.manager import PerRank as PerRank
@@ -98,7 +98,7 @@ _PLACES = {
     "inspect": "checkpoints.describe.inspect",
     "latest": "checkpoints.find.latest",
     "load": "loading.load.load",
-    "on_load": "loading.record.on_load",
+    "on_load": "loading.session.on_load",
     "pin": "checkpoints.pins.pin",
     "retain": "checkpoints.retention.retain",
     "unpin": "checkpoints.pins.unpin",

@@ -49,7 +49,7 @@ class DataStatesSource(Source):
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
-        return self._restore(self._stored.objects([name], [name]))
+        return self._restore(self._stored.objects([name]))
 
     def _restore(self, reads: Reads) -> bytes:
         objects: list[bytes] = []

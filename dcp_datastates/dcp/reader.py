@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,10 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_objects import metadata_of, opened_from
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.reads import Reads, Sizes
+from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.fit import Answer, Fit, say_unread, unread
-from dcp_datastates.loading.stored import Stored
+from dcp_datastates.loading.fit import Answer, Fit, say_unread
+from dcp_datastates.loading.stored import Shards, Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.garbage import collection_paused
@@ -178,7 +179,7 @@ class DataStatesReader(StorageReader):
         load = self._opened()
         table = load.stored.table
         _, items = load.of(plan)
-        offered = load.joint.offer(lambda: reads_of(items, load.stored), table)
+        offered = load.joint.offer(lambda: Reads.joined(reads_of(items, load.stored)), table)
         plan.storage_data = (table.note.attempt.name, offered)
         return plan
 
@@ -193,7 +194,7 @@ class DataStatesReader(StorageReader):
         load.stored.check_attempts(str(attempt) for attempt, _ in noted)
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         if len(plans) > 1:
-            self._say_unread(load, unread(load.stored, asked))
+            self._say_unread(load, load.stored.unread(load.stored.marks(asked)))
         else:
             load.asked = asked
         for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
@@ -219,25 +220,22 @@ class DataStatesReader(StorageReader):
             # its plan.
             held = getattr(planner, "state_dict", None)
             asked = load.asked.union(held if isinstance(held, dict) else ())
-            self._say_unread(load, unread(stored, asked))
+            self._say_unread(load, stored.unread(stored.marks(asked)))
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
         native = engine(self._host_cache_bytes)
-        objects: list[tuple[ReadItem, bytes]] = []
+        found: dict[str, bytes] = {}
         safe: set[bytes] = set()  # equal bytes are checked once
 
         def take(part: Reads) -> None:
-            for row, (item, target) in enumerate(zip(part.keys, part.targets, strict=True)):
-                if target is not None:
-                    planner.commit_tensor(item, target)
-                    continue
-                data = part.data(row)
+            for row in part.objects:
+                name, data = part.names[row], part.data(row)
                 if not self._allow_objects and data not in safe:
-                    said = f"{stored.places[0]}: object {part.names[row]!r}"
+                    said = f"{stored.places[0]}: object {name!r}"
                     unpickled(io.BytesIO(data), said, allow_objects=False, device="cpu")
                     safe.add(data)
-                objects.append((item, data))
+                found[name] = data
 
         def read(reads: Reads) -> None:
             stored.read(reads, take, sharing=load.joint.sharing, native=native)
@@ -251,18 +249,19 @@ class DataStatesReader(StorageReader):
             wrappers = Wrappers(wanted, stored, read)
             self._say_unread(load, wrappers.unread)
         with collection_paused():
-            are_objects = [item.type == LoadItemType.BYTE_IO for item in items]
-            reads = reads_of(items, stored)
-            tensors = reads.take(np.flatnonzero(np.logical_not(are_objects)))
-            targets = [planner.resolve_tensor(item).detach() for item in tensors.keys]
-            tensors.aim(targets, self._fit.cast)
+            of_tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
+            memories = [planner.resolve_tensor(item).detach() for item in of_tensors]
+            objects, tensors = reads_of(items, stored, memories, self._fit.cast)
         # The planner unpickles whatever it is given. An object that is refused leaves the state as it is.
-        read(reads.take(np.flatnonzero(are_objects)))
-        for item, data in objects:
-            planner.load_bytes(item, io.BytesIO(data))
+        read(objects)
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
         if wrappers is not None:
             wrappers.load()
         read(tensors)
+        for item, memory in zip(of_tensors, memories, strict=True):
+            planner.commit_tensor(item, memory)
 
     def __repr__(self) -> str:
         opened = self._present and self._present.stored.table.note.attempt.name
@@ -314,35 +313,40 @@ class _Load:
         return wrapped, others
 
 
-def reads_of(items: Sequence[ReadItem], stored: Stored) -> Reads:
-    """What ``items`` read; each is the key of its row.
+def reads_of(
+    items: Sequence[ReadItem],
+    stored: Stored,
+    memories: Sequence[torch.Tensor] = (),
+    cast: bool = False,
+) -> tuple[Reads, Reads]:
+    """What ``items`` read: objects; and tensors, into these ``memories``, if they are given.
 
-    Raises :class:`IncompatibleStateError` for an object that is to be loaded as a tensor,
-    :class:`CheckpointCorruptError` if an item is of no chunk that is stored.
+    Raises :class:`IncompatibleStateError` for an object that is to be loaded as a tensor, and for memory of another
+    shape; :class:`CheckpointCorruptError` for what is not stored.
     """
-    names = [item.storage_index.fqn for item in items]
-    rows: list[int] = []
-    dtypes: list[torch.dtype | None] = []
-    regions: list[tuple[Sizes, Sizes, Sizes]] = []
+    of: dict[bool, list[ReadItem]] = {True: [], False: []}
     for item in items:
-        try:
-            row, dtype, sizes = stored.chunk(item.storage_index)
-        except KeyError:
+        name, is_object = item.storage_index.fqn, item.type == LoadItemType.BYTE_IO
+        if name not in stored or (is_object and stored[name] is not None):
             raise CheckpointCorruptError(
                 f"{stored.places[0]}: the metadata do not say where {item.storage_index} is stored"
-            ) from None
-        if dtype is None and item.type != LoadItemType.BYTE_IO:
-            raise IncompatibleStateError(
-                f"{item.storage_index.fqn!r} was saved as a Python object, not as a tensor"
             )
-        rows.append(row)
-        dtypes.append(dtype)
-        region = ((0,), sizes) if dtype is None else (item.storage_offsets, item.lengths)
-        regions.append((sizes, *region))
-    ndims = np.array([len(sizes) for sizes, *_ in regions], np.int64)
-    columns = zip(*regions, strict=True) if regions else [()] * 3
-    chunk_sizes, offsets, lengths = (
-        np.array([*chain.from_iterable(column)], np.int64) for column in columns
+        if not is_object and stored[name] is None:
+            raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
+        of[is_object].append(item)
+    objects, tensors = ([item.storage_index.fqn for item in of[kind]] for kind in (True, False))
+    for item, memory in zip(of[False], memories, strict=False):
+        if memory.shape != item.lengths:
+            raise IncompatibleStateError(
+                f"{item.storage_index.fqn!r}: the state has room for {tuple(memory.shape)} where "
+                f"{tuple(item.lengths)} was saved"
+            )
+    begins = (map(add, item.storage_index.offset or (), item.storage_offsets) for item in of[False])
+    shards = Shards(
+        np.arange(len(tensors)),
+        np.array([len(item.lengths) for item in of[False]], np.int64),
+        np.array([*chain.from_iterable(begins)], np.int64),
+        np.array([*chain.from_iterable(item.lengths for item in of[False])], np.int64),
+        list(memories),
     )
-    ragged = chunk_sizes, offsets, lengths
-    return stored.regions(names, [*items], np.array(rows, np.int64), dtypes, ndims, ragged)
+    return stored.objects([*dict.fromkeys(objects)]), stored.into(tensors, shards, cast)

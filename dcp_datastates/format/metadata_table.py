@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -118,10 +117,11 @@ class Catalog:
                 raise KeyError(index) from None
         return self.first_chunks[number] + at
 
-    def names_with_data(self) -> list[str]:
-        """The names of tensors that have elements, and of objects, in their order."""
-        chosen = sums(self.ndims, (self.shapes == 0).astype(np.int64)) == 0
-        return list(compress(self.names, chosen.tolist()))
+    @property
+    def have_data(self) -> npt.NDArray[np.bool_]:
+        """(F,): whether it is a tensor that has elements, or an object."""
+        have: npt.NDArray[np.bool_] = sums(self.ndims, (self.shapes == 0).astype(np.int64)) == 0
+        return have
 
     @functools.cached_property
     def chunks(self) -> int:

@@ -42,7 +42,7 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[Ints, Ints]:
     return ndims, np.fromiter(chain.from_iterable(map(_SHAPE, tensors)), np.int64, ndims.sum())
 
 
-_LISTS: Final = ("names", "keys", "dtypes", "targets", "memories", "devices")
+_LISTS: Final = ("names", "dtypes", "targets", "memories", "devices")
 _COLUMNS: Final = ("files", "begins", "stored", "ndims")
 _RAGGED: Final = ("chunk_sizes", "offsets", "lengths")
 
@@ -58,8 +58,6 @@ class Reads:
     """The relative paths of the data files."""
     names: list[str]
     """The names under which they are stored."""
-    keys: list[Any]
-    """What the caller knows them by."""
     dtypes: list[torch.dtype | None]
     """Of the stored tensors; None for an object."""
     files: Ints
@@ -162,28 +160,18 @@ class Reads:
 
     # ---- where it goes -------------------------------------------------------------------------------
 
-    def aim(self, targets: Sequence[torch.Tensor], cast: bool, fit: bool = False) -> None:
-        """Give each row, all of tensors, its destination. ``fit``: their sizes are known to be right.
+    def aim(self, targets: Sequence[torch.Tensor], cast: bool) -> None:
+        """Give each row, all of tensors, its destination, which has the row's sizes.
 
         Raises :class:`IncompatibleStateError` if one cannot receive what was saved.
         """
         memories = local_tensors(targets)
         unusual = are_unusual(memories)
-        self.targets = list(targets)
-        usual = not any(unusual) and all(map(_IS_DENSE, memories))
-        fit = fit or (usual and self._have_sizes_of(targets))
-        if usual and fit and list(map(_DTYPE, memories)) == self.dtypes:
-            self.memories = list(memories)
-            return
-        rows = zip(self.names, self.dtypes, self.sizes(self.lengths), strict=True)
-        aimed = zip(targets, memories, unusual, strict=True)
-        self.memories = [
-            _memory_of(*row, *to, cast=cast) for row, to in zip(rows, aimed, strict=True)
-        ]
-
-    def _have_sizes_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        ndims, sizes = shapes_of(tensors)
-        return np.array_equal(ndims, self.ndims) and np.array_equal(sizes, self.lengths)
+        self.targets, self.memories = list(targets), list(memories)
+        is_usual = not any(unusual) and all(map(_IS_DENSE, memories))
+        if not is_usual or list(map(_DTYPE, memories)) != self.dtypes:
+            rows = zip(self.names, self.dtypes, targets, memories, unusual, strict=True)
+            self.memories = [_memory_of(*row, cast=cast) for row in rows]
 
     def choose_devices(self, engine: Engine) -> None:
         """Set the devices. What the engine had better not write to takes a detour."""
@@ -302,7 +290,6 @@ class Reads:
 def _memory_of(
     name: str,
     dtype: torch.dtype | None,
-    lengths: Sizes,
     target: torch.Tensor,
     memory: torch.Tensor,
     is_unusual: bool,
@@ -313,10 +300,6 @@ def _memory_of(
 
     Raises :class:`IncompatibleStateError` if it cannot receive what was saved.
     """
-    if target.shape != lengths:
-        raise IncompatibleStateError(
-            f"{name!r}: the state has room for {tuple(target.shape)} where {lengths} was saved"
-        )
     if target.dtype != dtype and not cast:
         raise IncompatibleStateError(
             f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the saved dtype, "

@@ -19,7 +19,6 @@ from dcp_datastates.format.stored_names import (
     NamePatterns,
     Rename,
     check_rename,
-    is_under,
     renamed,
 )
 from dcp_datastates.loading.stored import Stored
@@ -145,14 +144,6 @@ class Fit:
 
 
 # ---- what stays unread ---------------------------------------------------------------------------
-
-
-def unread(stored: Stored, asked: Iterable[str]) -> list[str]:
-    """The names of what is stored that are not ``asked`` for, nor are parts of a wrapper that is."""
-    asked = frozenset(asked)
-    wrapped = asked.intersection(stored.wrappers)
-    rest = [name for name in stored.table.catalog.names_with_data() if name not in asked]
-    return [name for name in rest if not is_under(name, wrapped)] if wrapped else rest
 
 
 def say_unread(names: Collection[str], stored: Stored, answer: Answer, alone: bool) -> None:

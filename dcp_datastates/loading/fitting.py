@@ -68,20 +68,12 @@ class Fitting:
         """The state, nested."""
         self._values: dict[str, Any] = {}
         """The values of the state, by the program's names; also those that it did not have."""
-        self._paths: Mapping[str, KeyPath] = {}
-        """Where the values of the state are."""
         self._names: dict[str, str] = {}
         """The stored names to load, by the program's."""
-        self._asked: Sequence[str] = ()
-        """The program's names of what is read."""
-        self._objects: dict[str, Any] = {}
-        """The values of objects that were read, by the program's names."""
-        self._wrapped: frozenset[str] = frozenset()
-        """The program's names of wrapper subclasses, of which the checkpoint has the parts."""
-        self._grown: dict[str, KeyPath] = {}
-        """The values that the state did not have, and where they come to be."""
-        self._empty: dict[str, KeyPath] = {}
-        """The empty dicts to load, and where they come to be."""
+        self._puts: dict[str, KeyPath] = {}
+        """Where objects, empty dicts, and what the state did not have go in it, by the program's names."""
+        self.objects: dict[str, Any] = {}
+        """The values of objects that were read, by their stored names."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -97,98 +89,69 @@ class Fitting:
         Raises :class:`IncompatibleStateError` for all that does not fit, or if two values have one name, or a container
         contains itself.
         """
-        stored = self.stored
+        stored, fit = self.stored, self.fit
         for lay_out in self.lay_out:
-            lay_out(self.fit.names([*stored, *stored.wrappers]), stored)
+            lay_out(fit.names([*stored, *stored.wrappers]), stored)
         self._state = state
-        self._values, self._paths = flattened(state)
-        names, olds, values = self._matched(self.names)
-        self._asked = names
-        are_tensors = stored.are_tensors(olds)
-        tensors = [*compress(names, are_tensors)]
-        shards = shards_of(tensors, compress(values, are_tensors))
-        into = stored.into([*compress(olds, are_tensors)], shards, self.fit.cast, tensors)
-        are_objects = [not is_tensor for is_tensor in are_tensors]
-        objects = [*compress(olds, are_objects)], [*compress(names, are_objects)]
-        return stored.objects(*objects), into
-
-    def _matched(self, names: dict[str, str]) -> tuple[list[str], list[str], list[Any]]:
-        """The values of the state that are to be read, in columns: their names in the state and in the checkpoint, and
-        themselves. Raises if they cannot be.
-        """
-        self._names = names
-        if empty := frozenset(self.stored.empty):
-            found = [name for name, old in names.items() if old in empty]
-            self._empty = {name: self._path(name, names.pop(name)) for name in found}
-        if wrappers := self.stored.wrappers:
-            self._wrapped = frozenset(name for name, old in names.items() if old in wrappers)
-        unfit: dict[str, str] = {}
-        if self._filled:
-            self._prune()
-            unfit = self._grow()
+        self._values, paths = flattened(state)
+        self._names = names = self.names
+        empty = {name: old for name, old in names.items() if old in stored.empty}
+        for name in empty:
+            del names[name]
+        unfit = self._make_room(paths, empty) if self._filled else {}
         wanted = self._values
-        if not self.fit.takes_all:
-            wanted = {name: value for name, value in wanted.items() if self.fit.takes(name)}
+        if not fit.takes_all:
+            wanted = {name: value for name, value in wanted.items() if fit.takes(name)}
         olds = list(map(names.get, wanted))
-        missing = [name for name, old in zip(wanted, olds, strict=True) if old is None]
-        unfit |= self._unfit(wanted, olds)
-        if unfit or (missing and self.fit.missing == "error"):
-            self._refuse(missing if self.fit.missing == "error" else [], unfit)
-        if missing and self.fit.missing == "warn":
-            logger.warning(
-                "%s: %d values of the state are not in the checkpoint, and stay as the program made them: %s",
-                self._source,
-                len(missing),
-                ", ".join(map(repr, missing)),
-            )
-        are_read = [old is not None and old not in wrappers for old in olds]
-        return (
-            list(compress(wanted, are_read)),
-            [old for old in olds if old is not None and old not in wrappers],
-            list(compress(wanted.values(), are_read)),
+        kinds = stored.kinds(olds)
+        are_objects, are_tensors = ((kinds == kind).tolist() for kind in (0, 1))
+        objects = list(compress(wanted, are_objects))
+        tensors, tensor_olds, targets = (
+            list(compress(each, are_tensors)) for each in (wanted, olds, wanted.values())
         )
-
-    def begin(self) -> None:
-        """All ranks' states fit. Put what is empty, which nothing is read for, into the state where it takes all: the
-        dicts that were saved, and tensors without elements.
-        """
-        for name, path in self._empty.items():
-            if is_under(name, self._filled):
-                put(self._state, path, None)
-        for name, path in self._grown.items():
-            value = self._values[name]
-            if isinstance(value, torch.Tensor) and not value.numel():
-                put(self._state, path, value)
+        for row, reason in self._unfit(tensor_olds, targets):
+            name = tensors[row]
+            if not self._may_replace(name):
+                unfit[name] = reason
+                continue
+            self._values[name] = targets[row] = stored.new(names[name])
+            self._puts[name] = paths[name]
+        self._check([name for name, old in zip(wanted, olds, strict=True) if old is None], unfit)
+        into = stored.into(tensor_olds, shards_of(tensors, targets), fit.cast)
+        self._puts |= {name: paths[name] for name in objects if name in paths}
+        return stored.objects([names[name] for name in objects]), into
 
     def unpickle(self, reads: Reads) -> None:
         """Make the values of the objects that were read. The state has them with :meth:`deliver`.
 
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
+        packed = {self._names.get(name) for name in self.packed}
         for row in reads.objects:
-            said, allowed = f"{self._source}: object {reads.names[row]!r}", self.fit.allow_objects
+            old, allowed = reads.names[row], self.fit.allow_objects
+            said = f"{self._source}: object {old!r}"
             value = unpickled(io.BytesIO(reads.data(row)), said, allowed)
-            if reads.keys[row] in self.packed:
+            if old in packed:
                 value = unpickled(io.BytesIO(value), said, allowed, device="cpu")
-            self._objects[reads.keys[row]] = value
+            self.objects[old] = value
 
     def deliver(self) -> None:
-        """All was read: put objects, and tensors that the state did not have, into it, in the order of the names."""
-        for name in self._asked if self._grown else self._objects:
-            path = self._grown.get(name)
-            if name in self._objects:
-                put(self._state, path or self._paths.get(name, (name,)), self._objects[name])
-            elif path is not None:
-                put(self._state, path, self._values[name])
+        """All was read: put objects, and what the state did not have, into it."""
+        for name, path in self._puts.items():
+            old = self._names.get(name)
+            put(
+                self._state,
+                path,
+                self.objects[old] if old in self.objects else self._values.get(name),
+            )
 
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:
         """The wrapper subclasses of which this rank holds something, by their names in the state: the name of each in
         the checkpoint, and itself.
         """
-        found = sorted(self._wrapped.intersection(self._values))
-        here = [name for name in found if not is_elsewhere(self._values[name])]
-        return {name: (self._names[name], self._values[name]) for name in here}
+        found = {name: (self._names[name], self._values[name]) for name in sorted(self._opened())}
+        return {name: each for name, each in found.items() if not is_elsewhere(each[1])}
 
     @property
     def held(self) -> list[str]:
@@ -215,36 +178,35 @@ class Fitting:
             )
         return left
 
-    def _prune(self) -> None:
+    def _make_room(self, paths: Mapping[str, KeyPath], empty: Mapping[str, str]) -> dict[str, str]:
+        """Where the state takes all that is stored: remove what is in the way, and make places for what it does not
+        have, and for the ``empty`` dicts. Returns what cannot have a place, and why.
+        """
+        self._prune(paths, [*self._names, *empty])
+        new = [name for name in self._unasked() if is_under(name, self._filled)]
+        unfit = self._in_the_way(new)
+        self._values |= {name: self.stored.new(self._names[name]) for name in new}
+        puts = [name for name in empty if is_under(name, self._filled)] + new
+        olds = {**self._names, **empty}
+        self._puts = {
+            name: renamed_path(self.stored.path_of(olds[name]), olds[name], name) for name in puts
+        }
+        return unfit
+
+    def _prune(self, paths: Mapping[str, KeyPath], names: Iterable[str]) -> None:
         """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
         where more is stored.
         """
-        known = frozenset(chain.from_iterable(map(prefixes_of, (*self._names, *self._empty))))
+        known = frozenset(chain.from_iterable(map(prefixes_of, names)))
         replaced = self._replaced & known
         for name in reversed(list(self._values)):  # of a list, its last elements first
             if name in self._names or not self.fit.takes(name):
                 continue
             if is_under(name, replaced):
-                _remove(self._state, self._paths[name])
+                _remove(self._state, paths[name])
                 del self._values[name]
             elif name in known and is_under(name, self._filled) and _is_empty(self._values[name]):
                 del self._values[name]  # a dict or list comes to be there
-
-    def _grow(self) -> dict[str, str]:
-        """Make room for what is stored below names that take all of it. Returns where that cannot be, and why."""
-        replaced = {name: self._values[name] for name in self._names if self._may_replace(name)}
-        outgrown = [name for name, _ in self._unfit(replaced, [*map(self._names.get, replaced)])]
-        new = [name for name in self._unasked() if is_under(name, self._filled)]
-        unfit = self._in_the_way(new)
-        for name in [*new, *outgrown]:
-            old = self._names[name]
-            self._values[name] = self.stored.new(old)
-            self._grown[name] = self._path(name, old)
-        return unfit
-
-    def _path(self, name: str, old: str) -> KeyPath:
-        """Where the value called ``name``, which is stored as ``old``, comes to be."""
-        return renamed_path(self.stored.path_of(old), old, name)
 
     def _in_the_way(self, new: list[str]) -> dict[str, str]:
         """The names of values of the state where a dict was saved, or the reverse; and that, in words."""
@@ -258,40 +220,54 @@ class Fitting:
         return found
 
     def _may_replace(self, name: str) -> bool:
-        """Whether there is a value, and a new tensor may come to be in its place: it is no shard."""
-        if name not in self._values or not is_under(name, self._replaced):
-            return False
+        """Whether a new tensor may come to be in the place of this value: it is no shard."""
         value = self._values[name]
-        return not isinstance(value, torch.Tensor) or type(value) in PLAIN_TYPES
+        is_shard = isinstance(value, torch.Tensor) and type(value) not in PLAIN_TYPES
+        return is_under(name, self._replaced) and not is_shard
+
+    def _opened(self) -> frozenset[str]:
+        """The names of wrapper subclasses in the state, of which the checkpoint has the parts."""
+        wrappers = self.stored.wrappers
+        found = (name for name, old in self._names.items() if old in wrappers) if wrappers else ()
+        return frozenset(self._values).intersection(found)
 
     def _unasked(self) -> list[str]:
         """The names to load that the state does not have, neither itself nor in a wrapper."""
-        opened = self._wrapped.intersection(self._values)
+        opened, known = self._opened(), self.stored
         return [
             name
-            for name in self._names
-            if not (name in self._values or name in self._wrapped or is_under(name, opened))
+            for name, old in self._names.items()
+            if name not in self._values and old in known and not is_under(name, opened)
         ]
 
-    def _unfit(self, wanted: Mapping[str, Any], olds: Sequence[Any]) -> Iterator[tuple[str, str]]:
-        """The names of values that cannot receive what is stored as ``olds``, and why, in words. None is not stored."""
-        tensors = self.stored.are_tensors(olds)
-        if self.stored.has_same([*compress(olds, tensors)], [*compress(wanted.values(), tensors)]):
+    def _unfit(self, olds: Sequence[str], targets: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        """Which targets cannot receive the tensors that are stored as ``olds``, and why, in words."""
+        if self.stored.has_same(olds, targets):
             return
-        for (name, value), old in zip(wanted.items(), olds, strict=True):
-            entry = None if old is None else self.stored.get(old)
-            if entry is None:
-                continue
-            size = getattr(value, "size", None)
+        for row, (old, value) in enumerate(zip(olds, targets, strict=True)):
+            entry, size = self.stored[old], getattr(value, "size", None)
+            assert entry is not None  # all are tensors
             if not callable(size):
-                yield (
-                    name,
-                    f"saved as a tensor of {tuple(entry.size)}, here a {type(value).__name__}",
-                )
+                kind = type(value).__name__
+                yield row, f"saved as a tensor of {tuple(entry.size)}, here a {kind}"
             elif size() != entry.size:
-                yield name, f"saved with {tuple(entry.size)}, here {tuple(size())}"
+                yield row, f"saved with {tuple(entry.size)}, here {tuple(size())}"
             elif value.dtype != entry.dtype and not self.fit.cast:
-                yield name, f"saved as {entry.dtype}, here {value.dtype}"
+                yield row, f"saved as {entry.dtype}, here {value.dtype}"
+
+    def _check(self, missing: list[str], unfit: dict[str, str]) -> None:
+        """Raise if there is something that is ``missing`` in the checkpoint and may not be, or ``unfit``."""
+        if missing and self.fit.missing == "warn" and not unfit:
+            logger.warning(
+                "%s: %d values of the state are not in the checkpoint, and stay as the program made them: %s",
+                self._source,
+                len(missing),
+                ", ".join(map(repr, missing)),
+            )
+        if self.fit.missing != "error":
+            missing = []
+        if missing or unfit:
+            self._refuse(missing, unfit)
 
     def _refuse(self, missing: list[str], unfit: dict[str, str]) -> None:
         unexpected = self._unasked()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
@@ -20,10 +20,10 @@ from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.loading.fit import Fit, FitOptions, say_unread, unread
+from dcp_datastates.loading.fit import Fit, FitOptions, say_unread
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
-from dcp_datastates.loading.stored import Stored
+from dcp_datastates.loading.stored import Marks, Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.forks import public
@@ -139,15 +139,18 @@ def load_with(
 
     ``prepare`` runs once all ranks have opened the checkpoint, and before a ``state_dict()`` is called.
     """
-    this = _Load(session, share_reads)
+    joint = JointReads(share_reads, session.rank_set, session.places[0])
+    this = _Load(session, joint)
     try:
         this.open()
         this.fit(state, prepare)
         this.read()
+        joint.close(all_have_read=True)
     finally:
-        this.joint.close()
+        joint.close()
+    given = dict(state)
     for name, value in this.loaded.items():
-        before = this.before[name]
+        before = given[name]
         if _is_stateful(before):
             before.load_state_dict(value)
         elif value is not before and name in state:
@@ -159,18 +162,13 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, flo
 
 
 def load_values(
-    stored: Stored, names: Iterable[str], allow_objects: bool = False
+    stored: Stored, names: Collection[str], allow_objects: bool = False
 ) -> dict[str, Any]:
-    """The values stored under ``names``, by these, in this process alone. Raises as :func:`load`."""
-    wanted = list(names)
-    if not wanted:
-        return {}
-    fit = Fit.of({"unexpected": "ignore", "allow_objects": allow_objects}, wanted)
-    fitting = Fitting(fit, stored)
-    values = _places_for(fitting)
-    stored.read(Reads.joined(fitting.reads(values)), fitting.unpickle)
-    fitting.deliver()
-    return values
+    """The objects stored under ``names``, by these, in this process alone. Raises as :func:`load`."""
+    fitting = Fitting(Fit(allow_objects=allow_objects), stored)
+    if names:
+        stored.read(stored.objects(list(names)), fitting.unpickle)
+    return fitting.objects
 
 
 def _everything(fit: Fit, places: tuple[Location, ...]) -> dict[str, Any]:
@@ -203,101 +201,71 @@ def _places_for(fitting: Fitting) -> dict[str, Any]:
 class _Fitted(Message):
     """What a rank tells the first one when its state fits."""
 
-    digest: bytes
-    """Of the names that it loads."""
+    asked: bytes
+    """Which of the stored values it takes: :func:`_packed`."""
     offer: bytes
     """What it can read for others."""
-
-
-@dataclass(frozen=True)
-class _Begin(Message):
-    """The first rank's answer to one rank."""
-
-    names_differ: bool
-    """Whether the ranks load different names: each step of a load is one of all ranks."""
-    names_wanted: bool
-    """Whether this rank is to tell its names; it is the first with these."""
-    share: bytes
-    """What it reads for others, and they for it."""
 
 
 class _Load:
     """One load of this rank, step by step."""
 
     stored: Stored
+    _fitting: Fitting
 
-    def __init__(self, session: LoadSession, share_reads: bool | None) -> None:
-        self.before: dict[str, Any] = {}
-        """The values of the state at the beginning."""
+    def __init__(self, session: LoadSession, joint: JointReads) -> None:
         self.loaded: dict[str, Any] = {}
-        """The same with the ``state_dict()`` of each ``Stateful`` in its place."""
-        self._session = session
-        self._places = session.places
-        self.joint = JointReads(share_reads, session.rank_set, self._places[0])
+        """The state, with the ``state_dict()`` of each ``Stateful`` in its place."""
+        self._session, self._joint = session, joint
         self._wrappers: Wrappers | None = None
-        self._share = b""
 
     def open(self) -> None:
         """Open the checkpoint. All ranks see the same attempt."""
+        session = self._session
 
         def work() -> bytes:
-            self.stored = Stored(open_nearest(self._places).table, self._places)
-            loaded_from(self._places)
-            self._session.account.attempt = self.stored.table.note.attempt.name
-            return self._session.account.attempt.encode()
+            self.stored = Stored(open_nearest(session.places).table, session.places)
+            loaded_from(session.places)
+            session.attempt = self.stored.table.note.attempt.name
+            return session.attempt.encode()
 
         def answer(attempts: Sequence[bytes]) -> Sequence[bytes]:
             self.stored.check_attempts(map(bytes.decode, attempts))
             return _no_answers(attempts)
 
-        self._session.end(Step.OPEN, work, answer)
+        session.end(Step.OPEN, work, answer)
 
     def fit(self, state: dict[str, Any], prepare: Prepare) -> None:
-        """Fit the state."""
-        asked: list[str] = []
+        """Fit the state. The first rank looks for stored values that no rank takes."""
 
         def work() -> bytes:
-            self._fitting = fitting = prepare(self.stored)
-            self.before.update(state)
+            stored = self.stored
+            self._fitting = fitting = prepare(stored)
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
-            self._objects, self._tensors = fitting.reads(self.loaded)
-            reads = self._objects, self._tensors
-            self._session.account.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
+            self._objects, self._tensors = reads = fitting.reads(self.loaded)
+            self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
+            asked = stored.marks(fitting.held)
             if wrapped := fitting.wrapped:
-                self._wrappers = Wrappers(wrapped, self.stored, self._read)
-                self._say_unread(self._wrappers.unread)
-            alone = self._session.rank_set.world == 1
-            asked.extend(fitting.held if alone else sorted(fitting.held))  # 3 ms for 10,000
-            digest = blake2b("\0".join(asked).encode(), digest_size=16).digest()
-            offer = self.joint.offer(lambda: Reads.joined(reads), self.stored.table)
-            return _Fitted(digest, offer).encode()
+                self._wrappers = Wrappers(wrapped, stored, self._read)
+                asked &= ~stored.marks(self._wrappers.unread)
+            offer = self._joint.offer(lambda: Reads.joined(reads), stored.table)
+            return _Fitted(_packed(asked), offer).encode()
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             fitted = list(map(_Fitted.decode, messages))
-            with_digest = {each.digest: rank for rank, each in reversed(list(enumerate(fitted)))}
-            if len(with_digest) == 1:
-                self._check_unread(asked)
-            shares = assigned([each.offer for each in fitted])
-            return [
-                _Begin(len(with_digest) > 1, with_digest[each.digest] == rank, share).encode()
-                for rank, (each, share) in enumerate(zip(fitted, shares, strict=True))
-            ]
+            choice, alone = self._fitting.fit.unexpected, len(fitted) == 1
+            if choice != "ignore":
+                asked = np.zeros(len(self.stored), np.bool_)
+                for each in fitted:
+                    asked |= _unpacked(each.asked, len(asked))
+                left = self._fitting.unasked(self.stored.unread(asked))
+                say_unread(left, self.stored, choice, alone)
+            return assigned([each.offer for each in fitted])
 
-        begin = _Begin.decode(self._session.end(Step.FIT, work, answer))
-        if begin.names_differ:
-            self._compare(asked if begin.names_wanted else [])
-        self._share = begin.share
-
-    def _compare(self, asked: Sequence[str]) -> None:
-        """Of ranks that load different names: look for those that no rank loads."""
-
-        def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
-            self._check_unread({name for each in messages for name in json.loads(each)})
-            return _no_answers(messages)
-
-        self._session.end(Step.NAMES, lambda: json.dumps(list(asked)).encode(), answer)
+        share = self._session.end(Step.FIT, work, answer)
+        self._joint.take(share, self.stored.table)
 
     def read(self) -> None:
         """Read this rank's part. No rank reads before all states fit, and none changes its state before all have
@@ -309,35 +277,33 @@ class _Load:
             return b""
 
         def tensors() -> bytes:
-            self._fitting.begin()
             if self._wrappers is not None:
                 self._wrappers.load()
             self._read(self._tensors)
             self._fitting.deliver()
             return b""
 
-        self.joint.take(self._share, self.stored.table)
         if self.stored.table.catalog.object_rows:
             self._session.end(Step.OBJECTS, objects, _no_answers)
         self._session.end(Step.READ, tensors, _no_answers)
-        self.joint.close(all_have_read=True)
 
     def _read(self, reads: Reads) -> None:
-        sharing, count = self.joint.sharing, self._session.count
+        sharing, count = self._joint.sharing, self._session.count
         self.stored.read(reads, self._fitting.unpickle, sharing=sharing, count=count)
-
-    def _check_unread(self, asked: Collection[str]) -> None:
-        self._say_unread(unread(self.stored, asked))
-
-    def _say_unread(self, left: Collection[str]) -> None:
-        answer, alone = self._fitting.fit.unexpected, self._session.rank_set.world == 1
-        if answer != "ignore":
-            names = self._fitting.unasked(left)
-            say_unread(names, self.stored, answer, alone)
 
 
 def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:
     return [b""] * len(notes)
+
+
+def _packed(marks: Marks) -> bytes:
+    """A bit for each, compressed: most ranks take all values, or runs of them."""
+    return zlib.compress(np.packbits(marks).tobytes(), 1)
+
+
+def _unpacked(data: bytes, count: int) -> Marks:
+    packed = zlib.decompressobj().decompress(data, max(1, -(-count // 8)))
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).view(np.bool_)
 
 
 def _is_stateful(value: Any) -> bool:

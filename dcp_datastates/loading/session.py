@@ -1,6 +1,7 @@
-"""How the ranks load together: each step is done on all of them, or fails on all of them with one error.
+"""One load of this rank, together with the other ranks: each step is done on all of them, or fails on all of them with
+one error. At its end, a load has a record, which goes to the log and to listeners.
 
-A load has a few steps (:class:`Step`). At the end of each, every rank leaves a message at the job's store
+At the end of each step (:class:`Step`), every rank leaves a message at the job's store
 (:mod:`dcp_datastates.ranks.meetings`), and the first rank answers. No process group of the training job is used. The
 k-th load on one rank belongs to the k-th load on each other rank of the set.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +22,42 @@ from typing import Final
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.told_errors import Told, described, error_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
-from dcp_datastates.loading.record import Account
 from dcp_datastates.planning.packing import Message
+from dcp_datastates.process.futures import Listeners
+from dcp_datastates.process.job_log import once_per_job
+from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import LossWatch
-from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
+from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.results import LOAD_PHASES, LoadRecord, Timeline
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
 
+Work = Callable[[], bytes]
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _LEAVE_SECONDS: Final = 5.0
 """How long a rank that leaves a load waits until it has met the first rank, to tell it. It may be their first meeting.
 """
+_BAR_SECONDS: Final = 1.0
+"""A load that takes less shows no bar."""
+_NO_BAR: Final = "DCP_DATASTATES_NO_PROGRESS"
+"""The environment variable that turns bars off."""
+
+listeners: Final[Listeners[LoadRecord]] = Listeners()
+
+
+def on_load(listener: Callable[[LoadRecord], object]) -> Callable[[], None]:
+    """Call ``listener`` with the :class:`LoadRecord` of each load of this process, after its end. As :func:`on_save`.
+
+    Returns:
+        A function that ends this.
+    """
+    return listeners.add_of_user(listener)
 
 
 class Step(enum.IntEnum):
@@ -44,22 +67,10 @@ class Step(enum.IntEnum):
     """Each rank has opened the checkpoint."""
     FIT = 1
     """Each rank's state fits it."""
-    NAMES = 2
-    """If the ranks load different values: each has named its own."""
-    OBJECTS = 3
+    OBJECTS = 2
     """If there are any: each rank has its objects, and nothing was changed."""
-    READ = 4
+    READ = 3
     """Each rank has what it needs."""
-
-
-_PHASES: Final = {
-    Step.OPEN: "open",
-    Step.FIT: "fit",
-    Step.NAMES: "wait_fit",
-    Step.OBJECTS: "read",
-    Step.READ: "read",
-}
-"""Of the record, by step."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class _Verdict(Message):
 
 
 class _Loads:
-    """The loads of one rank set. The lock is held during a load: one thread at a time loads."""
+    """The loads of one set of several ranks. The lock is held during a load: one thread at a time loads."""
 
     def __init__(self, group: CommitGroup) -> None:
         assert group.detector is not None
@@ -116,10 +127,10 @@ def load_session(
         verb: the user's call, for messages: ``"load()"``.
         timeout: seconds without progress of another rank after which the load fails.
     """
-    account = Account(places[0], verb, rank_set)
-    with account.recorded():
+    session = LoadSession(rank_set, places, verb, timeout)
+    with session.recorded():
         if rank_set.world == 1:
-            yield LoadSession(rank_set, places, verb, timeout, account)
+            yield session
             return
         group = commit_group(rank_set)
         with _lock:
@@ -130,7 +141,7 @@ def load_session(
             if loads.is_loading:
                 raise DataStatesError(f"{verb} was called within another load, which has not ended")
             loads.calls += 1
-            session = LoadSession(rank_set, places, verb, timeout, account, loads)
+            session.join(loads)
             loads.detector.save_started()
             group.reading(session, True)
             loads.is_loading = True
@@ -146,38 +157,39 @@ def load_session(
 
 
 class LoadSession:
-    """One load of this rank: alone, or one of ``loads`` with other ranks."""
+    """One load of this rank. The loading thread uses it."""
 
     def __init__(
-        self,
-        rank_set: RankSet,
-        places: Sequence[Location],
-        verb: str,
-        timeout: float,
-        account: Account,
-        loads: _Loads | None = None,
+        self, rank_set: RankSet, places: Sequence[Location], verb: str, timeout: float
     ) -> None:
-        self.account: Final = account
         self.rank_set: Final = rank_set
         self.places: Final = places
         self.value = 0
-        """Grows while this rank makes progress."""
+        """Grows while this rank makes progress. With :attr:`doing`, for its beat."""
         self.doing = "loading"
-        """For this rank's beat."""
+        self.attempt: str | None = None
+        """The attempt that is loaded, once it is known."""
+        self.asked_bytes = 0
+        """What is to be read, once that is known."""
         self._path = places[0]
         self._verb = verb
         self._timeout = timeout
-        self._loads = loads
         self._rank = rank_set.ranks[rank_set.rank]
-        self._first_number = 0 if loads is None else len(Step) * loads.calls
+        self._loads: _Loads | None = None  # of several ranks
+        self._first_number = 0
         self._next: Step | None = Step.OPEN
+        self._timeline: Final = Timeline(phases=LOAD_PHASES)
+        self._read_bytes = 0
+        self._shown = contextlib.ExitStack()
 
     def count(self, nbytes: int) -> None:
         """This rank has read so many bytes more."""
         self.value += nbytes
-        self.account.count(nbytes)
+        self._read_bytes += nbytes
+        if self._timeline.seconds >= _BAR_SECONDS and self._bar is not None:
+            self._bar(self._read_bytes, self.asked_bytes)
 
-    def end(self, step: Step, work: Callable[[], bytes], answer: Answer) -> bytes:
+    def end(self, step: Step, work: Work, answer: Answer) -> bytes:
         """Do a step on all ranks; returns the first rank's answer to this rank.
 
         Args:
@@ -188,20 +200,42 @@ class LoadSession:
         rank that failed. An interrupt is raised on its own rank only. Raises :class:`RankLostError` if a rank is lost,
         or does not come.
         """
+        self._timeline.begin("read" if step is Step.OBJECTS else step.name.lower())
+        if self._loads is None:
+            try:
+                (note,) = answer([_done(step, work)])
+            except BaseException as error:
+                raise self._of_this_package(error)  # noqa: B904 (it has its cause)
+        else:
+            note = self._end_together(self._loads, step, work, answer)
+        if step is Step.READ:
+            self._timeline.begin("apply")
+        return note
+
+    # ---- with other ranks ------------------------------------------------------------------------------
+
+    def join(self, loads: _Loads) -> None:
+        """This load is the latest of ``loads``."""
+        self._loads, self._first_number = loads, len(Step) * loads.calls
+
+    def leave(self, error: BaseException) -> None:
+        """This rank ends the load with ``error``: the others need not wait for it in a later step."""
+        if self._loads is not None and self._next is not None:
+            self.rank_set.incarnation.await_known(_LEAVE_SECONDS)
+            why = f"{self._here}: {type(error).__name__}: {error}"
+            for step in range(self._next, len(Step)):
+                self._loads.meetings.give_up(self._first_number + step, why, self._path.name)
+
+    def _end_together(self, loads: _Loads, step: Step, work: Work, answer: Answer) -> bytes:
         self._next = Step(step + 1) if step < Step.READ else None
-        timeline = self.account.timeline
-        timeline.begin(_PHASES[step])
         failure: BaseException | None = None
         try:
-            hit(f"load.{step.name.lower()}.before")
-            report = _Report(self._path.name, None, work())
-            hit(f"load.{step.name.lower()}.after")
+            report = _Report(self._path.name, None, _done(step, work))
         except BaseException as error:  # the other ranks wait for it
             failure = self._of_this_package(error)
             report = _Report(self._path.name, described(failure, self._here), b"")
-
-        if self._loads is not None and step is not Step.OBJECTS:  # the phase goes on
-            timeline.begin(f"wait_{_PHASES[step].removeprefix('wait_')}")
+        if step is not Step.OBJECTS:  # the phase goes on
+            self._timeline.begin(f"wait_{step.name.lower()}")
 
         def answered(messages: Sequence[bytes]) -> Sequence[bytes]:
             nonlocal failure
@@ -212,8 +246,9 @@ class LoadSession:
                 verdicts = [_Verdict(described(failure, self._here), 0)] * len(messages)
             return [each.encode() for each in verdicts]
 
+        number, look = self._first_number + step, self._watch(step, loads)
         try:
-            met = self._meet(step, report.encode(), answered)
+            met = loads.meetings.meet(number, report.encode(), answered, look, self._path.name)
         except GivenUp as stop:
             self._next = None
             lost = failure or RankLostError(f"{self._verb} of {self._path}: {stop.why}")
@@ -225,8 +260,6 @@ class LoadSession:
                 raise interrupt
         verdict = _Verdict.decode(met.answer)
         if verdict.error is None:
-            if step is Step.READ:
-                timeline.begin("apply")
             return verdict.note
         self._next = None
         try:
@@ -239,16 +272,6 @@ class LoadSession:
             raise told from failure
         finally:
             del failure  # its traceback retains this frame
-
-    def leave(self, error: BaseException) -> None:
-        """This rank ends the load with ``error``: the others need not wait for it in a later step."""
-        if self._loads is not None and self._next is not None:
-            self.rank_set.incarnation.await_known(_LEAVE_SECONDS)
-            why = f"{self._here}: {type(error).__name__}: {error}"
-            for step in range(self._next, len(Step)):
-                self._loads.meetings.give_up(self._first_number + step, why, self._path.name)
-
-    # ---- within ------------------------------------------------------------------------------------
 
     @property
     def _here(self) -> str:
@@ -264,12 +287,6 @@ class LoadSession:
         told.__cause__ = error
         return told
 
-    def _meet(self, step: Step, message: bytes, answer: Answer) -> Met:
-        if self._loads is None:
-            return Met(answer([message])[0])
-        number, look = self._first_number + step, self._watch(step, self._loads)
-        return self._loads.meetings.meet(number, message, answer, look, self._path.name)
-
     def _half_loaded(self, lost: BaseException, step: Step, has_all: bool) -> BaseException:
         """``lost``, which says what this rank has of the state. It does not know what the others have."""
         if step is Step.READ and isinstance(lost, DataStatesError):
@@ -283,12 +300,12 @@ class LoadSession:
         failed = [rank for rank, each in enumerate(reports) if each.error is not None]
         if failed:
             remark = ""
-            if step is Step.READ and self.rank_set.world > 1:
+            if step is Step.READ:
                 remark = (
                     f"{self._named(failed)} not loaded all of the state, and the other ranks have: the state is half "
                     f"loaded"
                 )
-            elif step is Step.OBJECTS and self.rank_set.world > 1:
+            elif step is Step.OBJECTS:
                 remark = f"{self._named(failed)} not read all objects; no rank's state was changed"
             return [_Verdict(reports[failed[0]].error, failed[0], remark)] * len(reports)
         for rank, each in enumerate(reports):
@@ -298,8 +315,6 @@ class LoadSession:
                     f"{each.path!r}: every rank must make the same loads, in the same order"
                 )
         return [_Verdict(None, 0, "", note) for note in answer([each.note for each in reports])]
-
-    # ---- waiting -------------------------------------------------------------------------------------
 
     def _watch(self, step: Step, loads: _Loads) -> Callable[[], None]:
         """What is called repeatedly while this rank waits in a step. It raises :class:`RankLostError` if another rank
@@ -350,3 +365,68 @@ class LoadSession:
         if len(ranks) == 1:
             return f"rank {named} has"
         return f"{len(ranks)} ranks ({named}{', …' if len(ranks) > 3 else ''}) have"
+
+    # ---- the record ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Makes the record of the load within, at its end."""
+        try:
+            with self._shown:
+                yield
+        except BaseException as error:
+            self._tell(f"{type(error).__name__}: {error}")
+            raise
+        if self.attempt is not None:  # else nothing was there to load
+            self._tell(None)
+
+    @functools.cached_property
+    def _bar(self) -> Callable[[int, int], None] | None:
+        quiet = self.rank_set.rank != 0 or bool(os.environ.get(_NO_BAR))
+        return self._shown.enter_context(progress_bar("loading", self._path.name, quiet))
+
+    def _tell(self, error: str | None) -> None:
+        path, timeline = str(self._path), self._timeline
+        timeline.end()
+        phases = timeline.phases()
+        record = LoadRecord(
+            path=path,
+            step=step_of(path),
+            rank=self.rank_set.rank,
+            world=self.rank_set.world,
+            api=self._verb,
+            attempt=self.attempt,
+            error=error,
+            began_at=timeline.began_at,
+            seconds=timeline.seconds,
+            phases=phases,
+            read_bytes=self._read_bytes,
+            read_rate=self._read_bytes / phases["read"] if phases.get("read") else 0.0,
+        )
+        # The caller has the error.
+        is_said = error is None and record.rank == 0
+        level = once_per_job(logging.INFO) if is_said else logging.DEBUG
+        logger.log(level, "%s", _described(record), extra={"load_record": record})
+        listeners.tell(record)
+
+
+def _done(step: Step, work: Work) -> bytes:
+    hit(f"load.{step.name.lower()}.before")
+    note = work()
+    hit(f"load.{step.name.lower()}.after")
+    return note
+
+
+def _described(record: LoadRecord) -> str:
+    if record.error is not None:
+        return f"{record.api} of {record.path} failed after {record.seconds:.2f} s: {record.error}"
+    done = "loaded" if record.api == "load()" else "restored"
+    of = f" on {record.world} ranks" if record.world > 1 else ""
+    phases = {phase: s for phase, s in record.phases.items() if not phase.startswith("wait_")}
+    if record.world > 1:
+        phases["waiting"] = record.wait_seconds
+    spent = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
+    return (
+        f"{done} {record.path}{of} in {record.seconds:.2f} s; this rank read {record.read_bytes / 2**20:.1f} MiB "
+        f"({record.read_rate / 1e9:.2f} GB/s): {spent}"
+    )

@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import Engine
@@ -26,7 +26,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.key_paths import KeyPath, empties, path_of
 from dcp_datastates.format.metadata_table import Catalog, MetadataTable
 from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of, volumes
-from dcp_datastates.format.stored_names import Box, wrappers
+from dcp_datastates.format.stored_names import Box, is_under, wrappers
 from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
@@ -35,6 +35,9 @@ from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
+
+Marks = npt.NDArray[np.bool_]
+"""(F,): a choice of the stored values, in the order of their names."""
 
 _DTYPE: Final = operator.attrgetter("dtype")
 
@@ -60,13 +63,12 @@ class Stored(Mapping[str, Described | None]):
         self.table: Final = table
         self.places: Final = places
         self._catalog: Final = table.catalog
-        self._kinds = table.catalog.properties.tolist()
-        self._dtypes = [properties.dtype for properties in table.catalog.table]
+        self._dtypes = [*(each.dtype for each in table.catalog.table), None]  # at -1: of an object
 
     def __getitem__(self, name: str) -> Described | None:
         number = self._catalog.number[name]
-        kind = self._kinds[number]
-        return None if kind < 0 else Described(self._catalog.shape(number), self._dtypes[kind])
+        dtype = self._dtypes[self._catalog.properties[number]]
+        return None if dtype is None else Described(self._catalog.shape(number), dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._catalog.names)
@@ -83,11 +85,11 @@ class Stored(Mapping[str, Described | None]):
         return wrappers(self._catalog.names)
 
     @functools.cached_property
-    def empty(self) -> list[str]:
+    def empty(self) -> dict[str, None]:
         """The names of empty dicts in the saved state, which have no value."""
         paths = self._catalog.mappings
         beside = paths.keys() - self._catalog.number.keys() if isinstance(paths, dict) else ()
-        return [name for name in empties(paths) if name in beside] if beside else []
+        return dict.fromkeys(name for name in empties(paths) if name in beside) if beside else {}
 
     def path_of(self, name: str) -> KeyPath:
         """Where the value called ``name`` was in the saved state."""
@@ -106,12 +108,27 @@ class Stored(Mapping[str, Described | None]):
                 f"replaced meanwhile, or the path is not shared; load again"
             )
 
+    def marks(self, names: Collection[str]) -> Marks:
+        """(F,): which of the stored values have one of these names, or are parts of a wrapper that has one."""
+        number = self._catalog.number
+        found = np.zeros(len(self), np.bool_)
+        found[[number[name] for name in names if name in number]] = True
+        if self.wrappers:
+            wrapped = frozenset(self.wrappers).intersection(names)
+            found |= [is_under(name, wrapped) for name in self]
+        return found
+
+    def unread(self, asked: Marks) -> list[str]:
+        """The names of the values that are not ``asked`` for, and have bytes."""
+        return list(compress(self, (self._catalog.have_data & ~asked).tolist()))
+
     # ---- what to read --------------------------------------------------------------------------------
 
-    def are_tensors(self, names: Iterable[str]) -> list[bool]:
-        """Whether there is a tensor of each of these names."""
-        numbers = map(self._catalog.number.get, names)
-        return [number is not None and self._kinds[number] >= 0 for number in numbers]
+    def kinds(self, names: Iterable[str | None]) -> Ints:
+        """(N,): 1 for the name of a tensor, 0 for that of an object, and -1 if no value has the name."""
+        number: Mapping[Any, int] = self._catalog.number
+        numbers = np.array([number.get(name, -1) for name in names], np.int64)
+        return np.where(numbers < 0, -1, self._catalog.properties[numbers] >= 0)
 
     def has_same(self, names: Sequence[str], values: Sequence[Any]) -> bool:
         """Whether ``values`` are tensors with the sizes and dtypes of those called ``names``: asked in passes over all.
@@ -128,83 +145,58 @@ class Stored(Mapping[str, Described | None]):
             and np.array_equal(sizes, catalog.shapes[positions(firsts, ndims)])
         )
 
-    def chunk(self, index: MetadataIndex) -> tuple[int, torch.dtype | None, Sizes]:
-        """The row of a chunk, or an object, in the checkpoint's columns; its dtype and its sizes, in elements: for an
-        object, None and its bytes. KeyError if it is not stored.
-        """
-        catalog, row = self._catalog, self._catalog.row(index)
-        if index.offset is None:
-            return row, None, (self.table.placement.lengths.item(row),)
-        number = catalog.number[index.fqn]
-        sizes = catalog.of_chunks(catalog.sizes, number)[row - catalog.first_chunks[number]]
-        return row, self._dtypes[self._kinds[number]], tuple(sizes.tolist())
-
-    def regions(
-        self,
-        names: list[str],
-        keys: list[Any],
-        rows: Ints,
-        dtypes: list[torch.dtype | None],
-        ndims: Ints,
-        ragged: tuple[Ints, Ints, Ints],
-    ) -> Reads:
-        """What reads regions of the chunks, or objects, in these ``rows`` of the checkpoint's columns. ``ragged``: the
-        sizes of the chunks; where the regions begin in them; the sizes of the regions.
-        """
-        of = self.table.placement
-        places = of.files[rows], of.begins[rows], of.lengths[rows]
-        return Reads(of.paths, names, keys, dtypes, *places, ndims, *ragged)
-
-    def objects(self, names: Sequence[str], keys: Sequence[Any]) -> Reads:
+    def objects(self, names: Sequence[str]) -> Reads:
         """What reads the objects called ``names``."""
-        numbers = self._numbers(names).tolist()
-        rows = np.array([self._catalog.object_rows[number] for number in numbers], np.int64)
+        numbers, row_of = self._numbers(names), self._catalog.object_rows
+        rows = np.array([row_of[number] for number in numbers.tolist()], np.int64)
         sizes = self.table.placement.lengths[rows]
-        ragged = sizes, np.zeros_like(sizes), sizes
-        return self.regions([*names], [*keys], rows, [None] * len(rows), np.ones_like(rows), ragged)
+        return self._rows(numbers, rows, np.ones_like(rows), (sizes, np.zeros_like(sizes), sizes))
 
-    def into(
-        self, names: Sequence[str], shards: Shards, cast: bool = False, keys: Sequence[Any] = ()
-    ) -> Reads:
-        """What reads ``shards``, of the tensors called ``names``; each with the key of its tensor.
+    def into(self, names: Sequence[str], shards: Shards, cast: bool = False) -> Reads:
+        """What reads ``shards``, of the tensors called ``names``, into their memories, if they have any.
 
         Raises :class:`IncompatibleStateError` if one cannot receive what is stored, or not all of it is stored.
         """
         numbers = self._numbers(names)[shards.of]
-        of, dtypes = shards.of.tolist(), self._dtypes_of(numbers)
         needed = volumes(shards.ndims, shards.sizes)
         left = needed.copy()
-        parts = [self.objects([], [])]  # no row yet
+        parts = [self.objects([])]  # no row yet
         targets: list[torch.Tensor] = []
         for found in overlaps(self._catalog, numbers, shards):
-            shard = found.shard.tolist()
             count, ndim = found.lengths.shape
-            read_names = [names[of[each]] for each in shard]
-            part = self.regions(
-                read_names,
-                [keys[of[each]] for each in shard] if keys else read_names,
-                found.chunk,
-                [dtypes[each] for each in shard],
-                np.full(count, ndim),
-                (found.chunk_sizes.ravel(), found.in_chunk.ravel(), found.lengths.ravel()),
-            )
-            parts.append(part)
-            memories = [shards.memories[each] for each in shard]
+            ragged = found.chunk_sizes.ravel(), found.in_chunk.ravel(), found.lengths.ravel()
+            of = numbers[found.shard]
+            parts.append(self._rows(of, found.chunk, np.full(count, ndim), ragged))
             nelements = found.lengths.prod(axis=1)
-            for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
-                region = found.in_shard[at].tolist(), found.lengths[at].tolist()
-                memories[at] = cut(memories[at], *region)
-            targets += memories
             np.subtract.at(left, found.shard, nelements)
+            if shards.memories:
+                memories = [shards.memories[each] for each in found.shard.tolist()]
+                for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
+                    region = found.in_shard[at].tolist(), found.lengths[at].tolist()
+                    memories[at] = cut(memories[at], *region)
+                targets += memories
         for at in np.flatnonzero(left)[:1].tolist():
-            name = names[of[at]]
+            name = names[shards.of[at]]
             raise IncompatibleStateError(
                 f"of {name!r}, {needed[at] - left[at]} of {needed[at]} elements are stored (a rank saved its shard "
                 f"alone?); leave it out with exclude={name!r}, or load it into a sharded state"
             )
         reads = Reads.joined(parts)
-        reads.aim(targets, cast, fit=True)
+        if shards.memories:
+            reads.aim(targets, cast)
         return reads
+
+    def _rows(
+        self, numbers: Ints, rows: Ints, ndims: Ints, ragged: tuple[Ints, Ints, Ints]
+    ) -> Reads:
+        """What reads regions of the chunks, or objects, in these ``rows`` of the checkpoint's columns, which are those
+        of the values with these ``numbers``. ``ragged``: the sizes of the chunks; where the regions begin in them; the
+        sizes of the regions.
+        """
+        of = self.table.placement
+        names = list(map(self._catalog.names.__getitem__, numbers.tolist()))
+        places = of.files[rows], of.begins[rows], of.lengths[rows]
+        return Reads(of.paths, names, self._dtypes_of(numbers), *places, ndims, *ragged)
 
     def read(
         self,
@@ -232,7 +224,8 @@ class Stored(Mapping[str, Described | None]):
         return np.array([number[name] for name in names], np.int64)
 
     def _dtypes_of(self, numbers: Ints) -> list[torch.dtype | None]:
-        return [self._dtypes[self._kinds[number]] for number in numbers.tolist()]
+        kinds = self._catalog.properties[numbers].tolist()
+        return list(map(self._dtypes.__getitem__, kinds))
 
 
 def _release(storages: Iterable[torch.UntypedStorage]) -> None:

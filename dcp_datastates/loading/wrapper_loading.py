@@ -6,14 +6,13 @@ each is built anew, sliced, and copied with ``copy_``, as DCP does: the class de
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from dcp_datastates.errors import IncompatibleStateError
-from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
+from dcp_datastates.format.stored_names import WRAPPER, Box, is_under, shard_name
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
 from dcp_datastates.loading.stored import Stored, cut, overlap, shards_of, volume
@@ -44,17 +43,20 @@ class Wrappers:
             for name, (old, value) in wanted.items()
         }
         self._direct: dict[str, torch.Tensor] = {}
-        self.unread: list[str] = []
-        """Stored parts that the wrappers lack: some classes leave out a part that is None."""
-        prefixes = [prefix for each in self._sources.values() for prefix in each]
+        """The inner tensors of wrappers whose shard is stored as it is, by the names of the stored parts."""
+        prefixes = frozenset(prefix for each in self._sources.values() for prefix in each)
         texts = self._new(f"{prefix}.{WRAPPER}" for prefix in prefixes)
         self._fill(texts)
+        held: set[str] = set()
         for name, value in self._wanted.items():
             for prefix, place in self._sources[name].items():
                 _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
-                self.unread += self._lacking(prefix, value)
+                inner = dict(_flat(f"{prefix}.", parts(local_tensor(value))))
+                held |= inner.keys()
                 if place == box(value):
-                    self._direct.update(self._matching(name, prefix, value))
+                    self._direct.update(self._matching(name, inner))
+        self.unread = [each for each in stored if is_under(each, prefixes) and each not in held]
+        """Stored parts that the wrappers lack: some classes leave out a part that is None."""
 
     def load(self) -> None:
         """Fill them, in place.
@@ -84,37 +86,21 @@ class Wrappers:
             made[name] = tensor
         return made
 
-    @functools.cached_property
-    def _beside(self) -> dict[str, list[str]]:
-        """The stored names, by all that comes before their last dots."""
-        found: dict[str, list[str]] = {}
-        for name in self._stored:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-        return found
-
-    def _lacking(self, prefix: str, value: torch.Tensor) -> list[str]:
-        """The stored parts that ``value`` lacks."""
-        mine = {name for name, _ in _flat(f"{prefix}.", parts(local_tensor(value)))}
-        places = {name.rpartition(".")[0] for name in mine}
-        return [
-            name for place in places for name in self._beside.get(place, ()) if name not in mine
-        ]
-
-    def _matching(self, name: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The inner tensors of ``value``, by the names of the stored parts that fit them."""
-        found = {}
-        for inner, tensor in _flat(f"{prefix}.", parts(local_tensor(value))):
-            entry = self._stored.get(inner)
+    def _matching(
+        self, name: str, inner: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the ``inner`` tensors that are read, by the names of the stored parts, which fit them."""
+        for part, tensor in inner.items():
+            entry = self._stored.get(part)
             size = None if entry is None else entry.size
-            if inner.endswith(f".{WRAPPER}"):
+            if part.endswith(f".{WRAPPER}"):
                 continue
             if size != tensor.shape:
                 raise IncompatibleStateError(
-                    f"{name!r}: its part {inner!r} has the shape {tuple(tensor.shape)} in the state, and "
+                    f"{name!r}: its part {part!r} has the shape {tuple(tensor.shape)} in the state, and "
                     f"{'is not stored' if size is None else f'was saved with {tuple(size)}'}; {_way_out(name)}"
                 )
-            found[inner] = tensor
-        return found
+            yield part, tensor
 
     def _reshard(self, name: str, value: torch.Tensor) -> None:
         """Copy the stored shards into the local shard of ``value``."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _PLAIN: Final = frozenset({torch.Tensor})
 _SMALL: Final = ("groups.", "nested.", "rest.structure")
 
-Read = Callable[[Stored, Iterable[str]], dict[str, Any]]
+Read = Callable[[Stored, Collection[str]], dict[str, Any]]
 """Reads stored Python values, by their stored names."""
 
 

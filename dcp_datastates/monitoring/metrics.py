@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.loading.record import listeners as of_loads
+from dcp_datastates.loading.session import listeners as of_loads
 from dcp_datastates.results import LOAD_PHASES, PHASES, LoadRecord, SaveRecord
 from dcp_datastates.saving.outcome import listeners as of_saves
 from dcp_datastates.saving.start import in_flight

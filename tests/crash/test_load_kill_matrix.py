@@ -29,7 +29,7 @@ from dcp_datastates.ranks.rank_set import rank_set_of
 WORLD, ELEMENTS, NUMBER = 3, 20_000, 1
 FIRST, LAST = 0, WORLD - 1
 
-STEPS = [f"load.{step}.before" for step in ("open", "fit", "names", "objects", "read")]
+STEPS = [f"load.{step}.before" for step in ("open", "fit", "objects", "read")]
 POINTS = [*STEPS, *(step.replace("before", "after") for step in STEPS)]
 ENGINES = ["restore.open.before", "restore.read.before", "restore.read.after"]
 """The engine opens no file of a store."""
@@ -47,7 +47,7 @@ CELLS = [
 SAMPLE = [
     ("directory", "load.open.before", "kill", FIRST),
     ("directory", "load.fit.after", "kill", LAST),
-    ("directory", "load.names.before", "error:EIO", LAST),
+    ("directory", "load.objects.before", "error:EIO", LAST),
     ("directory", "load.read.before", "kill", LAST),
     ("directory", "restore.read.before", "error:EIO", LAST),
     ("store", "load.read.after", "kill", FIRST),
@@ -99,7 +99,7 @@ def _await_beats() -> None:
 
 
 def _state(with_objects: bool) -> dict[str, Any]:
-    """Each rank has a name of its own, so that the load has all of its steps."""
+    """Each rank has a name of its own, too."""
     names = [*(["object"] if with_objects else []), "shared", f"weight{dist.get_rank()}"]
     return {name: checkpoint(NUMBER, WORLD, ELEMENTS)[name] for name in names}
 
@@ -137,7 +137,7 @@ def test_a_fault_strikes_one_rank(
     struck = refused.seen if fault == "refused" else fired(tmp_path / "fired")
     assert struck, "the fault never came, so this shows nothing"
     assert ended[victim].killed == (fault == "kill")
-    may_have_read = not point.startswith(("load.open", "load.fit", "load.names", "load.objects"))
+    may_have_read = not point.startswith(("load.open", "load.fit", "load.objects"))
     for rank, (report, has_read) in told.items():
         assert report.ours, f"it has loaded, or the error is none of this package: {report.text}"
         assert f"rank {victim}" in report.text, f"rank {victim} is not named: {report.text}"

@@ -205,4 +205,4 @@ def reads_of_rows(*rows: tuple[Any, ...]) -> Reads:
     numbers = [*map(paths.index, files)], begins, stored, [*map(len, ragged[0])]
     flat = ([*itertools.chain.from_iterable(each)] for each in ragged)
     arrays = (np.array(each, np.int64) for each in (*numbers, *flat))
-    return Reads(paths, [*names], [*names], [*dtypes], *arrays)
+    return Reads(paths, [*names], [*dtypes], *arrays)

@@ -58,7 +58,7 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
     stock = DefaultLoadPlanner()
     stock.set_up_planner(dict(state), metadata, True)
     stored = Stored(opened_from(metadata), [tmp_path / "c"])
-    expected = _rows(reads_of(stock.create_local_plan().items, stored))
+    expected = _rows(Reads.joined(reads_of(stock.create_local_plan().items, stored)))
     assert _rows(Reads.joined(Fitting(Fit.of({}), stored).reads(dict(state)))) == expected
 
 

@@ -11,7 +11,7 @@ from support.state.checkpoints import raises, save
 from support.waiting import await_that
 
 import dcp_datastates as ds
-from dcp_datastates.loading import record
+from dcp_datastates.loading import session
 
 STATE = {"w": torch.arange(1_000_000.0), "step": 7}
 NBYTES = 4_000_000
@@ -87,8 +87,8 @@ def test_a_long_load_shows_a_bar_on_a_terminal(seconds, quiet, shows, tmp_path, 
     save(STATE, tmp_path / "step-7")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(record, "_BAR_SECONDS", seconds)
-    monkeypatch.setenv(record._NO_BAR, quiet)
+    monkeypatch.setattr(session, "_BAR_SECONDS", seconds)
+    monkeypatch.setenv(session._NO_BAR, quiet)
     ds.load(tmp_path / "step-7", _into())
     assert ("loading step-7" in terminal.getvalue()) == shows
 
@@ -98,7 +98,7 @@ def test_a_terminal_that_is_gone_fails_no_load(tmp_path, monkeypatch):
     terminal = Terminal()
     terminal.close()  # to write to it is an error
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(record, "_BAR_SECONDS", 0)
+    monkeypatch.setattr(session, "_BAR_SECONDS", 0)
     state = _into()
     ds.load(tmp_path / "step-7", state)
     assert torch.equal(state["w"], STATE["w"])
