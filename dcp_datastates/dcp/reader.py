@@ -41,13 +41,7 @@ from dcp_datastates.process.forks import public
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.sharing.shared_reads import JointReads, assigned
-from dcp_datastates.storage.object_path import (
-    AnyPath,
-    Location,
-    check_opens,
-    locate,
-    locate_all,
-)
+from dcp_datastates.storage.object_path import AnyPath, Location, locate, locate_all
 from dcp_datastates.tiers.run_identity import loaded_from
 
 
@@ -111,7 +105,7 @@ class DataStatesReader(StorageReader):
         self._share_reads = share_reads
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
-        self._places = None if path is None else self._located(path)
+        self._places = None if path is None else locate_all(path, storage_options)
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._failure: DataStatesError | None = None
@@ -137,7 +131,7 @@ class DataStatesReader(StorageReader):
         self._failure = None
         self._forget()
         if checkpoint_id is not None:
-            self._places = self._located(checkpoint_id)
+            self._places = locate_all(checkpoint_id, self._storage_options)
 
     @public("DataStatesReader.read_metadata()")
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -215,12 +209,6 @@ class DataStatesReader(StorageReader):
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
         stored = load.stored
-        if load.asked is not None:
-            # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
-            # its plan.
-            held = getattr(planner, "state_dict", None)
-            asked = load.asked.union(held if isinstance(held, dict) else ())
-            self._say_unread(load, stored.unread(stored.marks(asked)))
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
@@ -241,13 +229,15 @@ class DataStatesReader(StorageReader):
             stored.read(reads, take, sharing=load.joint.sharing, native=native)
 
         wrapped, items = load.of(plan)
-        wrappers = None
-        if wrapped:
-            state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-            names = {item.dest_index.fqn: item.storage_index.fqn for item in wrapped}
-            wanted = {name: (old, state[name]) for name, old in names.items()}
-            wrappers = Wrappers(wanted, stored, read)
-            self._say_unread(load, wrappers.unread)
+        state: dict[str, Any] = getattr(planner, "state_dict", {})
+        names = {item.dest_index.fqn: item.storage_index.fqn for item in wrapped}
+        wrappers = Wrappers({name: (old, state[name]) for name, old in names.items()}, stored, read)
+        left = wrappers.unread
+        if load.asked is not None:
+            # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
+            # its plan.
+            left += stored.unread(stored.marks(load.asked.union(state)))
+        self._say_unread(load, left)
         with collection_paused():
             of_tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
             memories = [planner.resolve_tensor(item).detach() for item in of_tensors]
@@ -257,8 +247,7 @@ class DataStatesReader(StorageReader):
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
-        if wrappers is not None:
-            wrappers.load()
+        wrappers.load()
         read(tensors)
         for item, memory in zip(of_tensors, memories, strict=True):
             planner.commit_tensor(item, memory)
@@ -280,12 +269,6 @@ class DataStatesReader(StorageReader):
         if self._present is not None:
             self._present.joint.close()
             self._present = None
-
-    def _located(self, path: AnyPath | Sequence[AnyPath]) -> tuple[Location, ...]:
-        places = locate_all(path, self._storage_options)
-        for place in places:
-            check_opens(place)
-        return places
 
     def _located_places(self) -> tuple[Location, ...]:
         if self._places is None:

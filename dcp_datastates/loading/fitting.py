@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import io
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
 from typing import Any, Final
@@ -16,7 +16,7 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.key_paths import KeyPath, key_of, put
+from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.reads import Reads
@@ -27,8 +27,6 @@ from dcp_datastates.loading.stored import Stored, is_elsewhere, shards_of
 from dcp_datastates.process.garbage import collection_paused
 
 logger = logging.getLogger(__name__)
-
-LayOut = Callable[[Mapping[str, str], Stored], object]
 
 _GUESSES: Final = 1000
 """How many unexpected names are compared with a missing one, to guess what it was called."""
@@ -49,10 +47,6 @@ class Fitting:
     """Names of dicts in the state, which become exactly what is stored below these names. Neither they nor the
     containers in them may be the program's own.
     """
-    lay_out: Sequence[LayOut] = ()
-    """Called before the state is looked at, with the stored names to load by the program's, and with what is stored:
-    they put places for it into dicts of the state.
-    """
     needed: Mapping[str, str] = field(default_factory=dict)
     """Stored names that some rank must take, unless the user has left them out, each with the name of the optimizer
     that it belongs to.
@@ -61,25 +55,23 @@ class Fitting:
     """Names of the program whose values are stored twice pickled: the bytes of what ``torch.save`` wrote."""
 
     def __post_init__(self) -> None:
-        self._source = self.stored.places[0]
+        stored = self.stored
+        chosen = self.fit.names([*stored, *stored.wrappers, *stored.empty])
+        self._empty = {name: old for name, old in chosen.items() if old in stored.empty}
+        """The empty dicts that the user chose, as :attr:`names`."""
+        self.names = {n: old for n, old in chosen.items() if n not in self._empty}
+        """The stored names that the user chose, by the program's."""
+        self._source = stored.places[0]
         self._replaced = frozenset(self.replaced)
         self._filled = self._replaced.union(self.filled)
         self._state: dict[str, Any] = {}
         """The state, nested."""
         self._values: dict[str, Any] = {}
         """The values of the state, by the program's names; also those that it did not have."""
-        self._names: dict[str, str] = {}
-        """The stored names to load, by the program's."""
         self._puts: dict[str, KeyPath] = {}
         """Where objects, empty dicts, and what the state did not have go in it, by the program's names."""
         self.objects: dict[str, Any] = {}
         """The values of objects that were read, by their stored names."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The stored names that the user chose, by the program's."""
-        stored = self.stored
-        return self.fit.names([*stored, *stored.wrappers, *stored.empty])
 
     @collection_paused()
     def reads(self, state: dict[str, Any]) -> tuple[Reads, Reads]:
@@ -89,16 +81,10 @@ class Fitting:
         Raises :class:`IncompatibleStateError` for all that does not fit, or if two values have one name, or a container
         contains itself.
         """
-        stored, fit = self.stored, self.fit
-        for lay_out in self.lay_out:
-            lay_out(fit.names([*stored, *stored.wrappers]), stored)
+        stored, fit, names = self.stored, self.fit, self.names
         self._state = state
         self._values, paths = flattened(state)
-        self._names = names = self.names
-        empty = {name: old for name, old in names.items() if old in stored.empty}
-        for name in empty:
-            del names[name]
-        unfit = self._make_room(paths, empty) if self._filled else {}
+        unfit = self._make_room(paths) if self._filled else {}
         wanted = self._values
         if not fit.takes_all:
             wanted = {name: value for name, value in wanted.items() if fit.takes(name)}
@@ -126,7 +112,7 @@ class Fitting:
 
         Raises as :func:`~dcp_datastates.io.unpickling.unpickled`.
         """
-        packed = {self._names.get(name) for name in self.packed}
+        packed = {self.names.get(name) for name in self.packed}
         for row in reads.objects:
             old, allowed = reads.names[row], self.fit.allow_objects
             said = f"{self._source}: object {old!r}"
@@ -138,25 +124,30 @@ class Fitting:
     def deliver(self) -> None:
         """All was read: put objects, and what the state did not have, into it."""
         for name, path in self._puts.items():
-            old = self._names.get(name)
+            old = self.names.get(name)
             put(
                 self._state,
                 path,
                 self.objects[old] if old in self.objects else self._values.get(name),
             )
 
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` of all :attr:`names`, nested as they were saved."""
+        names = {**self.names, **self._empty}
+        return nested(values, {name: self._path(name, old) for name, old in names.items()})
+
     @property
     def wrapped(self) -> dict[str, tuple[str, Any]]:
         """The wrapper subclasses of which this rank holds something, by their names in the state: the name of each in
         the checkpoint, and itself.
         """
-        found = {name: (self._names[name], self._values[name]) for name in sorted(self._opened())}
+        found = {name: (self.names[name], self._values[name]) for name in sorted(self._opened())}
         return {name: each for name, each in found.items() if not is_elsewhere(each[1])}
 
     @property
     def held(self) -> list[str]:
         """The stored names of what is in the state."""
-        found = map(self._names.get, self._values)
+        found = map(self.names.get, self._values)
         return [old for old in found if old is not None]
 
     def unasked(self, unread: Iterable[str]) -> list[str]:
@@ -164,7 +155,7 @@ class Fitting:
 
         Raises :class:`IncompatibleStateError` if one of them is needed.
         """
-        chosen = frozenset(self._names.values())
+        chosen = frozenset(self.names.values())
         left = [name for name in unread if name in chosen]
         if lost := [name for name in left if name in self.needed]:
             owners = {self.needed[name] for name in lost}
@@ -178,29 +169,32 @@ class Fitting:
             )
         return left
 
-    def _make_room(self, paths: Mapping[str, KeyPath], empty: Mapping[str, str]) -> dict[str, str]:
+    def _make_room(self, paths: Mapping[str, KeyPath]) -> dict[str, str]:
         """Where the state takes all that is stored: remove what is in the way, and make places for what it does not
-        have, and for the ``empty`` dicts. Returns what cannot have a place, and why.
+        have. Returns what cannot have a place, and why.
         """
-        self._prune(paths, [*self._names, *empty])
-        new = [name for name in self._unasked() if is_under(name, self._filled)]
+        self._prune(paths)
+        olds = {**self._empty, **{name: self.names[name] for name in self._unasked()}}
+        olds = {name: old for name, old in olds.items() if is_under(name, self._filled)}
+        new = [name for name in olds if name not in self._empty]
         unfit = self._in_the_way(new)
-        self._values |= {name: self.stored.new(self._names[name]) for name in new}
-        puts = [name for name in empty if is_under(name, self._filled)] + new
-        olds = {**self._names, **empty}
-        self._puts = {
-            name: renamed_path(self.stored.path_of(olds[name]), olds[name], name) for name in puts
-        }
+        self._values |= {name: self.stored.new(olds[name]) for name in new}
+        self._puts = {name: self._path(name, old) for name, old in olds.items()}
         return unfit
 
-    def _prune(self, paths: Mapping[str, KeyPath], names: Iterable[str]) -> None:
+    def _path(self, name: str, old: str) -> KeyPath:
+        """Where the value called ``name``, which is stored as ``old``, was."""
+        return renamed_path(self.stored.path_of(old), old, name)
+
+    def _prune(self, paths: Mapping[str, KeyPath]) -> None:
         """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
         where more is stored.
         """
+        names = chain(self.names, self._empty)
         known = frozenset(chain.from_iterable(map(prefixes_of, names)))
         replaced = self._replaced & known
         for name in reversed(list(self._values)):  # of a list, its last elements first
-            if name in self._names or not self.fit.takes(name):
+            if name in self.names or not self.fit.takes(name):
                 continue
             if is_under(name, replaced):
                 _remove(self._state, paths[name])
@@ -228,7 +222,7 @@ class Fitting:
     def _opened(self) -> frozenset[str]:
         """The names of wrapper subclasses in the state, of which the checkpoint has the parts."""
         wrappers = self.stored.wrappers
-        found = (name for name, old in self._names.items() if old in wrappers) if wrappers else ()
+        found = (name for name, old in self.names.items() if old in wrappers) if wrappers else ()
         return frozenset(self._values).intersection(found)
 
     def _unasked(self) -> list[str]:
@@ -236,7 +230,7 @@ class Fitting:
         opened, known = self._opened(), self.stored
         return [
             name
-            for name, old in self._names.items()
+            for name, old in self.names.items()
             if name not in self._values and old in known and not is_under(name, opened)
         ]
 
@@ -257,19 +251,15 @@ class Fitting:
 
     def _check(self, missing: list[str], unfit: dict[str, str]) -> None:
         """Raise if there is something that is ``missing`` in the checkpoint and may not be, or ``unfit``."""
-        if missing and self.fit.missing == "warn" and not unfit:
-            logger.warning(
-                "%s: %d values of the state are not in the checkpoint, and stay as the program made them: %s",
-                self._source,
-                len(missing),
-                ", ".join(map(repr, missing)),
-            )
         if self.fit.missing != "error":
+            if missing and not unfit and self.fit.missing == "warn":
+                logger.warning(
+                    "%s: %d values of the state are not in the checkpoint, and stay as the program made them: %s",
+                    *(self._source, len(missing), ", ".join(map(repr, missing))),
+                )
             missing = []
-        if missing or unfit:
-            self._refuse(missing, unfit)
-
-    def _refuse(self, missing: list[str], unfit: dict[str, str]) -> None:
+        if not (missing or unfit):
+            return
         unexpected = self._unasked()
         lines = [f"{self._source}: the state does not fit the checkpoint"]
         if missing:

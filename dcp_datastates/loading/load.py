@@ -16,8 +16,6 @@ from typing_extensions import Unpack
 
 from dcp_datastates.config import check_options, parse_flag
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.key_paths import nested
-from dcp_datastates.format.stored_names import renamed_path
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions, say_unread
@@ -29,12 +27,7 @@ from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, check_group, rank_set_of
 from dcp_datastates.sharing.shared_reads import JointReads, assigned
-from dcp_datastates.storage.object_path import (
-    AnyPath,
-    Location,
-    check_opens,
-    locate_all,
-)
+from dcp_datastates.storage.object_path import AnyPath, locate_all
 from dcp_datastates.tiers.run_identity import loaded_from
 
 DEFAULT_TIMEOUT: Final = 300.0
@@ -111,22 +104,23 @@ def load(
         raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
     fit = Fit.of(options, only)
     places = locate_all(path, storage_options)
-    for place in places:
-        check_opens(place)
-    if state is None:
-        return _everything(fit, places)
-    if not isinstance(state, dict):
+    if state is not None and not isinstance(state, dict):
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
-    rank_set = rank_set_of(process_group, no_dist)
+    into: dict[str, Any] = {} if state is None else state
 
     def prepare(stored: Stored) -> Fitting:
-        return Fitting(fit, stored)
+        fitting = Fitting(fit, stored)
+        if state is None:
+            names = fitting.names.items()
+            into.update({name: stored.new(old) for name, old in names if old in stored})
+        return fitting
 
+    rank_set = ALONE if state is None else rank_set_of(process_group, no_dist)
     with load_session(rank_set, places, "load()", timeout) as session:
-        load_with(session, state, prepare, share_reads)
-    return state
+        fitting = load_with(session, into, prepare, share_reads)
+    return fitting.nested(into) if state is None else into
 
 
 def load_with(
@@ -134,8 +128,9 @@ def load_with(
     state: dict[str, Any],
     prepare: Prepare,
     share_reads: bool | None = None,
-) -> None:
-    """Load into ``state``, all ranks of the ``session`` together: what ``prepare`` makes chooses what.
+) -> Fitting:
+    """Load into ``state``, all ranks of the ``session`` together: what ``prepare`` makes, and this returns, chooses
+    what.
 
     ``prepare`` runs once all ranks have opened the checkpoint, and before a ``state_dict()`` is called.
     """
@@ -155,6 +150,7 @@ def load_with(
             before.load_state_dict(value)
         elif value is not before and name in state:
             state[name] = value
+    return this.fitting
 
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, float, str, bytes)
@@ -169,29 +165,6 @@ def load_values(
     if names:
         stored.read(stored.objects(list(names)), fitting.unpickle)
     return fitting.objects
-
-
-def _everything(fit: Fit, places: tuple[Location, ...]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    fitting: Fitting
-
-    def prepare(stored: Stored) -> Fitting:
-        nonlocal fitting
-        fitting = Fitting(fit, stored)
-        values.update(_places_for(fitting))
-        return fitting
-
-    with load_session(ALONE, places, "load()", DEFAULT_TIMEOUT) as session:
-        load_with(session, values, prepare, share_reads=False)
-    stored = fitting.stored
-    paths = {n: renamed_path(stored.path_of(old), old, n) for n, old in fitting.names.items()}
-    return nested(values, paths)
-
-
-def _places_for(fitting: Fitting) -> dict[str, Any]:
-    """New tensors to load into, by name; None for an object."""
-    stored = fitting.stored
-    return {name: stored.new(old) for name, old in fitting.names.items() if old in stored}
 
 
 # ---- one load, step by step --------------------------------------------------------------------------
@@ -211,13 +184,13 @@ class _Load:
     """One load of this rank, step by step."""
 
     stored: Stored
-    _fitting: Fitting
+    fitting: Fitting
+    _wrappers: Wrappers
 
     def __init__(self, session: LoadSession, joint: JointReads) -> None:
         self.loaded: dict[str, Any] = {}
         """The state, with the ``state_dict()`` of each ``Stateful`` in its place."""
         self._session, self._joint = session, joint
-        self._wrappers: Wrappers | None = None
 
     def open(self) -> None:
         """Open the checkpoint. All ranks see the same attempt."""
@@ -240,27 +213,26 @@ class _Load:
 
         def work() -> bytes:
             stored = self.stored
-            self._fitting = fitting = prepare(stored)
+            self.fitting = fitting = prepare(stored)
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
             self._objects, self._tensors = reads = fitting.reads(self.loaded)
             self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
             asked = stored.marks(fitting.held)
-            if wrapped := fitting.wrapped:
-                self._wrappers = Wrappers(wrapped, stored, self._read)
-                asked &= ~stored.marks(self._wrappers.unread)
+            self._wrappers = Wrappers(fitting.wrapped, stored, self._read)
+            asked &= ~stored.marks(self._wrappers.unread)
             offer = self._joint.offer(lambda: Reads.joined(reads), stored.table)
             return _Fitted(_packed(asked), offer).encode()
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             fitted = list(map(_Fitted.decode, messages))
-            choice, alone = self._fitting.fit.unexpected, len(fitted) == 1
+            choice, alone = self.fitting.fit.unexpected, len(fitted) == 1
             if choice != "ignore":
                 asked = np.zeros(len(self.stored), np.bool_)
                 for each in fitted:
                     asked |= _unpacked(each.asked, len(asked))
-                left = self._fitting.unasked(self.stored.unread(asked))
+                left = self.fitting.unasked(self.stored.unread(asked))
                 say_unread(left, self.stored, choice, alone)
             return assigned([each.offer for each in fitted])
 
@@ -277,10 +249,9 @@ class _Load:
             return b""
 
         def tensors() -> bytes:
-            if self._wrappers is not None:
-                self._wrappers.load()
+            self._wrappers.load()
             self._read(self._tensors)
-            self._fitting.deliver()
+            self.fitting.deliver()
             return b""
 
         if self.stored.table.catalog.object_rows:
@@ -289,7 +260,7 @@ class _Load:
 
     def _read(self, reads: Reads) -> None:
         sharing, count = self._joint.sharing, self._session.count
-        self.stored.read(reads, self._fitting.unpickle, sharing=sharing, count=count)
+        self.stored.read(reads, self.fitting.unpickle, sharing=sharing, count=count)
 
 
 def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:

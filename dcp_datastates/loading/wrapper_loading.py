@@ -55,7 +55,8 @@ class Wrappers:
                 held |= inner.keys()
                 if place == box(value):
                     self._direct.update(self._matching(name, inner))
-        self.unread = [each for each in stored if is_under(each, prefixes) and each not in held]
+        under = (each for each in stored if is_under(each, prefixes)) if prefixes else ()
+        self.unread = [each for each in under if each not in held]
         """Stored parts that the wrappers lack: some classes leave out a part that is None."""
 
     def load(self) -> None:
@@ -73,8 +74,9 @@ class Wrappers:
 
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read ``tensors``, by their full names."""
-        shards = shards_of(tensors, tensors.values())
-        self._read(self._stored.into(list(tensors), shards))
+        if tensors:
+            shards = shards_of(tensors, tensors.values())
+            self._read(self._stored.into(list(tensors), shards))
 
     def _new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """New tensors on the host, for parts of these names."""

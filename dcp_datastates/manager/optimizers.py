@@ -125,9 +125,8 @@ class OptimizerPart:
     # ---- saving --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save. For a load: an empty dict, which :meth:`lay_out` fills."""
+        """The state to save. For a load: what :meth:`lay_out` has made."""
         if self.fit is not None:
-            self._template = {}
             return self._template
         live = self.live()
         parameters = {**live.elsewhere, **live.parameters}
@@ -192,7 +191,7 @@ class OptimizerPart:
         start = f"{self.name}."
         mine = {n.removeprefix(start): old for n, old in names.items() if n.startswith(start)}
         live = self.live()
-        self._stored, self._nested, self._rest = [], {}, None
+        self._template, self._stored, self._nested, self._rest = {}, [], {}, None
         if not mine:
             first = next(iter(live.parameters), None)
             if first is not None and self.fit.takes(f"{start}groups.{first}"):

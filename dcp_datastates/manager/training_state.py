@@ -203,16 +203,18 @@ class TrainingState:
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
                 filled.append(name)
-        read = partial(load_values, allow_objects=fit.allow_objects)
-        return Fitting(
+        fitting = Fitting(
             fit.without(left_out),
             stored,
             filled=filled,
             replaced=replaced,
-            lay_out=[partial(part.lay_out, read=read) for part in optimizers],
             needed=needed,
             packed=packed_in,
         )
+        read = partial(load_values, allow_objects=fit.allow_objects)
+        for each in optimizers:
+            each.lay_out(fitting.names, stored, read)
+        return fitting
 
     def _part(self, name: str, value: Any) -> Any:
         if (mine := differs(value)) is not None:

@@ -41,7 +41,6 @@ from dcp_datastates.storage.object_path import (
     AnyPath,
     Location,
     ObjectPath,
-    check_opens,
     check_prefix,
     is_url,
     locate,
@@ -79,10 +78,7 @@ def archive_roots(
     if archive is None:
         return ()
     any_url = any(map(is_url, archive if isinstance(archive, list | tuple) else [archive]))
-    roots = locate_all(archive, options if any_url else None)
-    for root in roots:
-        check_opens(root)
-    return roots
+    return locate_all(archive, options if any_url else None)
 
 
 def check_path(save: SaveOperation) -> None:

@@ -182,20 +182,23 @@ def locate_all(
 ) -> tuple[Location, ...]:
     """The places that ``paths`` names, one or several tiers, the nearest first. ``options`` are those of the URLs.
 
-    Raises as :func:`locate`, and :class:`ConfigurationError` if there is none.
+    Raises as :func:`locate` and :func:`check_opens`, and :class:`ConfigurationError` if there is none.
     """
     if not isinstance(paths, list | tuple):
-        return (locate(paths, options=options),)  # type: ignore[arg-type]
-    if not paths:
+        places = [locate(paths, options=options)]  # type: ignore[arg-type]
+    elif not paths:
         raise ConfigurationError(
             f"path={paths!r} names no place; pass a path, a URL, or a list of them"
         )
-    any_url = any(isinstance(path, ObjectPath) or is_url(path) for path in paths)
-    if options and not any_url:
+    elif options and not any(isinstance(path, ObjectPath) or is_url(path) for path in paths):
         raise ConfigurationError(
             f"path={paths!r} has local paths only: storage_options are for URLs"
         )
-    return tuple(locate(path, options=options if is_url(path) else None) for path in paths)
+    else:
+        places = [locate(path, options=options if is_url(path) else None) for path in paths]
+    for place in places:
+        check_opens(place)
+    return tuple(places)
 
 
 def leave_copy(location: Location, why: object, node: str | None = None) -> bool:
