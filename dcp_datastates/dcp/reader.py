@@ -34,7 +34,8 @@ from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.unpickling import unpickled
-from dcp_datastates.loading.fit import Answer, Fit, say_unread
+from dcp_datastates.loading.fit import Answer, Fit
+from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.stored import Shards, Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import public
@@ -188,7 +189,7 @@ class DataStatesReader(StorageReader):
         load.stored.check_attempts(str(attempt) for attempt, _ in noted)
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         if len(plans) > 1:
-            self._say_unread(load, load.stored.unread(load.stored.marks(asked)))
+            self._tell_unread(load, load.stored.unread(load.stored.marks(asked)))
         else:
             load.asked = asked
         for plan, share in zip(plans, assigned([each for _, each in noted]), strict=True):
@@ -237,7 +238,7 @@ class DataStatesReader(StorageReader):
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
             left += stored.unread(stored.marks(load.asked.union(state)))
-        self._say_unread(load, left)
+        self._tell_unread(load, left)
         with collection_paused():
             of_tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
             memories = [planner.resolve_tensor(item).detach() for item in of_tensors]
@@ -256,9 +257,8 @@ class DataStatesReader(StorageReader):
         opened = self._present and self._present.stored.table.note.attempt.name
         return f"DataStatesReader({self.checkpoint_id!r}, opened: {opened})"
 
-    def _say_unread(self, load: _Load, left: list[str]) -> None:
-        names, alone = self._fit.exclude.others(left), load.asked is not None
-        say_unread(names, load.stored, self._fit.unexpected, alone)
+    def _tell_unread(self, load: _Load, left: list[str]) -> None:
+        Fitting(self._fit, load.stored).tell_unread(left, alone=load.asked is not None)
 
     def _opened(self) -> _Load:
         if self._present is None:

@@ -135,6 +135,8 @@ class Reads:
     @property
     def objects(self) -> list[int]:
         """The rows of objects."""
+        if None not in self.dtypes:  # most often
+            return []
         return [row for row, dtype in enumerate(self.dtypes) if dtype is None]
 
     @property

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 from dcp_datastates.config import check_options, parse_flag
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.format.contents import some_of
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import (
     NO_NAMES,
     NamePatterns,
@@ -21,14 +18,6 @@ from dcp_datastates.format.stored_names import (
     check_rename,
     renamed,
 )
-from dcp_datastates.loading.stored import Stored
-from dcp_datastates.process.job_log import once_per_job
-
-logger = logging.getLogger(__name__)
-
-_OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
-_TORCHS_GROUPS: Final = ".param_groups."
-"""In the names of an optimizer's settings, if torch's ``state_dict()`` was saved: the manager has other names."""
 
 Answer = Literal["error", "warn", "ignore"]
 
@@ -141,30 +130,3 @@ class Fit:
         if self.exclude:
             names = {name: names[name] for name in self.exclude.others(names)}
         return names
-
-
-# ---- what stays unread ---------------------------------------------------------------------------
-
-
-def say_unread(names: Collection[str], stored: Stored, answer: Answer, alone: bool) -> None:
-    """Tell of those of the ``stored`` names that stay unread and were not left out on purpose, in a line of the log:
-    that of one rank, if each loads ``alone``, as they most likely load the same names.
-
-    Raises :class:`IncompatibleStateError` if the ``answer`` to such names is ``"error"``.
-    """
-    if answer == "ignore" or not names:
-        return
-    said = (
-        f"{stored.places[0]}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the state "
-        f"to load into does not have them: {some_of(list(names))}. "
-    )
-    of_torch = any(_TORCHS_GROUPS in name for name in stored)
-    if of_torch and any(_OPTIMIZER.search(name) for name in names):
-        said += (
-            "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
-            "torch.distributed.checkpoint.state_dict fills it. "
-        )
-    said += 'If that is meant, say so: exclude=…, only=…, or unexpected="ignore"'
-    if answer == "error":
-        raise IncompatibleStateError(said, unexpected=names)
-    logger.log(once_per_job(logging.WARNING) if alone else logging.WARNING, "%s", said)

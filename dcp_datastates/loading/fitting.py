@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import io
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
@@ -25,8 +26,13 @@ from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, is_elsewhere, shards_of
 from dcp_datastates.process.garbage import collection_paused
+from dcp_datastates.process.job_log import once_per_job
 
 logger = logging.getLogger(__name__)
+
+_OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
+_TORCHS_GROUPS: Final = ".param_groups."
+"""In the names of an optimizer's settings, if torch's ``state_dict()`` was saved: the manager has other names."""
 
 _GUESSES: Final = 1000
 """How many unexpected names are compared with a missing one, to guess what it was called."""
@@ -59,8 +65,10 @@ class Fitting:
         chosen = self.fit.names([*stored, *stored.wrappers, *stored.empty])
         self._empty = {name: old for name, old in chosen.items() if old in stored.empty}
         """The empty dicts that the user chose, as :attr:`names`."""
-        self.names = {n: old for n, old in chosen.items() if n not in self._empty}
+        self.names = chosen
         """The stored names that the user chose, by the program's."""
+        for name in self._empty:
+            del chosen[name]
         self._source = stored.places[0]
         self._replaced = frozenset(self.replaced)
         self._filled = self._replaced.union(self.filled)
@@ -95,7 +103,8 @@ class Fitting:
         tensors, tensor_olds, targets = (
             list(compress(each, are_tensors)) for each in (wanted, olds, wanted.values())
         )
-        for row, reason in self._unfit(tensor_olds, targets):
+        shapes = stored.shapes_if_same(tensor_olds, targets)
+        for row, reason in self._unfit(tensor_olds, targets) if shapes is None else ():
             name = tensors[row]
             if not self._may_replace(name):
                 unfit[name] = reason
@@ -103,7 +112,7 @@ class Fitting:
             self._values[name] = targets[row] = stored.new(names[name])
             self._puts[name] = paths[name]
         self._check([name for name, old in zip(wanted, olds, strict=True) if old is None], unfit)
-        into = stored.into(tensor_olds, shards_of(tensors, targets), fit.cast)
+        into = stored.into(tensor_olds, shards_of(tensors, targets, shapes), fit.cast)
         self._puts |= {name: paths[name] for name in objects if name in paths}
         return stored.objects([names[name] for name in objects]), into
 
@@ -150,14 +159,19 @@ class Fitting:
         found = map(self.names.get, self._values)
         return [old for old in found if old is not None]
 
-    def unasked(self, unread: Iterable[str]) -> list[str]:
-        """Those of the stored names that no rank reads which are not left out on purpose.
+    def tell_unread(self, unread: Sequence[str], alone: bool) -> None:
+        """Tell of those of the stored names that no rank reads, and that were not left out on purpose, in a line of the
+        log: that of one rank, if each loads ``alone``, as they most likely load the same names.
 
-        Raises :class:`IncompatibleStateError` if one of them is needed.
+        Raises :class:`IncompatibleStateError` if one of them is needed, or there may be none. Says nothing if the user
+        wants that.
         """
+        answer, stored = self.fit.unexpected, self.stored
+        if answer == "ignore" or not unread:
+            return
         chosen = frozenset(self.names.values())
-        left = [name for name in unread if name in chosen]
-        if lost := [name for name in left if name in self.needed]:
+        names = [name for name in unread if name in chosen]
+        if lost := [name for name in names if name in self.needed]:
             owners = {self.needed[name] for name in lost}
             kept = {owner for name, owner in self.needed.items() if name not in lost}
             out = ", ".join(map(repr, sorted(owners))) if owners.isdisjoint(kept) else "…"
@@ -167,7 +181,22 @@ class Fitting:
                 f"{some_of(lost)}. Ways out: rename={{old: new}}, exclude=[{out}]. Nothing was changed.",
                 unexpected=lost,
             )
-        return left
+        if not names:
+            return
+        said = (
+            f"{self._source}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the state "
+            f"to load into does not have them: {some_of(names)}. "
+        )
+        of_torch = any(_TORCHS_GROUPS in name for name in stored)
+        if of_torch and any(_OPTIMIZER.search(name) for name in names):
+            said += (
+                "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict fills it. "
+            )
+        said += 'If that is meant, say so: exclude=…, only=…, or unexpected="ignore"'
+        if answer == "error":
+            raise IncompatibleStateError(said, unexpected=names)
+        logger.log(once_per_job(logging.WARNING) if alone else logging.WARNING, "%s", said)
 
     def _make_room(self, paths: Mapping[str, KeyPath]) -> dict[str, str]:
         """Where the state takes all that is stored: remove what is in the way, and make places for what it does not
@@ -236,8 +265,6 @@ class Fitting:
 
     def _unfit(self, olds: Sequence[str], targets: Sequence[Any]) -> Iterator[tuple[int, str]]:
         """Which targets cannot receive the tensors that are stored as ``olds``, and why, in words."""
-        if self.stored.has_same(olds, targets):
-            return
         for row, (old, value) in enumerate(zip(olds, targets, strict=True)):
             entry, size = self.stored[old], getattr(value, "size", None)
             assert entry is not None  # all are tensors

@@ -18,7 +18,7 @@ from dcp_datastates.config import check_options, parse_flag
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.loading.fit import Fit, FitOptions, say_unread
+from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Marks, Stored
@@ -204,7 +204,7 @@ class _Load:
 
         def answer(attempts: Sequence[bytes]) -> Sequence[bytes]:
             self.stored.check_attempts(map(bytes.decode, attempts))
-            return _no_answers(attempts)
+            return attempts
 
         session.end(Step.OPEN, work, answer)
 
@@ -227,13 +227,10 @@ class _Load:
 
         def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
             fitted = list(map(_Fitted.decode, messages))
-            choice, alone = self.fitting.fit.unexpected, len(fitted) == 1
-            if choice != "ignore":
-                asked = np.zeros(len(self.stored), np.bool_)
-                for each in fitted:
-                    asked |= _unpacked(each.asked, len(asked))
-                left = self.fitting.unasked(self.stored.unread(asked))
-                say_unread(left, self.stored, choice, alone)
+            asked = np.zeros(len(self.stored), np.bool_)
+            for each in fitted:
+                asked |= _unpacked(each.asked, len(asked))
+            self.fitting.tell_unread(self.stored.unread(asked), alone=len(fitted) == 1)
             return assigned([each.offer for each in fitted])
 
         share = self._session.end(Step.FIT, work, answer)
@@ -244,27 +241,18 @@ class _Load:
         unpickled their objects.
         """
 
-        def objects() -> bytes:
-            self._read(self._objects)
-            return b""
-
-        def tensors() -> bytes:
+        def tensors() -> None:
             self._wrappers.load()
             self._read(self._tensors)
             self.fitting.deliver()
-            return b""
 
         if self.stored.table.catalog.object_rows:
-            self._session.end(Step.OBJECTS, objects, _no_answers)
-        self._session.end(Step.READ, tensors, _no_answers)
+            self._session.end(Step.OBJECTS, lambda: self._read(self._objects))
+        self._session.end(Step.READ, tensors)
 
     def _read(self, reads: Reads) -> None:
         sharing, count = self._joint.sharing, self._session.count
         self.stored.read(reads, self.fitting.unpickle, sharing=sharing, count=count)
-
-
-def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:
-    return [b""] * len(notes)
 
 
 def _packed(marks: Marks) -> bytes:

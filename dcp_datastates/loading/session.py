@@ -37,7 +37,7 @@ from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[], bytes]
+Work = Callable[[], bytes | None]
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _LEAVE_SECONDS: Final = 5.0
@@ -189,18 +189,20 @@ class LoadSession:
         if self._timeline.seconds >= _BAR_SECONDS and self._bar is not None:
             self._bar(self._read_bytes, self.asked_bytes)
 
-    def end(self, step: Step, work: Work, answer: Answer) -> bytes:
+    def end(self, step: Step, work: Work, answer: Answer | None = None) -> bytes:
         """Do a step on all ranks; returns the first rank's answer to this rank.
 
         Args:
-            work: does it on this rank, and returns a note for the first rank.
-            answer: on the first rank: makes the answers to all ranks from their notes, in the order of ranks.
+            work: does it on this rank, and returns a note for the first rank, if it has one.
+            answer: on the first rank: makes the answers to all ranks from their notes, in the order of ranks. None:
+                they are empty.
 
         If ``work`` fails on a rank, or ``answer`` on the first one, this raises on all ranks: the error of the first
         rank that failed. An interrupt is raised on its own rank only. Raises :class:`RankLostError` if a rank is lost,
         or does not come.
         """
         self._timeline.begin("read" if step is Step.OBJECTS else step.name.lower())
+        answer = answer or _no_answers
         if self._loads is None:
             try:
                 (note,) = answer([_done(step, work)])
@@ -414,7 +416,11 @@ def _done(step: Step, work: Work) -> bytes:
     hit(f"load.{step.name.lower()}.before")
     note = work()
     hit(f"load.{step.name.lower()}.after")
-    return note
+    return note or b""
+
+
+def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:
+    return [b""] * len(notes)
 
 
 def _described(record: LoadRecord) -> str:

@@ -5,7 +5,6 @@ a rank holds of tensors, what it needs of the stored chunks, and its reads.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from dcp_datastates.io.committed import explain_missing
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.flattening import shards_as_dcp_sees_them
 from dcp_datastates.io.reads import Reads, Sizes, shapes_of
-from dcp_datastates.io.restore import Sharing, StoredCheckpoint, restore
+from dcp_datastates.io.restore import Restore, Sharing
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
@@ -130,20 +129,23 @@ class Stored(Mapping[str, Described | None]):
         numbers = np.array([number.get(name, -1) for name in names], np.int64)
         return np.where(numbers < 0, -1, self._catalog.properties[numbers] >= 0)
 
-    def has_same(self, names: Sequence[str], values: Sequence[Any]) -> bool:
-        """Whether ``values`` are tensors with the sizes and dtypes of those called ``names``: asked in passes over all.
-        False also for some that are.
+    def shapes_if_same(
+        self, names: Sequence[str], values: Sequence[Any]
+    ) -> tuple[Ints, Ints] | None:
+        """:func:`shapes_of` the ``values``, if they are tensors with the shapes and dtypes of those called ``names``:
+        asked in passes over all. None also for some that are.
         """
         if not set(map(type, values)) <= {*PLAIN_TYPES, DTensor}:
-            return False
+            return None
         numbers, catalog = self._numbers(names), self._catalog
         firsts, ndims = starts_of(catalog.ndims)[numbers], catalog.ndims[numbers]
-        here, sizes = shapes_of(values)
-        return (
+        found = shapes_of(values)
+        is_same = (
             list(map(_DTYPE, values)) == self._dtypes_of(numbers)
-            and np.array_equal(here, ndims)
-            and np.array_equal(sizes, catalog.shapes[positions(firsts, ndims)])
+            and np.array_equal(found[0], ndims)
+            and np.array_equal(found[1], catalog.shapes[positions(firsts, ndims)])
         )
+        return found if is_same else None
 
     def objects(self, names: Sequence[str]) -> Reads:
         """What reads the objects called ``names``."""
@@ -207,15 +209,15 @@ class Stored(Mapping[str, Described | None]):
         count: Callable[[int], None] = lambda nbytes: None,
         native: Engine | None = None,
     ) -> None:
-        """:func:`~dcp_datastates.io.restore.restore`, from the nearest place, once no save in flight reads the memory
-        that it overwrites. A data file that is missing is damage, or another save's doing, and the error says which.
+        """:meth:`~dcp_datastates.io.restore.Restore.read`, from the nearest place, once no save in flight reads the
+        memory that it overwrites. A data file that is missing is damage, or another save's doing, and the error says
+        which.
 
         ``native``: the engine; None: the process's own, of the usual size.
         """
-        source = StoredCheckpoint(self.table, self.places, sharing)
         native = native or engine(DEFAULT_HOST_CACHE_BYTES)
         try:
-            restore(reads, source, native, deliver, _release, count)
+            Restore(self.table, self.places, native, count, sharing).read(reads, deliver, _release)
         except CheckpointNotFoundError as error:
             raise explain_missing(self.places[0], self.table.note, error) from error
 
@@ -254,11 +256,15 @@ class Shards:
         return self.begins[at], self.sizes[at]
 
 
-def shards_of(names: Iterable[str], values: Iterable[Any]) -> Shards:
-    """What this rank holds of tensors of the state, which are called ``names``. Nothing outside a mesh."""
+def shards_of(
+    names: Iterable[str], values: Iterable[Any], shapes: tuple[Ints, Ints] | None = None
+) -> Shards:
+    """What this rank holds of tensors of the state, which are called ``names``. Nothing outside a mesh. ``shapes``: as
+    :func:`shapes_of`, if they are known.
+    """
     values = list(values)
     if set(map(type, values)) <= PLAIN_TYPES and not any_hold_shards(values):
-        ndims, sizes = shapes_of(values)
+        ndims, sizes = shapes_of(values) if shapes is None else shapes
         return Shards(np.arange(len(values)), ndims, np.zeros_like(sizes), sizes, values)
     found = list(_shards(names, values))
     of, begins, lengths, memories = zip(*found, strict=True) if found else ((), (), (), ())
@@ -359,16 +365,6 @@ def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overla
 def is_elsewhere(value: Any) -> bool:
     """Whether it is a DTensor of whose mesh this rank is no part: it holds nothing of it."""
     return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
-
-
-def overlap(one: Box, other: Box) -> Box:
-    """What two boxes have in common; dimensions may end before they begin."""
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def volume(place: Box) -> int:
-    """The number of elements."""
-    return math.prod(end - begin for begin, end in place)
 
 
 def cut(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

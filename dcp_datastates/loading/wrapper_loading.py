@@ -6,7 +6,9 @@ each is built anew, sliced, and copied with ``copy_``, as DCP does: the class de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,12 +17,9 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import WRAPPER, Box, is_under, shard_name
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
-from dcp_datastates.loading.stored import Stored, cut, overlap, shards_of, volume
+from dcp_datastates.loading.stored import Stored, cut, shards_of
 
 Read = Callable[[Reads], None]
-
-Shards = Mapping[str, Box | None]
-"""The stored shards of a wrapper: where each is, by the prefix of its parts' names; None if it is the whole."""
 
 
 class Wrappers:
@@ -37,27 +36,33 @@ class Wrappers:
 
     def __init__(self, wanted: Mapping[str, tuple[str, Any]], stored: Stored, read: Read) -> None:
         self._stored, self._read = stored, read
-        self._wanted = {name: value for name, (_, value) in wanted.items()}
-        self._sources = {
-            name: _sources(name, value, stored.wrappers[old])
-            for name, (old, value) in wanted.items()
-        }
         self._direct: dict[str, torch.Tensor] = {}
         """The inner tensors of wrappers whose shard is stored as it is, by the names of the stored parts."""
-        prefixes = frozenset(prefix for each in self._sources.values() for prefix in each)
+        self._cut: list[tuple[str, torch.Tensor, dict[str, Box]]] = []
+        """The names of other wrappers, these, and the stored shards that they need, by the prefixes of their parts."""
+        self.unread: list[str] = []
+        """Stored parts that the wrappers lack: some classes leave out a part that is None."""
+        needed = {
+            name: _needed(name, value, stored.wrappers[old])
+            for name, (old, value) in wanted.items()
+        }
+        if not needed:
+            return
+        prefixes = frozenset(chain.from_iterable(needed.values()))
         texts = self._new(f"{prefix}.{WRAPPER}" for prefix in prefixes)
         self._fill(texts)
         held: set[str] = set()
-        for name, value in self._wanted.items():
-            for prefix, place in self._sources[name].items():
+        for name, (_, value) in wanted.items():
+            for prefix in needed[name]:
                 _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
                 inner = dict(_flat(f"{prefix}.", parts(local_tensor(value))))
                 held |= inner.keys()
-                if place == box(value):
-                    self._direct.update(self._matching(name, inner))
-        under = (each for each in stored if is_under(each, prefixes)) if prefixes else ()
-        self.unread = [each for each in under if each not in held]
-        """Stored parts that the wrappers lack: some classes leave out a part that is None."""
+            if box(value) in needed[name].values():
+                self._direct.update(self._matching(name, inner))
+            else:
+                self._cut.append((name, value, needed[name]))
+        under = (each for each in stored if is_under(each, prefixes))
+        self.unread += [each for each in under if each not in held]
 
     def load(self) -> None:
         """Fill them, in place.
@@ -66,9 +71,8 @@ class Wrappers:
         raises.
         """
         self._fill(self._direct)
-        for name, value in self._wanted.items():
-            if box(value) not in self._sources[name].values():
-                self._reshard(name, value)
+        for each in self._cut:
+            self._reshard(*each)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -104,13 +108,13 @@ class Wrappers:
                 )
             yield part, tensor
 
-    def _reshard(self, name: str, value: torch.Tensor) -> None:
+    def _reshard(self, name: str, value: torch.Tensor, needed: Mapping[str, Box]) -> None:
         """Copy the stored shards into the local shard of ``value``."""
         place, local = box(value), local_tensor(value).detach()
         names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
-        left = volume(place)
-        for prefix, there in self._sources[name].items():
-            both = overlap(place, there)
+        left = _volume(place)
+        for prefix, there in needed.items():
+            both = _overlap(place, there)
             inner = self._new(f"{prefix}.{each}" for each in names)
             self._fill(inner)
             try:
@@ -127,15 +131,16 @@ class Wrappers:
                     f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
                     f"{type(local).__name__} cannot be cut so ({error}); load it with the shards that were saved"
                 ) from error
-            left -= volume(both)
+            left -= _volume(both)
         if left:
             raise IncompatibleStateError(
                 f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
             )
 
 
-def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
-    """The stored shards that this rank needs, by prefix: the one at the place of its own, or all that overlap with it.
+def _needed(name: str, value: Any, shards: Mapping[str, Box | None]) -> dict[str, Box]:
+    """The stored ``shards`` that this rank needs, by prefix: the one at the place of its own, or all that overlap with
+    it. None is the place of a whole wrapper.
 
     Of a value that is no wrapper, for which :func:`_check_kind` raises, any shard.
     """
@@ -150,13 +155,11 @@ def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
         raise IncompatibleStateError(
             f"{name!r} has the shape {tuple(value.shape)} in the state, and was saved with {saved}; {_way_out(name)}"
         )
-    for prefix, there in places.items():
-        if there == mine:
-            return {prefix: there}
-    return {
+    same = {prefix: there for prefix, there in places.items() if there == mine}
+    return same or {
         prefix: there
         for prefix, there in places.items()
-        if all(begin < end for begin, end in overlap(there, mine))
+        if all(begin < end for begin, end in _overlap(there, mine))
     }
 
 
@@ -181,6 +184,16 @@ def _way_out(name: str) -> str:
         f"load into a tensor of the saved class and form, or load its parts as plain tensors with "
         f"dcp_datastates.load(path, only={name!r})"
     )
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    """What two boxes have in common; dimensions may end before they begin."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _volume(place: Box) -> int:
+    """The number of elements."""
+    return math.prod(end - begin for begin, end in place)
 
 
 def _cut(tensor: torch.Tensor, place: Box, part: Box) -> torch.Tensor:

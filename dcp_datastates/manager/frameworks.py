@@ -136,12 +136,8 @@ def alike(path: str | os.PathLike[str] | ObjectPath, read: Callable[[], T]) -> T
     """
     found: list[T] = []
 
-    def work() -> bytes:
-        found.append(read())
-        return b""
-
     with load_session(rank_set_of(None), [locate(path)], "load()", _ALONE_SECONDS) as session:
-        session.end(Step.OPEN, work, lambda notes: notes)
+        session.end(Step.OPEN, lambda: found.append(read()))
     return found[0]
 
 

@@ -12,7 +12,7 @@ from support.state.checkpoints import CACHE, raises
 from support.tiers import tries
 
 import dcp_datastates as ds
-from dcp_datastates.loading import stored
+from dcp_datastates.io.restore import Restore
 
 
 class _Interrupts:
@@ -98,7 +98,7 @@ def test_the_other_ranks_of_an_interrupted_one_are_told_by_an_ordinary_error(
 ):
     ds.save(_state(), shared_dir / "c", host_cache_size=CACHE)
     if dist.get_rank() == 1:
-        monkeypatch.setattr(stored, "restore", _interrupt)
+        monkeypatch.setattr(Restore, "read", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             ds.load(shared_dir / "c", _state())
     else:

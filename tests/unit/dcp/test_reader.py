@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.loading import stored
+from dcp_datastates.io.restore import Restore
 
 
 def test_a_planner_that_allows_partial_loads_skips_what_was_not_saved(tmp_path):
@@ -107,13 +107,13 @@ def test_loading_an_uncommitted_save_says_that_it_was_not_committed(tmp_path):
 def test_a_checkpoint_that_is_removed_while_it_is_loaded(tmp_path, monkeypatch):
     """retain, of another process: nothing is corrupt."""
     save({"a": torch.ones(3)}, tmp_path / "c")
-    real = stored.restore
+    real = Restore.read
 
     def remove_first(*arguments):
         dcp_datastates.delete(tmp_path / "c")
         return real(*arguments)
 
-    monkeypatch.setattr(stored, "restore", remove_first)
+    monkeypatch.setattr(Restore, "read", remove_first)
     with raises(CheckpointReplacedError, "was removed meanwhile"):
         load({"a": torch.zeros(3)}, tmp_path / "c")
 
