@@ -213,6 +213,8 @@ class Reads:
 
     def settle(self) -> None:
         """All was read: copy what took a detour to its destination."""
+        if all(map(operator.is_, self.memories, self.targets)):  # most often
+            return
         for target, memory in zip(self.targets, self.memories, strict=True):
             if target is None or memory is None or memory is target:
                 continue

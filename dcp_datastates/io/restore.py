@@ -194,16 +194,16 @@ class Restore:
         return {file: failure if file in failed else None for file in files}
 
     def _run(self, reads: Reads, place: Location, read_range: ReadRange | None) -> Fault | None:
-        plan = self._native_plan(reads, place)
+        plan, memories = self._native_plan(reads, place), reads.made
         # Before and after: a save may begin, or look, at any moment, and the engine's writes bypass torch.
-        torch.autograd.graph.increment_version(reads.made)
+        torch.autograd.graph.increment_version(memories)
         # Kernels that write to the target tensors may still be running.
         after = fences(self._engine, set(reads.devices))
         if read_range is None and isinstance(place, ObjectPath):
             read_range = stored_files.range_reader(place / path for path in reads.used_paths)
         engine = self._engine
         begin = engine.restore if read_range is None else engine.restore_streamed
-        job = begin(plan, reads.made, after)
+        job = begin(plan, memories, after)
         try:
             if read_range is not None:
                 fetch(job, read_range)
@@ -213,7 +213,7 @@ class Restore:
             while not job.wait(_POLL_SECONDS):  # until it writes to no memory any more
                 pass
             raise
-        torch.autograd.graph.increment_version(reads.made)
+        torch.autograd.graph.increment_version(memories)
         return job.fault
 
     def _native_plan(self, reads: Reads, place: Location) -> RestorePlan:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +19,8 @@ from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.session import LoadSession, Step, load_session
-from dcp_datastates.loading.stored import Marks, Stored
+from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
-from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.forks import public
 from dcp_datastates.ranks.rank_set import ALONE, check_group, rank_set_of
 from dcp_datastates.sharing.shared_reads import JointReads, assigned
@@ -170,16 +167,6 @@ def load_values(
 # ---- one load, step by step --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Fitted(Message):
-    """What a rank tells the first one when its state fits."""
-
-    asked: bytes
-    """Which of the stored values it takes: :func:`_packed`."""
-    offer: bytes
-    """What it can read for others."""
-
-
 class _Load:
     """One load of this rank, step by step."""
 
@@ -209,7 +196,9 @@ class _Load:
         session.end(Step.OPEN, work, answer)
 
     def fit(self, state: dict[str, Any], prepare: Prepare) -> None:
-        """Fit the state. The first rank looks for stored values that no rank takes."""
+        """Fit the state. Each rank notes which stored values it takes, a bit for each, and what it can read for others;
+        the first rank looks for those that no rank takes.
+        """
 
         def work() -> bytes:
             stored = self.stored
@@ -223,15 +212,15 @@ class _Load:
             self._wrappers = Wrappers(fitting.wrapped, stored, self._read)
             asked &= ~stored.marks(self._wrappers.unread)
             offer = self._joint.offer(lambda: Reads.joined(reads), stored.table)
-            return _Fitted(_packed(asked), offer).encode()
+            return np.packbits(asked).tobytes() + offer
 
-        def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
-            fitted = list(map(_Fitted.decode, messages))
-            asked = np.zeros(len(self.stored), np.bool_)
-            for each in fitted:
-                asked |= _unpacked(each.asked, len(asked))
-            self.fitting.tell_unread(self.stored.unread(asked), alone=len(fitted) == 1)
-            return assigned([each.offer for each in fitted])
+        def answer(notes: Sequence[bytes]) -> Sequence[bytes]:
+            count = len(self.stored)
+            nbytes = -(-count // 8)
+            bits = [np.frombuffer(each[:nbytes], np.uint8) for each in notes]
+            asked = np.unpackbits(np.bitwise_or.reduce(bits), count=count).view(np.bool_)
+            self.fitting.tell_unread(self.stored.unread(asked), alone=len(notes) == 1)
+            return assigned([each[nbytes:] for each in notes])
 
         share = self._session.end(Step.FIT, work, answer)
         self._joint.take(share, self.stored.table)
@@ -253,16 +242,6 @@ class _Load:
     def _read(self, reads: Reads) -> None:
         sharing, count = self._joint.sharing, self._session.count
         self.stored.read(reads, self.fitting.unpickle, sharing=sharing, count=count)
-
-
-def _packed(marks: Marks) -> bytes:
-    """A bit for each, compressed: most ranks take all values, or runs of them."""
-    return zlib.compress(np.packbits(marks).tobytes(), 1)
-
-
-def _unpacked(data: bytes, count: int) -> Marks:
-    packed = zlib.decompressobj().decompress(data, max(1, -(-count // 8)))
-    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).view(np.bool_)
 
 
 def _is_stateful(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.key_paths import flatten
 from dcp_datastates.format.stored_names import WRAPPER, Box, is_under, shard_name
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import box, is_wrapper, kind, local_tensor, parts
@@ -55,7 +56,7 @@ class Wrappers:
         for name, (_, value) in wanted.items():
             for prefix in needed[name]:
                 _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
-                inner = dict(_flat(f"{prefix}.", parts(local_tensor(value))))
+                inner, _ = flatten({prefix: parts(local_tensor(value))})
                 held |= inner.keys()
             if box(value) in needed[name].values():
                 self._direct.update(self._matching(name, inner))
@@ -161,14 +162,6 @@ def _needed(name: str, value: Any, shards: Mapping[str, Box | None]) -> dict[str
         for prefix, there in places.items()
         if all(begin < end for begin, end in _overlap(there, mine))
     }
-
-
-def _flat(prefix: str, nested: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _check_kind(name: str, value: Any, saved: str) -> None:
