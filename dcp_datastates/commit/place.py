@@ -105,8 +105,8 @@ class Round:
     """Whether this save may replace a checkpoint."""
     first: int = 0
     """The number of the commit group's first round."""
-    report: bytes = b""
-    """What this rank tells the coordinator with its vote."""
+    report: Callable[[], bytes] = bytes
+    """Makes what this rank tells the coordinator with its vote, once its part is durable."""
     compose: Compose | None = None
     """Coordinator: makes the metadata of all ranks' reports."""
     archives: bool = False

@@ -231,7 +231,7 @@ class Voter:
             round_.attempt,
             round_.path,
             self._rank_set.world,
-            round_.report,
+            round_.report() if no is None else b"",
             round_.trace(),
         ).encode()
         hit("vote.before")

@@ -271,7 +271,9 @@ class SaveOperation:
                 self.group.reading(self, True)
         return self._ticket
 
-    def submit(self, part: Part, report: bytes = b"", compose: Compose | None = None) -> None:
+    def submit(
+        self, part: Part, report: Callable[[], bytes] = bytes, compose: Compose | None = None
+    ) -> None:
         """Hand this rank's part, in progress or failed, to the commit thread. Any thread.
 
         The first part counts; any further part is cancelled. ``report`` and ``compose`` as in :class:`Round`.

@@ -323,6 +323,7 @@ def _propose(
         raise save.error  # also if this rank leaves the save out
     assert planning is not None
     check_path(save)
+    planning.compare_replicas = save.config.compare_replicas or 0
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
     name = SaveName(save.directory().name, planning.kind, save.unused_writers)
     return name, planning, plan

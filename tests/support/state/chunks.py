@@ -171,7 +171,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert each.part.wait(60)
         assert each.part.error is None
     assert rounds[0].compose is not None
-    reports = [each.report for each in rounds]
+    reports = [each.report() for each in rounds]
     Place(path).publish(rounds[0], rounds[0].compose(reports, claimed, None))
 
 
