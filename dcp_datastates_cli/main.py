@@ -44,7 +44,7 @@ _LEVEL: Final = _argument(
     "--verify",
     "what a checkpoint must pass: its metadata can be read; and every file is there with its size (the default); "
     "and every stored byte matches its checksum",
-    choices=("metadata", "structure", "full"),
+    choices=("metadata", "structure", "full", "replicas"),
     default="structure",
 )
 _ONLY: Final = _argument(

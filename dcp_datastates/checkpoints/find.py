@@ -130,14 +130,13 @@ def newest_whole(
     Raises :class:`CheckpointCorruptError` if there are some, and none passes: a job must not start over unnoticed.
     """
     problems = []
-    compared = _Compared()
+    compared = Replicas(verify)
     for copies in copies_newest_first(roots, among):
         path = copies[0].path
-        unknown = compared.flaw(copies) if verify == "replicas" else None
         if path.name in leave_out:
             problems.append(f"{path.name} cannot be loaded")
             continue
-        problem = unknown or flaw(copies, verify)
+        problem = compared.unknown(copies) or flaw(copies, verify)
         if problem is None:
             return [found.path for found in copies]
         logger.warning("leaving out checkpoint %s: %s", path, problem)
@@ -151,16 +150,19 @@ def newest_whole(
     )
 
 
-class _Compared:
-    """What replicas were compared, of the checkpoints that it was asked for, newest first."""
+class Replicas:
+    """Which replicas were compared. It is asked about all checkpoints, newest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verification) -> None:
+        self._is_asked = verify == "replicas"
         self._parts: dict[tuple[int, int, str], set[int]] = {}
 
-    def flaw(self, copies: Sequence[Found]) -> str | None:
-        """Why the replicas of this checkpoint are not known to be equal; None if they are, or it cannot be read."""
+    def unknown(self, copies: Sequence[Found]) -> str | None:
+        """Why the replicas of this checkpoint are not known to be equal. None if they are, if ``verify`` does not ask,
+        or if its metadata cannot be read.
+        """
         committed = next((each.committed for each in copies if each.committed is not None), None)
-        if committed is None:
+        if committed is None or not self._is_asked:
             return None
         compared = committed.note.compared
         if compared is None:

@@ -196,3 +196,27 @@ def test_alone_there_are_no_replicas(tmp_path):
 def test_what_is_no_number_of_saves_is_refused(turns, tmp_path):
     with pytest.raises(ConfigurationError, match="compare_replicas"):
         ds.DataStatesWriter(tmp_path, compare_replicas=turns)
+
+
+@ranks(2)
+def test_a_manager_keeps_what_is_known_to_be_equal_and_goes_back_to_it(shared_dir):
+    model = torch.nn.Linear(400, 400)
+    torch.nn.init.ones_(model.weight)
+    options = {"compare_replicas": 3, "verify": "replicas", "host_cache_size": CACHE}
+
+    def manager():
+        return ds.CheckpointManager(shared_dir, every=1, keep=1, save_last=False, **options)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = {"model": model, "optimizer": optimizer}
+    with manager() as saves:
+        for step in range(1, 8):
+            saves.save(step, state)
+            saves.wait()
+    dist.barrier()
+    kept = sorted(path.name for path in shared_dir.iterdir() if not path.name.startswith("."))
+    assert [name[-1] for name in kept] == ["5", "6", "7"], kept
+    dist.barrier()
+    with manager() as saves:
+        assert saves.restore_latest(state) == 5
+    dist.barrier()
