@@ -119,7 +119,7 @@ class Archive:
 
     def close(self) -> None:
         """Give up what is not archived: a pin keeps it for the next start."""
-        self._carrier.closing.set()
+        self._carrier.close()
         self._worker.close(_CLOSE_SECONDS)
 
     def add(
