@@ -9,14 +9,17 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from support.jobs.ranks import ranks
+import torch.distributed.checkpoint as dcp
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks, run_on_ranks
 from support.state.checkpoints import CACHE, assert_same, load_everything, raises
+from support.stores.server import endpoint, use
 from support.waiting import lines
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_datastates as ds
-from dcp_datastates import DataStatesSavePlanner
+from dcp_datastates import DataStatesSavePlanner, DataStatesWriter
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ReplicasDifferError
 
 TURNS = 4
@@ -128,6 +131,37 @@ def test_shards_and_their_replicas(rows, shared_dir):
     dist.barrier()
     assert _good(shared_dir) == shared_dir / "2"
     dist.barrier()
+
+
+def _by_dcp(root, url=None):
+    if url is not None:
+        use(url)
+    model, planner = _Model(), DataStatesSavePlanner()
+    for number in range(3):
+        if number == 2 and dist.get_rank():
+            model.flip("w3", 77_777)
+        by = DataStatesWriter(
+            f"{root}/{number}", compare_replicas=1, reads=0.1, host_cache_size=CACHE
+        )
+        options = {"storage_writer": by, "planner": planner, "process_group": own_group()}
+        if number < 2:
+            dcp.async_save(model.state(), **options).result()
+            by.committed.result(60)
+            continue
+        with raises(ReplicasDifferError, "'w3', bytes 0 to", f"{number - 1}"):
+            dcp.async_save(model.state(), **options).result()
+            by.committed.result(60)
+        by.close()
+    dist.barrier()
+    assert str(_good(root)) == f"{root}/1"
+
+
+def test_also_in_dcp_s_own_calls_where_tensors_are_read_later(shared_dir):
+    run_on_ranks(2, _by_dcp, root=shared_dir)
+
+
+def test_also_in_a_store(s3_root):
+    run_on_ranks(2, _by_dcp, root=s3_root, url=endpoint())
 
 
 @ranks(2)
