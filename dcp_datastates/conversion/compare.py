@@ -292,7 +292,7 @@ def _unequal_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _same_object(one: Source, other: Source, name: str, allow_objects: bool) -> bool:
-    if one.object_bytes(name) == other.object_bytes(name):
+    if one.objects[name]() == other.objects[name]():
         return True
     try:
         return _equal(one.value(name, allow_objects), other.value(name, allow_objects))
