@@ -20,7 +20,7 @@ from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.config import check_names, parse_flag, parse_size
 from dcp_datastates.conversion import dcp_checkpoints, hugging_face, torch_file
 from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.source import Source, optimizers_in, read_whole, select
+from dcp_datastates.conversion.source import Source, optimizers_in, read_part, select
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -279,7 +279,7 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
     found = locate(path)
     if is_directory(found):
         return _open_directory(found, allow_objects)
-    first = read_whole(found, 9)
+    first = bytes(read_part(found, 0, 9))
     if first.startswith(torch_file.BEGINNINGS):
         return torch_file.torch_source(found, allow_objects)
     if hugging_face.is_safetensors(first):

@@ -40,7 +40,6 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
     IncompatibleStateError,
-    StorageError,
 )
 from dcp_datastates.format import key_paths
 from dcp_datastates.format.layout import LayoutItem, SealedFile
@@ -315,11 +314,9 @@ class _Unpickler(BoundedUnpickler):
 
 
 def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
-    kind = pickle.Unpickler if allow_objects else _Unpickler
+    data = io.BytesIO(read_whole(path))
     try:
-        metadata = kind(io.BytesIO(read_whole(path))).load()
-    except StorageError:
-        raise
+        metadata = (pickle.Unpickler if allow_objects else _Unpickler)(data).load()
     except pickle.UnpicklingError as error:
         said, _, needed = str(error).partition("Unsupported global: ")
         if needed and not said:

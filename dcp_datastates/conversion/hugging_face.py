@@ -24,14 +24,7 @@ import torch
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.destination import Run, contents, write_file
-from dcp_datastates.conversion.source import (
-    Selected,
-    Source,
-    as_bytes,
-    mapped,
-    read_whole,
-    select,
-)
+from dcp_datastates.conversion.source import Selected, Source, as_bytes, mapped, read_whole, select
 from dcp_datastates.conversion.torch_file import write_torch
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -62,7 +55,6 @@ _NAME_OF: Final[Mapping[torch.dtype, str]] = {
 _DTYPE_OF: Final = {name: dtype for dtype, name in _NAME_OF.items()}
 
 _INDEX: Final = ".safetensors.index.json"
-_INDEX_BYTES: Final = 1 << 30
 _ALIGNMENT: Final = 64
 """Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
 
@@ -162,7 +154,7 @@ def weights_in(folder: Location) -> Source | None:
 def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
     """The file of each name. ``beside``: the names of the files beside the index."""
     try:
-        data = read_whole(path, _INDEX_BYTES)
+        data = read_whole(path)
         values.check_memory(len(data), data)
         content = values.load(data)
     except values.ValueRefused as error:
@@ -413,13 +405,10 @@ def _check_config(config: bytes, where: str) -> None:
         tokens = found.get("trainable_token_indices")
     except (ValueError, AttributeError) as error:
         raise ConfigurationError(f"{where} is no configuration of an adapter: {error}") from error
-    for wrong in (
-        f"peft_type={kind!r}" if kind != "LORA" else "",
-        f"bias={bias!r}" if bias != "none" else "",
-        "trainable_token_indices" if tokens else "",
-    ):
-        if wrong:
-            raise ConfigurationError(
-                f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
-                f"save_pretrained() of PEFT write it"
-            )
+    more = {f"peft_type={kind!r}": kind != "LORA", f"bias={bias!r}": bias != "none"}
+    more["trainable_token_indices"] = bool(tokens)
+    for wrong in (each for each, is_there in more.items() if is_there):
+        raise ConfigurationError(
+            f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
+            f"save_pretrained() of PEFT write it"
+        )

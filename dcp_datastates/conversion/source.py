@@ -10,7 +10,6 @@ import contextlib
 import errno
 import io
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +27,9 @@ from dcp_datastates.errors import (
     UnsafeObjectError,
     UnsupportedTensorError,
 )
+from dcp_datastates.format import stored_names
 from dcp_datastates.format.key_paths import KeyPath
-from dcp_datastates.format.stored_names import (
-    NamePatterns,
-    Rename,
-    check_rename,
-    renamed,
-    renamed_path,
-)
+from dcp_datastates.format.stored_names import NamePatterns, Rename
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
@@ -141,7 +135,10 @@ class Selected(Source):
             source.format,
             {new: _described(tensors[old], dtype) for new, old in old_of.items() if old in tensors},
             {new: objects[old] for new, old in old_of.items() if old in objects},
-            {new: renamed_path(source.paths[old], old, new) for new, old in old_of.items()},
+            {
+                new: stored_names.renamed_path(source.paths[old], old, new)
+                for new, old in old_of.items()
+            },
         )
         self._source, self._old_of = source, old_of
 
@@ -185,7 +182,7 @@ def select(
         raise ConfigurationError(
             f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
         )
-    check_rename(rename)
+    stored_names.check_rename(rename)
     target_dtype = _dtype(dtype)
     root = None if part is None else NamePatterns("part", part)
     wanted = root if only is None else NamePatterns("only", only)
@@ -203,7 +200,7 @@ def select(
         tensor = source.tensors.get(name)
         if tensor is not None and not tensor.is_meta:
             _check_plain(source.path, name, tensor)
-    old_of = renamed(taken, rename, part=root, all_used=True)
+    old_of = stored_names.renamed(taken, rename, part=root, all_used=True)
     return Selected(source, old_of, target_dtype)
 
 
@@ -279,9 +276,10 @@ def read_part(path: Location, begin: int, nbytes: int) -> Buffer:
     return range_reader([path])(str(path), begin, begin + nbytes)
 
 
-def read_whole(path: Location, at_most: int = sys.maxsize) -> bytes:
-    """The bytes of a file, or its first ``at_most``. Raises as :func:`read_part`."""
-    return bytes(read_part(path, 0, min(file_bytes(path), at_most)))
+def read_whole(path: Location) -> bytes:
+    """The bytes of a small file. Raises :class:`StorageError`."""
+    place = stored(path)
+    return place.store.get(place.key)
 
 
 @contextlib.contextmanager

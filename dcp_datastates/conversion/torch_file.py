@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 
 import torch
 
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, loaded, local_file
+from dcp_datastates.conversion.source import Source, loaded, local_file
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
@@ -54,11 +54,8 @@ def torch_source(path: Location, allow_objects: bool) -> Source:
             f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
         )
     tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-    objects = {
-        name: partial(_saved, path, name, each)
-        for name, each in values.items()
-        if name not in tensors
-    }
+    others = ((name, each) for name, each in values.items() if name not in tensors)
+    objects = {name: partial(_saved, path, name, each) for name, each in others}
     return Source(path, "torch.save", tensors, objects, paths)
 
 
@@ -115,9 +112,7 @@ def write_torch(
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
     ``allow_objects``.
     """
-    values: dict[str, Any] = {}
-    for names in source.groups(source.tensors, PIECE_BYTES):
-        values |= zip(names, map(own, source.read(names)), strict=True)
+    values: dict[str, Any] = {name: own(each) for name, each in source.each(source.tensors)}
     values |= {name: source.value(name, allow_objects) for name in source.objects}
     state = make(nested(values, source.paths))
     with explained("writing", target, source.nbytes), target.open("xb") as file:
