@@ -48,7 +48,7 @@ BUDGETS = {
     "checkpoints": 2_659,
     "cli": 1_072,
     "commit": 1_551,
-    "conversion": 2_085,
+    "conversion": 2_053,
     "dcp": 2_025,
     "deepspeed": 730,
     "format": 2_923,
