@@ -16,6 +16,7 @@ import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,11 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.conversion.destination import Run, contents, with_checksums, write_file
 from dcp_datastates.conversion.source import Source, file_bytes, loaded, read_part, read_whole
 from dcp_datastates.conversion.torch_file import own, save_to
-from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    ConfigurationError,
-    IncompatibleStateError,
-)
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, IncompatibleStateError
 from dcp_datastates.format import key_paths
 from dcp_datastates.format.layout import LayoutItem, SealedFile
 from dcp_datastates.format.metadata import DCP_VERSION, encode
@@ -132,7 +129,6 @@ class DataStatesSource(_DcpSource):
         return b"".join(found)
 
 
-@collection_paused()
 def write_datastates(
     source: Source, folder: Path, beside: Path, shard_bytes: int, run: Run
 ) -> None:
@@ -146,6 +142,18 @@ def write_datastates(
     attempt = next_attempt(neighbours.newest)
     with local.explained("creating directory", folder):
         operations.make_directory(folder / attempt.name, "convert")
+    note = Note(attempt, {}, neighbours.newest, {}, time.time(), None)
+    units, metadata = _laid_out(source, folder, shard_bytes, note)
+    run(units)
+    write_file(folder / attempt.name / DECISION_NAME, [metadata])
+    write_file(folder / local.METADATA_NAME, [metadata])
+
+
+@collection_paused()
+def _laid_out(
+    source: Source, folder: Path, shard_bytes: int, note: Note
+) -> tuple[list[Unit], bytes]:
+    """What writes the data files, and the metadata with this ``note``, which has no files yet."""
     units: list[Unit] = []
     records: dict[str, FileRecord] = {}
     tensors, objects_of = [], []  # where each lies: the number of its file, its offset, its length
@@ -163,16 +171,13 @@ def write_datastates(
         tensors.append(places[:, : len(names)])
         objects_of.append(places[:, len(names) :])
         for layout, file in zip(part.layouts, files, strict=True):
-            path = f"{attempt.name}/{layout.name}"
+            path = f"{note.attempt.name}/{layout.name}"
             records[path] = FileRecord(path, file.nbytes, file.table_offset)
             ordered = [names[entry.item] for entry in layout.tensors]
             units.append(partial(_write, source, folder / path, file, ordered, objects))
-    run(units)
     placement = Placement(tuple(records), *np.concatenate([*tensors, *objects_of], axis=1))
-    note = Note(attempt, records, neighbours.newest, {}, time.time(), None)
-    metadata = encode(MetadataTable(catalog_of(_metadata(source, {})), placement, note))
-    write_file(folder / attempt.name / DECISION_NAME, [metadata])
-    write_file(folder / local.METADATA_NAME, [metadata])
+    catalog = catalog_of(_metadata(source, {}))
+    return units, encode(MetadataTable(catalog, placement, replace(note, files=records)))
 
 
 def _write(

@@ -23,13 +23,8 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.process.work import Done, Unit
-from dcp_datastates.storage import operations, presence
-from dcp_datastates.storage.local import (
-    check_writable,
-    explained,
-    make_directories,
-    sync_directories,
-)
+from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, resolved
 
 Run = Callable[[Sequence[Unit]], None]
@@ -49,7 +44,7 @@ def check_destination(source: Location, target: Path, is_directory: bool, overwr
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
         )
-    check_writable(target.parent)
+    local.check_writable(target.parent)
     if not _is_taken(target):
         return
     is_folder = presence.is_directory(target)
@@ -101,7 +96,7 @@ def atomic_output(target: Path, is_directory: bool, overwrite: bool) -> Iterator
     Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``;
     :class:`ConfigurationError` for a directory that the file system cannot replace in one step.
     """
-    make_directories(target.parent, "convert")
+    local.make_directories(target.parent, "convert")
     work = target.parent / f".{target.name}.converting-{secrets.token_hex(4)}"
     new = work / "new"
     with explained("creating directory", work):
@@ -115,7 +110,7 @@ def atomic_output(target: Path, is_directory: bool, overwrite: bool) -> Iterator
         yield new
         with explained("publishing", target):
             _publish(new, target, overwrite)
-        for directory in sync_directories(target.parent):
+        for directory in local.sync_directories(target.parent):
             with explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
     finally:
