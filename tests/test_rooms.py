@@ -48,7 +48,7 @@ BUDGETS = {
     "checkpoints": 2_690,
     "cli": 1_072,
     "commit": 1_649,
-    "conversion": 2_191,
+    "conversion": 2_053,
     "dcp": 2_039,
     "deepspeed": 730,
     "format": 2_946,

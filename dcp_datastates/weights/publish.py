@@ -28,7 +28,7 @@ from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.commit.joint_work import JointWork
 from dcp_datastates.config import check_count, parse_size
-from dcp_datastates.conversion.datastates import DataStatesSource
+from dcp_datastates.conversion.dcp_checkpoints import DataStatesSource
 from dcp_datastates.conversion.hugging_face import companions_of
 from dcp_datastates.conversion.source import Source, select
 from dcp_datastates.errors import (
