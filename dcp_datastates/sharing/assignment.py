@@ -8,7 +8,8 @@ that it needs, and derives units and owners from them: so the coordinator sends 
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -145,68 +146,67 @@ class Unit(NamedTuple):
     owner: int
     readers: int
 
+    @property
+    def nbytes(self) -> int:
+        """That it has at most: the last block of a file may be shorter."""
+        return (self.end - self.begin) * BLOCK_BYTES
+
 
 @dataclass(frozen=True, eq=False)
 class Share(Message):
     """What rank ``rank`` shares.
 
     Attributes:
-        columns: :attr:`spans`, one after the other.
+        spans: four numbers for each span, in order: the first block, the last plus 1, the number of its first unit, and
+            its place in ``readers``. Unit u of a span belongs to reader u modulo their number.
         readers: the ranks that share a span, in order.
         others: the other ranks in ``readers``, each with the fields of its address.
     """
 
     rank: int
-    columns: Ints
+    spans: Ints
     readers: list[tuple[int, ...]]
     others: list[tuple[Any, ...]]
-
-    @functools.cached_property
-    def spans(self) -> Ints:
-        """(n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
-        ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
-        """
-        return self.columns.reshape(-1, 4)
 
     @property
     def addresses(self) -> dict[int, Address]:
         """Of the other ranks in ``readers``."""
         return {rank: Address(*address) for rank, *address in self.others}
 
+    @functools.cached_property
+    def units(self) -> list[Unit]:
+        """What the rank shares, in order."""
+        found = []
+        for begin, end, number, place in self.spans.reshape(-1, 4).tolist():
+            readers = self.readers[place]
+            for at, start in enumerate(range(begin, end, UNIT_BLOCKS), number):
+                owner, stop = readers[at % len(readers)], min(start + UNIT_BLOCKS, end)
+                found.append(Unit(start, stop, owner, len(readers)))
+        return found
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return [unit.begin for unit in self.units]
+
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Unit | None]]:
         """The blocks [begin, end), cut where another unit begins: first block, last plus 1, and the unit; None if no
         other rank needs them.
         """
-        at = bisect_right(self.spans[:, 0], begin) - 1
-        while begin < end:
-            if at >= 0 and begin < self.spans[at, 1]:
-                unit = self._unit(at, begin)
-                stop = min(unit.end, end)
-                yield begin, stop, unit
-            else:
-                following = int(self.spans[at + 1, 0]) if at + 1 < len(self.spans) else end
-                stop = min(following, end)
-                yield begin, stop, None
-            begin = stop
-            if at + 1 < len(self.spans) and begin >= self.spans[at + 1, 0]:
-                at += 1
+        at = max(0, bisect_right(self._begins, begin) - 1)
+        for unit in itertools.islice(self.units, at, bisect_left(self._begins, end)):
+            if begin < unit.begin:
+                yield begin, unit.begin, None
+            begin = max(begin, unit.begin)
+            if begin < unit.end:
+                yield begin, min(unit.end, end), unit
+                begin = min(unit.end, end)
+        if begin < end:
+            yield begin, end, None
 
-    def _unit(self, at: int, block: int) -> Unit:
-        begin, end, first, group = self.spans[at].tolist()
-        number = (block - begin) // UNIT_BLOCKS
-        start = begin + number * UNIT_BLOCKS
-        readers = self.readers[group]
-        owner = readers[(first + number) % len(readers)]
-        return Unit(start, min(start + UNIT_BLOCKS, end), owner, len(readers))
-
-    def own_units(self, runs: Ints) -> Iterator[Unit]:
+    def own_units(self, runs: Ints) -> list[Unit]:
         """The units of this rank's that have a block of ``runs``, in order."""
-        last = -1
-        for begin, end in runs.tolist():
-            for _, _, unit in self.pieces(begin, end):
-                if unit is not None and unit.owner == self.rank and unit.begin > last:
-                    last = unit.begin
-                    yield unit
+        every = (unit for begin, end in runs.tolist() for *_, unit in self.pieces(begin, end))
+        return [unit for unit in dict.fromkeys(every) if unit and unit.owner == self.rank]
 
 
 def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
