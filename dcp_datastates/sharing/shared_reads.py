@@ -59,9 +59,8 @@ _AHEAD_THREADS: Final = 8
 
 _NO_ROOM_SECONDS: Final = 0.01
 
-_CONNECT_SECONDS: Final = 3.0
 _ANSWER_SECONDS: Final = 10.0
-"""For one unit: some time above what a busy store takes. A rank that takes longer is asked no more."""
+"""For a connection, and for one unit: some time above what a busy store takes. A slower rank is asked no more."""
 
 _KEPT_SECONDS: Final = 15.0
 """How long a rank whose own load has ended keeps what the others have not taken: longer than they wait for an answer.
@@ -194,8 +193,7 @@ class _Peer(Client):
     """Another rank. Up to ``lines`` threads ask it at the same time; others wait for their turn."""
 
     def __init__(self, address: Address, lines: int) -> None:
-        times = {"connect_seconds": _CONNECT_SECONDS, "answer_seconds": _ANSWER_SECONDS}
-        super().__init__([address], most_idle=lines, **times)
+        super().__init__([address], most_idle=lines)
         self.turns: Final = threading.BoundedSemaphore(lines)
         self.is_left = False
 
@@ -315,7 +313,8 @@ class SharedReads:
         try:
             if peer.is_left:
                 return None
-            _, data = peer.ask(["unit", unit.begin, begin, end], most=end - begin)
+            words = ["unit", unit.begin, begin, end]
+            _, data = peer.ask(words, most=end - begin, seconds=_ANSWER_SECONDS)
             if data.nbytes != end - begin:
                 raise DamagedError
             return data

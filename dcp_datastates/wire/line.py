@@ -267,41 +267,30 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
 
 class Client:
     """The servers at ``addresses``, which have the same to say: the first that takes a connection is asked. Any thread;
-    each request that is under way has a connection of its own.
-
-    Args:
-        most_idle: so many connections are kept for later requests.
-        connect_seconds: within which a server takes a connection.
-        answer_seconds: within which a request is answered, even while bytes pass.
+    each request that is under way has a connection of its own. ``most_idle`` connections are kept for later requests.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[Address],
-        *,
-        most_idle: int,
-        connect_seconds: float = CONNECT_SECONDS,
-        answer_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, addresses: Sequence[Address], *, most_idle: int) -> None:
         self.addresses: Final = addresses
         self._most_idle = most_idle
-        self._connect_seconds, self._answer_seconds = connect_seconds, answer_seconds
         self._lock = threading.RLock()  # guards what follows
         self._idle: list[Line] = []
 
-    def ask(self, words: object, *, most: int = 0) -> tuple[Any, memoryview]:
-        """The result of a request, with data of at most ``most`` bytes. Raises OSError; :class:`RefusedError` if the
-        server has answered with an error.
+    def ask(
+        self, words: object, *, most: int = 0, seconds: float = math.inf
+    ) -> tuple[Any, memoryview]:
+        """The result of a request, with data of at most ``most`` bytes. ``seconds``: within which the server takes a
+        connection, and then answers, even while bytes pass. Raises OSError; :class:`RefusedError` if the server has
+        answered with an error.
         """
-        line, result, data = self.begin(words, most=most)
+        line, result, data = self.begin(words, most=most, seconds=seconds)
         self.give_back(line)
         return result, data
 
     def begin(
         self, words: object, *, most: int = 0, seconds: float = math.inf
     ) -> tuple[Line, Any, memoryview]:
-        """As :meth:`ask`, within ``seconds`` to connect and as many for the answer. Returns the connection, too, for
-        more requests: it is to be given back or closed.
+        """As :meth:`ask`. Returns the connection, too, for more requests: it is to be given back or closed.
 
         If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
         """
@@ -310,7 +299,7 @@ class Client:
         if idle is not None:
             with contextlib.suppress(ConnectionError):
                 return self._asked(idle, words, most, seconds)
-        return self._asked(self._connected(seconds), words, most, seconds)
+        return self._asked(self._connected(min(seconds, CONNECT_SECONDS)), words, most, seconds)
 
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose requests were answered, for others."""
@@ -332,7 +321,7 @@ class Client:
         self, line: Line, words: object, most: int, seconds: float
     ) -> tuple[Line, Any, memoryview]:
         try:
-            line.end_within(min(seconds, self._answer_seconds))
+            line.end_within(seconds)
             line.send(words)
             return line, *line.result(most)
         except RefusedError:
@@ -343,13 +332,12 @@ class Client:
             raise
 
     def _connected(self, seconds: float) -> Line:
-        failure: OSError | None = None
+        failures: list[OSError] = []
         for address in [*self.addresses] * _TRIES:
             try:
-                return connect(address, min(seconds, self._connect_seconds))
+                return connect(address, seconds)
             except OSError as error:
-                failure = failure or error
+                failures.append(error)
                 if isinstance(error, TimeoutError):  # the host is gone: so are its other processes
                     break
-        assert failure is not None, "there is an address"
-        raise failure
+        raise failures[0]
