@@ -45,34 +45,25 @@ class FileBlocks(NamedTuple):
     nbytes: int
 
 
-class Blocks:
-    """The numbers of the blocks of all data files: the same on all ranks that load the same attempt.
+def blocks_of(files: Mapping[str, FileRecord]) -> dict[str, FileBlocks]:
+    """The numbers of the blocks of all data files, in order: the same on all ranks that load the same attempt.
 
     Between the last block of a file and the first of the next one, a number stays free: so no span lies in two files.
     """
-
-    def __init__(self, files: Mapping[str, FileRecord]) -> None:
-        self.files: Final[dict[str, FileBlocks]] = {}
-        first = 0
-        for name in sorted(files):
-            nbytes = files[name].table_offset
-            self.files[name] = FileBlocks(name, first, nbytes)
-            first += -(-nbytes // BLOCK_BYTES) + 1
-        self._in_order: Final = list(self.files.values())
-        self._firsts: Final = [each.first for each in self._in_order]
-
-    def file_of(self, block: int) -> FileBlocks:
-        """The file that has ``block``."""
-        return self._in_order[bisect_right(self._firsts, block) - 1]
+    found, first = {}, 0
+    for name in sorted(files):
+        found[name] = FileBlocks(name, first, files[name].table_offset)
+        first += -(-files[name].table_offset // BLOCK_BYTES) + 1
+    return found
 
 
-def needed_blocks(reads: Reads, blocks: Blocks) -> Ints:
+def needed_blocks(reads: Reads, blocks: Mapping[str, FileBlocks]) -> Ints:
     """(n, 2): the runs of blocks with bytes of ``reads``, the first block and the last plus 1; in order, and not
     adjacent. A file that the metadata do not describe has none: :mod:`restore` raises the error.
     """
     found = [np.empty((0, 2), np.int64)]
     for rows in groups(reads.files):
-        file = blocks.files.get(reads.paths[reads.files[rows[0]]])
+        file = blocks.get(reads.paths[reads.files[rows[0]]])
         if file is not None:
             begin, end = (np.clip(each, 0, file.nbytes) for each in _ranges(reads.take(rows)))
             found.append(

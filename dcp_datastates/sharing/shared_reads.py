@@ -20,6 +20,7 @@ import math
 import os
 import socket
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,12 +37,12 @@ from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import (
-    Blocks,
     FileBlocks,
     Offer,
     Share,
     Unit,
     assign,
+    blocks_of,
     needed_blocks,
 )
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -217,10 +218,10 @@ class SharedReads:
         self, share: Share, listening: socket.socket, address: Address, note: Note, place: Location
     ) -> None:
         self._share: Final = share
-        self._blocks: Final = Blocks(note.files)
-        self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
-        self._place: Final = place
-        self._storage: Final = range_reader(place / name for name in self._blocks.files)
+        self._blocks: Final = blocks_of(note.files)
+        self._files: Final = {str(place / name): file for name, file in self._blocks.items()}
+        self._in_order: Final = list(self._files.items())
+        self._storage: Final = range_reader(place / name for name in self._blocks)
         self._peers: Final = _peers_at(share.addresses)
         self._own: Final = {unit.begin: unit for unit in share.units if unit.owner == share.rank}
         most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
@@ -283,7 +284,7 @@ class SharedReads:
     # ---- this rank's own load ------------------------------------------------------------------------
 
     def _read_range(self, path: str, begin: int, end: int) -> Buffer:
-        file = self._paths[path]
+        file = self._files[path]
         if end > file.nbytes or file.name in self._left:  # the table of checksums; or all
             return self._storage(path, begin, end)
         pieces = list(self._pieces(path, file, begin, end))
@@ -334,10 +335,11 @@ class SharedReads:
             peer.turns.release()
 
     def _read_unit(self, unit: Unit) -> Buffer:
-        file = self._blocks.file_of(unit.begin)
+        at = bisect_right(self._in_order, unit.begin, key=lambda each: each[1].first) - 1
+        path, file = self._in_order[at]
         begin = (unit.begin - file.first) * BLOCK_BYTES
         end = min(begin + unit.nbytes, file.nbytes)
-        data = self._storage(str(self._place / file.name), begin, end)
+        data = self._storage(path, begin, end)
         if memoryview(data).nbytes != end - begin:
             raise OSError(errno.EIO, "storage has returned another number of bytes")
         return data
@@ -383,7 +385,7 @@ class JointReads:
         self.close()
         if not self._wanted:
             return b""
-        runs = needed_blocks(reads(), Blocks(table.note.files))
+        runs = needed_blocks(reads(), blocks_of(table.note.files))
         try:
             self._own = _, address = listen(self._rank_set.address)
         except OSError as error:

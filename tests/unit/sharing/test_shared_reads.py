@@ -16,7 +16,7 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
-from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks
+from dcp_datastates.sharing.assignment import Offer, Unit, assign, blocks_of, needed_blocks
 from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads, pays
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire.line import RefusedError, connect
@@ -49,7 +49,7 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.runs = needed_blocks(self.needed, Blocks(note.files))
+        self.runs = needed_blocks(self.needed, blocks_of(note.files))
         self.listening = [listen("127.0.0.1") for _ in range(2)]
         self.addresses = [address for _, address in self.listening]
         offers = [Offer(tuple(each), self.runs.ravel()) for each in self.addresses]
