@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
 from dcp_datastates.format.metadata_table import FileRecord
@@ -205,63 +205,55 @@ def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
 
     None has one if that would save less than :data:`LEAST_REPEATED` of what they read.
     """
-    ranks = np.array(sorted(offers), np.int64)
-    counts = [len(offers[rank].runs) for rank in ranks.tolist()]
-    runs = np.concatenate([np.empty((0, 2), np.int64), *(offers[r].runs for r in ranks.tolist())])
-    who = np.repeat(ranks, counts)
-    begins, ends, sets, repeated = _shared_spans(runs, who)
-    if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
+    shared = _shared_spans(offers)
+    repeated = sum((len(ranks) - 1) * int(np.diff(spans).sum()) for ranks, spans in shared)
+    if repeated <= LEAST_REPEATED * sum(int(np.diff(each.runs).sum()) for each in offers.values()):
         return {}
-    parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
-    by_set = groups(sets)
-    needed = _needing(begins[[chosen[0] for chosen in by_set]], [offers[r].runs for r in ranks])
-    for number, chosen in enumerate(by_set):
-        needing = ranks[needed[:, number]]
-        units = -(-(ends[chosen] - begins[chosen]) // UNIT_BLOCKS)
+    parts = defaultdict[int, list[tuple[Ints, tuple[int, ...]]]](list)
+    for number, (ranks, spans) in enumerate(shared):
+        units = -(-np.diff(spans)[:, 0] // UNIT_BLOCKS)
         first = number + np.cumsum(units) - units  # not every set begins with its first reader
-        spans = np.stack([begins[chosen], ends[chosen], first, np.zeros_like(first)], axis=1)
-        for readers in np.array_split(needing, -(-len(needing) // MOST_READERS)):
-            for rank in readers.tolist():
-                parts.setdefault(rank, []).append((spans, tuple(readers.tolist())))
+        numbered = np.column_stack([spans, first])
+        for group in np.array_split(ranks, -(-len(ranks) // MOST_READERS)):
+            readers = tuple(group.tolist())
+            for rank in readers:
+                parts[rank].append((numbered, readers))
     return {rank: _share(rank, of_rank, offers) for rank, of_rank in parts.items()}
 
 
-def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uint64], int]:
-    """The spans that two ranks or more need: begins, ends, and a number for the set of their readers; and how many
-    blocks are read again if each rank reads all that it needs.
-
-    Each rank has a random number; a set has the sum of its ranks' (modulo 2**64), so that equal sums mean equal sets,
-    but for a probability of about sets**2 / 2**64.
+def _shared_spans(offers: Mapping[int, Offer]) -> list[tuple[Ints, Ints]]:
+    """For each set of two ranks or more that need the same: the ranks, in order; and (n, 2), the spans that they need
+    and no other does, in order.
     """
-    edges, where = np.unique(runs, return_inverse=True)
-    where = where.reshape(runs.shape)
-    random = np.random.default_rng().integers(1, 1 << 63, int(who.max(initial=0)) + 1, np.uint64)
-    sums, readers = np.zeros(len(edges), np.uint64), np.zeros(len(edges), np.int64)
-    for column, add in ((0, np.add), (1, np.subtract)):
-        add.at(sums, where[:, column], random[who])
-        add.at(readers, where[:, column], 1)
-    counts = np.cumsum(readers)[:-1]
-    shared = counts > 1
-    begins, ends = edges[:-1][shared], edges[1:][shared]
-    repeated = int(((counts[shared] - 1) * (ends - begins)).sum())
-    return begins, ends, np.cumsum(sums)[:-1][shared], repeated
+    alike = defaultdict[bytes, int](
+        int
+    )  # of each offer the ranks, a bit for each: replicas offer the same
+    for rank, offer in offers.items():
+        alike[offer.edges.tobytes()] |= 1 << rank
+    each_edges = [np.frombuffer(edges, np.int64) for edges in alike]
+    edges, bits = np.concatenate([*each_edges, np.empty(0, np.int64)]), [*alike.values()]
+    who = np.repeat(np.arange(len(alike)), [*map(len, each_edges)])
+    order = np.argsort(edges, kind="stable")
+    by_set = defaultdict[int, list[tuple[int, int]]](list)
+    begin = needing = 0  # the bits of the ranks that need the blocks from ``begin`` on
+    for edge, number in zip(edges[order].tolist(), who[order].tolist(), strict=True):
+        if edge > begin and needing & (needing - 1):
+            by_set[needing].append((begin, edge))
+        begin = edge
+        needing ^= bits[number]
+    return [(_ranks_in(needing), np.array(spans)) for needing, spans in by_set.items()]
 
 
-def _needing(blocks: Ints, runs_of: Sequence[Ints]) -> npt.NDArray[np.bool_]:
-    """(ranks, blocks): whether the rank with these runs needs the block."""
-    needed = np.zeros((len(runs_of), len(blocks)), np.bool_)
-    for row, runs in zip(needed, runs_of, strict=True):
-        if len(runs):
-            at = np.searchsorted(runs[:, 0], blocks, "right") - 1
-            row[:] = (at >= 0) & (blocks < runs[at, 1])
-    return needed
+def _ranks_in(bits: int) -> Ints:
+    data = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(data, bitorder="little"))
 
 
 def _share(
     rank: int, parts: list[tuple[Ints, tuple[int, ...]]], offers: Mapping[int, Offer]
 ) -> Share:
-    spans = np.concatenate([spans for spans, _ in parts])
-    spans[:, 3] = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
+    places = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
+    spans = np.column_stack([np.concatenate([spans for spans, _ in parts]), places])
     readers = [readers for _, readers in parts]
     others = {each for group in readers for each in group if each != rank}
     addresses = [(each, *offers[each].address) for each in sorted(others)]
