@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from typing_extensions import Buffer
 
@@ -141,25 +141,15 @@ class NodeStore:
 
     def list(self, prefix: str) -> Listing:
         """What any node has; of an object that differs, what was stored last; of a data file, the longest."""
-        every = sorted(
-            itertools.chain(*self.entries(prefix)),
-            key=lambda entry: (is_data(entry.key) and entry.nbytes, entry.modified_ns),
-        )
-        beginning = f"{self._bucket}/" if self._bucket else ""
-        found = {entry.key.removeprefix(beginning): entry for entry in every}
-        folders = [key[:-1].rpartition("/")[2] for key in sorted(found) if key.endswith("/")]
-        objects = [
-            StoredObject(key, found[key].nbytes, found[key].modified_ns / 1e9)
-            for key in sorted(found)
-            if not key.endswith("/")
-        ]
+        beginning = f"{prefix}/" if prefix else ""
+        folders, objects = [], []
+        for name, held in sorted(self._below(prefix).items()):
+            if name.endswith("/"):
+                folders.append(name[:-1])
+                continue
+            entry = max(held.values(), key=_precedence)
+            objects.append(StoredObject(beginning + name, entry.nbytes, entry.modified_ns / 1e9))
         return Listing(tuple(folders), tuple(objects))
-
-    def entries(self, prefix: str) -> Sequence[Sequence[Entry]]:
-        """What lies directly below ``prefix``, on each node."""
-        name = self.name_of(prefix)
-        with self._explained("listing", prefix):
-            return _all(self.nodes().ring, lambda node: node.list(name))
 
     def left(self, key: str) -> int:
         """The bytes of data files that still have room at ``key``, if each node stores equally many."""
@@ -187,12 +177,7 @@ class NodeStore:
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        found = defaultdict[str, Any](list)
-        for node, entries in zip(self.nodes().ring, self.entries(prefix), strict=True):
-            for entry in entries:
-                name = entry.key.removeprefix(f"{self.name_of(prefix)}/")
-                found[name].append(node.name)
-        return found
+        return {name: [*held] for name, held in self._below(prefix).items()}
 
     def elsewhere(self) -> dict[str, ObjectStore]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
@@ -302,6 +287,16 @@ class NodeStore:
             self.on_loss(key)
         return True
 
+    def _below(self, prefix: str) -> dict[str, dict[str, Entry]]:
+        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
+        ring, below = self.nodes().ring, self.name_of(prefix)
+        found = defaultdict[str, dict[str, Entry]](dict)
+        with self._explained("listing", prefix):
+            for node, entries in zip(ring, _all(ring, lambda node: node.list(below)), strict=True):
+                for entry in entries:
+                    found[entry.key.removeprefix(f"{below}/")][node.name] = entry
+        return found
+
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
         """What the nearest node answers that has the object, and no copy that is known to be damaged."""
         own, name = self.nodes().own, self.name_of(key)
@@ -358,6 +353,11 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
+
+
+def _precedence(entry: Entry) -> tuple[int, int]:
+    """Of copies that differ, the one with the greatest is what the store has."""
+    return entry.nbytes if is_data(entry.key) else 0, entry.modified_ns
 
 
 def is_data(key: str) -> bool:

@@ -169,24 +169,21 @@ class Line:
         """Send or receive all of ``view`` by ``move``, which returns how many bytes it has sent or received."""
         with _explained(self._seconds):
             while view.nbytes:
-                self._limit_time()
-                if is_idle:
-                    self._socket.settimeout(None)
+                self._socket.settimeout(None if is_idle else self._left())
                 count = move(view)
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 view, is_idle = view[count:], False
 
-    def _limit_time(self) -> None:
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
+    def _left(self) -> float:
+        if (left := self._ends_at - time.monotonic()) <= 0:
             raise TimeoutError
-        self._socket.settimeout(min(left, self._most_seconds))
+        return min(left, self._most_seconds)
 
     def encrypt(self, context: ssl.SSLContext) -> None:
         """As a client, shake hands for TLS."""
         with _explained(self._seconds):
-            self._limit_time()
+            self._socket.settimeout(self._left())
             encrypted = context.wrap_socket(self._socket, do_handshake_on_connect=False)
             self._socket = closed_in_children(encrypted)
             encrypted.do_handshake()
@@ -214,8 +211,13 @@ def _explained(seconds: float) -> Iterator[None]:
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
         raise ConnectionResetError(errno.ECONNRESET, "the connection has ended") from error
     except ssl.SSLError as error:
-        text = f"TLS refuses it ({getattr(error, 'verify_message', error.reason)}): {SAME_FOR_ALL}"
-        raise PermissionError(errno.EACCES, text) from error
+        raise _refused(
+            f"TLS refuses it ({getattr(error, 'verify_message', error.reason)})"
+        ) from error
+
+
+def _refused(why: str) -> PermissionError:
+    return PermissionError(errno.EACCES, f"{why}: {SAME_FOR_ALL}")
 
 
 def _own(length: int, nbytes: int, checksum: int) -> int:
@@ -244,20 +246,14 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
         line.end_within(max(0.001, began + seconds - time.monotonic()))
         theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
         if theirs[0] != (tls is not None):
-            raise PermissionError(
-                errno.EACCES,
-                f"{'this process' if tls else 'it'} uses TLS, and {'it' if tls else 'this process'} does not: "
-                f"{SAME_FOR_ALL}",
-            )
+            one, other = ("this process", "it") if tls else ("it", "this process")
+            raise _refused(f"{one} uses TLS, and {other} does not")
         if tls is not None:
             line.encrypt(tls)
         both = theirs + mine
         line.send_plain(mine + proof(key, b"client", both))
         if not hmac.compare_digest(line.receive_plain(PROOF_BYTES), proof(key, b"server", both)):
-            raise PermissionError(
-                errno.EACCES,
-                f"it does not know the job's secret, or has another one: {SAME_FOR_ALL}",
-            )
+            raise _refused("it does not know the job's secret, or has another one")
         line.end_within(math.inf)
     except BaseException:
         line.close()
