@@ -63,18 +63,18 @@ BUDGETS = {
     "process": 892,
     "ranks": 2_123,
     "saving": 2_171,
-    "sharing": 727,
+    "sharing": 699,
     "staging": 1_930,
     "storage": 3_666,
-    "tiers": 2_214,
+    "tiers": 2_168,
     "torchtitan": 466,
     "weights": 958,
-    "wire": 660,
+    "wire": 644,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_975}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_959}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
