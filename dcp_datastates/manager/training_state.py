@@ -247,7 +247,7 @@ def load_options(
     """
     stored = list(stored)
     for each in optimizers:
-        each.fit, each.renamed = fit, None
+        each.fit, each.renamed = fit, str
         fit = _following(fit, stored, each)
     needed: dict[str, str] = {}
     names = fit.names(stored)
@@ -267,7 +267,7 @@ def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
     of_models = renamed(stored, given)
     live, start = part.live(), f"{part.name}.state."
     by_old: dict[str, str] = {}
-    for name, full in sorted(live.in_model.items(), key=lambda each: each[1].count(".")):
+    for name, full in sorted(live.names.in_model.items(), key=lambda each: each[1].count(".")):
         for place, letter in enumerate(old := f".{of_models.get(full, full)}"):
             if letter == ".":
                 by_old.setdefault(old[place + 1 :], name)
