@@ -88,17 +88,6 @@ _COMMANDS: Final = {
         "Exit status: 0 saves work, 1 they do not, 2 storage fails or does not answer.",
         [_argument("root", "where checkpoints are to lie: a directory, or a URL")],
     ),
-    "watch": _Command(
-        "describe.run_watch",
-        "Show a directory of checkpoints as it changes, until Ctrl-C. The newest checkpoints with their age and the "
-        "time between commits, and the saves that are in flight. To a pipe: a line for each commit. "
-        "Exit status: 130 interrupted, 2 the directory cannot be read.",
-        [
-            _ROOT,
-            _argument("--every SECONDS", "how often to look (default: 2)", type=float, default=2.0),
-            _argument("--rows N", "how many to show (default: 12)", type=int, default=12),
-        ],
-    ),
     "trace": _Command(
         "describe.run_trace",
         "Say what each rank's part of a save cost. Which phase took how long, up to the publication, and on which rank "
