@@ -52,8 +52,6 @@ class Names:
     """Of such a model, torch alone knows the parameters, by their names."""
     parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """The optimizer's, in their order; None with FSDP1."""
-    elsewhere: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The parameters of its models that the optimizer does not have."""
     in_model: dict[str, str] = field(default_factory=dict)
     """The names within the state of those that are in a model."""
     unnamed: list[str] = field(default_factory=list)
@@ -72,7 +70,7 @@ class Group:
     """The optimizer's class."""
     names: tuple[str, ...]
     settings: dict[str, Any]
-    states: dict[str, Any]
+    states: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ident(self) -> str:
@@ -215,12 +213,10 @@ def names_of(
                 found.fsdp1, found.in_model = module, {name: name}
                 return found
     names: dict[int, str] = {}
-    every: dict[str, torch.Tensor] = {}
     for model, parameters in owners.items():
         for key, parameter in parameters.items():
             name = f"{model}.{key}" if len(owners) > 1 else key
             names.setdefault(id(parameter), name)
-            every[name] = parameter
             found.in_model[name] = f"{model}.{key}"
     for number, parameter in enumerate(mine):
         name = names.get(id(parameter), "")
@@ -229,7 +225,6 @@ def names_of(
             name = f"rank-{rank}.position-{number}" if own else f"position-{number}"
             found.unnamed.append(name)
         found.parameters[name] = parameter
-    found.elsewhere = {n: each for n, each in every.items() if n not in found.parameters}
     _known[optimizer] = found
     return found
 
@@ -293,7 +288,6 @@ class Places:
         self._live = live
         in_model = live.names.in_model.items()
         self._stored_as = {name: stored.get(names.get(full, full)) for name, full in in_model}
-        self._parameters = {**live.names.elsewhere, **live.names.parameters}
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._placements: dict[tuple[str, str], tuple[int | None, ...]] = {}
         for name, structure in nested.items():
@@ -306,7 +300,7 @@ class Places:
     def split(self, name: str) -> tuple[str | None, str]:
         """The parameter to which the part of its state with this name belongs, and the rest of the name."""
         for prefix in sorted(prefixes_of(name), key=len, reverse=True):
-            if prefix in self._parameters and prefix != name:
+            if prefix in self._live.names.parameters and prefix != name:
                 return prefix, name[len(prefix) + 1 :]
         return None, name
 
@@ -319,7 +313,7 @@ class Places:
         held = self._held(parameter).get(path)
         if held is not None and (entry is None or held.shape == entry.size):
             return held
-        like = self._parameters[parameter]
+        like = self._live.names.parameters[parameter]
         if entry is None:
             return self._wrapper(parameter, path, like)
         if like is None:

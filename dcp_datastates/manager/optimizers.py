@@ -10,21 +10,19 @@ Below an optimizer's name lie
 * ``params.<position>``: the parameters that are in no model, such as fp32 masters;
 * ``rest``: what else ``state_dict()`` gave.
 
-A load makes the tensors as they were stored, and reads them in place; nothing takes a step. What belongs to a parameter
-of the model that the optimizer does not have (any more) is kept with the optimizer, for the next save, and for the time
-when it has the parameter again.
+A load makes the tensors as they were stored, and reads them in place; nothing takes a step. A state of a parameter that
+no rank's optimizer has is not read, so the load is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,7 +34,6 @@ from dcp_datastates.manager.live_optimizer import (
     Group,
     LiveOptimizer,
     Places,
-    parameters_in,
     placements_of,
 )
 from dcp_datastates.manager.structure import Structure, put_together, taken_apart
@@ -48,13 +45,6 @@ _SMALL: Final = ("groups.", "nested.", "rest.structure")
 
 Read = Callable[[Stored, Iterable[str]], dict[str, Any]]
 """Reads stored Python values, by their stored names."""
-
-_kept: MutableMapping[torch.optim.Optimizer, dict[torch.Tensor, tuple[str, Group]]] = (
-    WeakKeyDictionary()
-)
-"""For each optimizer, the parameters that it does not have, of which a state was restored: their names, and the groups
-with their states. These are for the next save, and for the time when the optimizer has the parameters.
-"""
 
 
 @dataclass
@@ -89,8 +79,6 @@ class OptimizerPart:
 
     def live(self) -> LiveOptimizer:
         """The optimizer as it is now."""
-        if self.fit is None:
-            _give_added(self.optimizer)
         return LiveOptimizer(self.optimizer, self.models, self.rank, to_fill=self.fit is not None)
 
     # ---- saving --------------------------------------------------------------------------------
@@ -101,10 +89,8 @@ class OptimizerPart:
             self._places, self._loading = {}, None
             return self._places
         live = self.live()
-        parameters = {**live.names.elsewhere, **live.names.parameters}
         found: dict[str, Any] = {"state": {}, "groups": {}, "nested": {}}
-        groups = [group for group in live.groups if group.names]
-        for number, group in enumerate([*groups, *self._kept_of(live)]):
+        for number, group in enumerate(group for group in live.groups if group.names):
             tensors, structure = taken_apart(group.settings)
             found["groups"][group.ident] = group.kind, group.names, structure, number
             found["groups"].update({f"{group.ident}.{key}": each for key, each in tensors.items()})
@@ -113,10 +99,10 @@ class OptimizerPart:
                 continue
             nested = []
             for name, values in group.states.items():
-                if _is_flat(values, parameters.get(name)):
+                if _is_flat(values, live.names.parameters[name]):
                     found["state"][name] = values
                     continue
-                note = partial(placements_of, like=parameters.get(name))
+                note = partial(placements_of, like=live.names.parameters[name])
                 found["state"][name], structure = taken_apart(values, note=note)
                 nested.append((name, structure))
             if nested:
@@ -126,17 +112,6 @@ class OptimizerPart:
             tensors, structure = taken_apart(live.rest, "tensors")
             found["rest"] = {"structure": structure, **tensors}
         return {key: each for key, each in found.items() if each}
-
-    def _kept_of(self, live: LiveOptimizer) -> list[Group]:
-        """What is kept of parameters that the optimizer still does not have."""
-        found: dict[int, tuple[Group, list[str]]] = {}
-        for name, group in _kept.get(self.optimizer, {}).values():
-            if name in live.names.elsewhere:
-                found.setdefault(id(group), (group, []))[1].append(name)
-        return [
-            Group(group.kind, tuple(names), group.settings, {n: group.states[n] for n in names})
-            for group, names in found.values()
-        ]
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -206,10 +181,8 @@ class OptimizerPart:
         for section, value in values.items():
             if section.startswith("groups."):
                 kind, names, structure, _ = value
-                names = tuple(map(self.renamed, names))
-                states = {name: found.states[name] for name in names if name in found.states}
                 settings = _whole(structure, self._places, f"{section}.")
-                found.groups.append(Group(kind, names, settings, states))
+                found.groups.append(Group(kind, tuple(map(self.renamed, names)), settings))
         if (structure := values.get("rest.structure")) is not None:
             found.rest = _whole(structure, self._places, "rest.")
         return found
@@ -252,7 +225,6 @@ class OptimizerPart:
         }
         settings = [self._settings(group, loading.groups) for group in live.groups]
         live.give({name: each for name, each in given.items() if each}, settings, loading.rest)
-        self._keep(live.names.elsewhere, loading.groups)
         had = {name for group in loading.groups for name in group.names}
         if had and (new := [name for name in live.names.parameters if name not in had]):
             logger.warning(
@@ -293,36 +265,6 @@ class OptimizerPart:
             text = "%s: the group of %r keeps its %s: the checkpoint has none"
             logger.info(text, self.name, own.names[0], ", ".join(sorted(map(str, lacking))))
         return found
-
-    def _keep(self, elsewhere: Mapping[str, torch.Tensor], groups: Sequence[Group]) -> None:
-        kept = {
-            elsewhere[name]: (name, group)
-            for group in groups
-            for name in group.states
-            if name in elsewhere
-        }
-        if kept and self.optimizer not in _kept:
-            self.optimizer.register_step_pre_hook(_give_added)
-        if kept or self.optimizer in _kept:
-            _kept[self.optimizer] = kept
-        if kept:
-            logger.warning(
-                "%s: the optimizer does not have %d parameters of which the checkpoint has a state, which is kept for "
-                "the next save: %s",
-                self.name,
-                len(kept),
-                ", ".join(repr(name) for name, _ in kept.values()),
-            )
-
-
-def _give_added(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give the optimizer what is kept of parameters that it has now: before its next step, or the next save."""
-    kept = _kept.get(optimizer)
-    for parameter in parameters_in(optimizer) if kept else ():
-        if kept and parameter in kept:
-            name, group = kept.pop(parameter)
-            if not optimizer.state.get(parameter):
-                optimizer.state[parameter] = group.states[name]
 
 
 def _are_flat(states: Mapping[str, Any]) -> bool:
