@@ -64,7 +64,7 @@ _COMMANDS: Final = {
     "verify": _Command(
         "verify.run",
         "Read every stored byte and compare it with its checksum. Of a checkpoint, or of all checkpoints in a "
-        "directory; the parts of each must agree, too. "
+        "directory. "
         "Exit status: 0 whole, 1 damaged, 2 nothing to check or it cannot be read.",
         [_CHECKPOINTS, _THREADS, _flag("--quiet", "print damage only, no progress bar")],
     ),

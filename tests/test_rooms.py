@@ -45,13 +45,13 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_507,
-    "checkpoints": 2_653,
+    "checkpoints": 2_554,
     "cli": 1_011,
     "commit": 1_551,
     "conversion": 2_191,
     "dcp": 2_025,
     "deepspeed": 730,
-    "format": 2_923,
+    "format": 2_913,
     "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_461}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_425}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
