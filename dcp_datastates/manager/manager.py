@@ -288,10 +288,9 @@ class CheckpointManager:
             self._continuing.before_save()
             self._keeping.check()
             parts = TrainingState(state, self._rank_set)
-            if self._newest_save is None:
-                if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
-                    self._keep.check(metrics)
-                parts.warn()
+            is_first = self._newest_save is None and not self._ending
+            if self._keep is not None and is_first and self._rank_set.rank == 0:
+                self._keep.check(metrics)
             self._journal.saving(step, state)
             path = self.path(step)
             self._keeping.make_room(self._writer.config.commit_timeout)

@@ -30,7 +30,7 @@ from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs, warn_of_order
+from dcp_datastates.manager.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -142,12 +142,6 @@ class TrainingState:
     def per_rank(self) -> list[Stateful]:
         """The objects whose states differ between ranks."""
         return [part.marked.wrapped for part in self.parts.values() if isinstance(part, _Own)]
-
-    def warn(self) -> None:
-        """Log what will not go on as it would have, after a restore."""
-        for name, part in self.parts.items():
-            if isinstance(part, _Own):
-                warn_of_order(name, part.marked.wrapped)
 
     def load(
         self,
