@@ -208,7 +208,6 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
         *({"max_failures": most} for most in (0, -1, True, 1.5, "3")),
         *({"fresh": "yes"}, {"missing": "no"}, {"rename": 3}),
         *({"archive_every": 0}, {"archive_rate": "fast"}, {"archive_keep": -1}),
-        {"on_save": 3},
         {"save_last": "no"},
         {"on_signal": ("TERM",)},
         {"on_signal": (signal.SIGKILL,)},
