@@ -28,8 +28,6 @@ from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.models import (
     Wrappers,
-    device_of,
-    empty_like,
     fingerprint,
     parameters_of,
 )
@@ -320,7 +318,8 @@ class Places:
             return torch.empty(entry.size, dtype=entry.dtype, device="cpu")
         saved = self._stored_as.get(parameter) or Described(like.shape, like.dtype)
         if saved.size == entry.size:
-            return empty_like(like, like.dtype if entry.dtype == saved.dtype else entry.dtype)
+            dtype = like.dtype if entry.dtype == saved.dtype else entry.dtype
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
         note = self._placements.get((parameter, path))
         if note is not None and isinstance(like, DTensor) and len(note) == like.device_mesh.ndim:
             placements = [Replicate() if each is None else Shard(each) for each in note]
@@ -339,7 +338,7 @@ class Places:
         """As torch's ``load_state_dict()`` has it: a step is read by the host, unless the optimizer says otherwise."""
         flags = ("capturable", "fused")
         on_device = any(each.settings.get(flag) for each in self._live.groups for flag in flags)
-        return device_of(like) if path != "step" or on_device else torch.device("cpu")
+        return like.device if path != "step" or on_device else torch.device("cpu")
 
     def _wrapper(self, parameter: str, path: str, like: torch.Tensor | None) -> torch.Tensor:
         """A new wrapper subclass, such as torchao's: only the optimizer can make one. A copy of it, which has nothing

@@ -17,7 +17,7 @@ from support.state.wrapped import blocks
 from support.tiers import sampled
 from torch import nn
 
-from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 
 same = functools.partial(assert_same, types=True)
 
@@ -407,10 +407,13 @@ def test_an_optimizer_over_several_models_and_one_over_none_come_back(tmp_path):
     same(*(each["loose"].param_groups[0]["params"][0].detach() for each in (second, first)))
 
 
-def test_a_model_on_the_meta_device_trains_on_after_the_restore(tmp_path):
+def test_a_model_that_was_on_the_meta_device_trains_on_after_the_restore(tmp_path):
     first = _saved(tmp_path, OPTIMIZERS["AdamW"])
     with torch.device("meta"):
         model = _Net()
+    with raises(ConfigurationError, "meta device", "to_empty"):
+        _restored(tmp_path, {"model": model})
+    model.to_empty(device="cpu")
     second = _restored(tmp_path, _same_program(model, OPTIMIZERS["AdamW"]))
     _train(first, 2, seed=9)
     _train(second, 2, seed=9)
