@@ -365,23 +365,6 @@ class CheckpointManager:
         self._continuing.check_ranks()
         self._newest_save = self._unsaved = None
 
-    # ---- keeping -------------------------------------------------------------------------------------
-
-    @public("CheckpointManager.pin()")
-    def pin(self, step: int, name: str = "keep") -> None:
-        """Keep the checkpoint of ``step`` from deletion, as :func:`dcp_datastates.pin`. Every rank calls this.
-
-        Waits for its commit if it is in flight, and raises the save's error if it fails.
-        """
-        self._continuing.check_ranks()
-        self._keeping.pin(step, name)
-
-    @public("CheckpointManager.unpin()")
-    def unpin(self, step: int, name: str = "keep") -> None:
-        """Remove the pin. Every rank calls this."""
-        self._continuing.check_ranks()
-        self._keeping.unpin(step, name)
-
     @public("CheckpointManager.wait()")
     def wait(self) -> None:
         """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.
