@@ -336,6 +336,16 @@ def test_settings_may_be_left_out(kind, tmp_path):
         same(found[name][0], expected[name][0])
 
 
+def test_a_nested_state_of_which_a_part_is_left_out_begins_anew(tmp_path):
+    expected = _by_name(_saved(tmp_path, OPTIMIZERS["odd"]))
+    second = _same_program(_Net(), OPTIMIZERS["odd"])
+    _restored(tmp_path, second, exclude="optimizer.state.a.weight.matrices")
+    found = _by_name(second)
+    assert found["a.weight"][0] == {}
+    for name in expected.keys() - {"a.weight"}:
+        same(found[name], expected[name])
+
+
 @pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)])
 @pytest.mark.parametrize("own", [0.5, torch.tensor(0.5)])
 def test_a_rate_stays_a_number_or_the_same_tensor(saved, own, tmp_path):
