@@ -45,24 +45,24 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_518,
-    "checkpoints": 2_690,
-    "cli": 1_072,
+    "checkpoints": 2_585,
+    "cli": 1_011,
     "commit": 1_649,
     "conversion": 2_053,
     "dcp": 2_039,
     "deepspeed": 730,
-    "format": 2_946,
+    "format": 2_936,
     "huggingface": 1_121,
     "io": 2_514,
     "lightning": 722,
     "loading": 1_916,
-    "manager": 4_864,
+    "manager": 4_612,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_797,
     "process": 892,
     "ranks": 2_123,
-    "saving": 2_171,
+    "saving": 2_161,
     "sharing": 699,
     "staging": 1_930,
     "storage": 3_666,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_959}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_759}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
