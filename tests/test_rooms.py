@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 2_149,
     "sharing": 727,
     "staging": 1_930,
-    "storage": 3_666,
+    "storage": 3_601,
     "tiers": 2_256,
     "torchtitan": 466,
     "weights": 1_014,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_583}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_570}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import itertools
 import json
+import logging
 import os
 import shutil
 import threading
@@ -26,6 +27,8 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
+
+logger = logging.getLogger(__name__)
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 """Has the path of the trace; empty, or unset, if there is no trace."""
@@ -43,6 +46,8 @@ _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
 
 _sync_ids = itertools.count(1)
+_unsynced: Final[set[int]] = set()
+"""The devices of which the log has said that they have no fsync of a directory."""
 
 
 def _trace(operation: str, path: Path, **more: Any) -> None:
@@ -237,6 +242,13 @@ def sync_directory(path: Path, phase: str = "") -> None:
     except OSError as error:
         if error.errno not in _NO_DIRECTORY_SYNC:
             raise
+        if (device := os.fstat(descriptor).st_dev) not in _unsynced:
+            _unsynced.add(device)
+            logger.warning(
+                "%s: the file system there has no fsync of a directory (%s), and saves go without it: after a crash of "
+                "the server, the newest checkpoint may be missing",
+                *(path, error.strerror),
+            )
     finally:
         os.close(descriptor)
 
