@@ -49,7 +49,7 @@ from dcp_datastates.storage.object_path import (
     stored,
 )
 from dcp_datastates.storage.object_store import ObjectStore
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 from dcp_datastates.text import count, size
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -272,7 +272,7 @@ class Examination:
 
     def _opened(self, record: FileRecord, path: Location) -> _File | None:
         """The open file; None if its checksums cannot be read. Raises OSError."""
-        source = presence.asked(partial(open_readable, path, self._store))
+        source = presence.asked(partial(ReadableFile, path, self._store))
         nbytes = source.nbytes
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)

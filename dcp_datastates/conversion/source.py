@@ -43,7 +43,7 @@ from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 from dcp_datastates.text import size
 
 PIECE_BYTES: Final = 4 << 20
@@ -324,7 +324,7 @@ def opened(path: Location) -> Iterator[ReadableFile]:
     Raises :class:`CheckpointNotFoundError` or :class:`StorageError`.
     """
     try:
-        file = open_readable(path)
+        file = ReadableFile(path)
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.self_test import what_works_for
 
 _CLAIMS: Final = 100
 """How many numbers are tried: if a server's reply is lost, a directory just made looks like another process's."""
@@ -54,8 +54,8 @@ class Neighbours:
         self._known: dict[str, tuple[int, int] | None] = {}
         self.newest: Attempt | None = None
         """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
-        self._device: int | None = None
-        self._saved: set[str] = set()
+        self._home: tuple[int, str] | None = None
+        """The number of the file system of the latest :meth:`note_saved`, and the name there."""
 
     def check_mounted(self, root: ObjectPath) -> int:
         """A checkpoint is about to be saved in the directory ``root``: returns the number of the file system there.
@@ -65,19 +65,21 @@ class Neighbours:
         A file system that was unmounted and mounted again may have another number; what lies there tells it.
         """
         self._enter(root)
-        device, before = _device_of(Path(str(root))), {*self._known, *self._saved}
-        if self._device not in (None, device) and before.isdisjoint(presence.names_in(str(root))):
-            raise StorageError(
-                errno.ENODEV,
-                f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
-                f"{min(before)!r} on it: mount it again, or begin a new job with another root",
-                str(root),
-            )
+        device = _device_of(Path(str(root)))
+        if self._home is not None and self._home[0] != device:
+            before = {*self._known, self._home[1]}
+            if before.isdisjoint(presence.names_in(str(root))):
+                raise StorageError(
+                    errno.ENODEV,
+                    f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
+                    f"{min(before)!r} on it: mount it again, or begin a new job with another root",
+                    str(root),
+                )
         return device
 
     def note_saved(self, name: str, device: int) -> None:
         """Note that there is a directory ``name`` in the root of :meth:`check_mounted`, which returned ``device``."""
-        self._device, self._saved = device, {name}
+        self._home = device, name
 
     def look(self, root: ObjectPath) -> set[str] | None:
         """Look for the checkpoints in ``root``, for :attr:`newest`. Returns the names of those that are there or may
@@ -119,8 +121,7 @@ class Neighbours:
 
     def _enter(self, root: ObjectPath) -> None:
         if root != self._root:
-            self._root, self._known, self.newest = root, {}, None
-            self._device, self._saved = None, set()
+            self._root, self._known, self.newest, self._home = root, {}, None, None
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest root."""
@@ -134,15 +135,10 @@ def _device_of(path: Path) -> int:
     return status.st_dev
 
 
-def claim(
-    directory: ObjectPath,
-    neighbours: Neighbours,
-    overwrite: bool,
-    self_test: Callable[[], object] = lambda: None,
-) -> Claim:
+def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
     """Claim a new attempt at ``directory``: steps 1 and 2 of docs/design/commit.md. In an object store, this is one
     LIST if no save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is
-    made. Calls ``self_test`` when the directory exists.
+    made. The first claim in a root tries what storage can do, now that nothing waits for it.
 
     Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """
@@ -150,7 +146,7 @@ def claim(
     if directory.is_local:
         device = neighbours.check_mounted(directory.parent)
         local.make_directories(Path(str(directory)))
-    self_test()
+    what_works_for(directory)
     for _ in range(_CLAIMS):
         claimed = _choose(directory, neighbours, overwrite)
         neighbours.note(claimed.attempt)

@@ -62,10 +62,10 @@ _REASON: Final = re.compile(r".*status code: |.*HTTP error: ", re.DOTALL)
 class _Clients:
     calls: Any
     """Gives up early."""
-    streams: Any
-    """Repeats the parts of an upload by itself: the pieces cannot be sent again from the beginning."""
-    single: Any
-    """As ``calls``, and deletes one object by a request."""
+    patient: Any
+    """Repeats requests by itself: the pieces of an upload cannot be sent again from the beginning. Deletes each object
+    by a request of its own.
+    """
 
 
 class ObstoreStore(LibraryStore):
@@ -94,13 +94,11 @@ class ObstoreStore(LibraryStore):
         short, long = _retries(_LIBRARY_TRIES, ASKED_SECONDS), _retries(10_000, _WRITE_SECONDS)
         try:
             calls: Any = from_url(self.url, retry_config=short, **options)
-            streams: Any = from_url(self.url, retry_config=long, **options)
             if self.url.startswith("s3"):
                 options["config"] = {"disable_bulk_delete": True}
-            single: Any = from_url(self.url, retry_config=short, **options)
+            return _Clients(calls, from_url(self.url, retry_config=long, **options))
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigurationError(f"{self.url} cannot be opened: {self._said(error)}") from None
-        return _Clients(calls, streams, single)
 
     def put(self, key: str, data: Buffer) -> None:
         content = bytes(data)  # the library takes other buffers for iterables
@@ -142,7 +140,7 @@ class ObstoreStore(LibraryStore):
             with self._explained("storing", key):
                 try:
                     obstore.put(
-                        client.streams,
+                        client.patient,
                         key,
                         noted(),
                         use_multipart=True,
@@ -204,7 +202,7 @@ class ObstoreStore(LibraryStore):
             else:
                 self._deletes_many = True
                 return
-        self._delete(names, lambda: self._client.single, _WRITE_SECONDS)
+        self._delete(names, lambda: self._client.patient, _WRITE_SECONDS)
         if self._deletes_many is None and not isinstance(refusal, BusyError):
             self._deletes_many = False
             logger.info(

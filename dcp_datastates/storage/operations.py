@@ -88,29 +88,24 @@ def during(phase: str, folder: Path | None = None) -> Iterator[None]:
     Below ``folder`` they reach what is in that directory now, whatever takes its name meanwhile, and follow no symbolic
     link. Raises :class:`StorageError` if it is no directory.
     """
-    before = vars(_current).copy()
-    if folder is not None:
-        try:
-            descriptor = os.open(folder, _DIRECTORY)
-        except OSError as error:
-            why = f"opening {folder} failed: {error.strerror}"
-            raise StorageError(error.errno, why, str(folder)) from error
-        if not presence.is_directory(
-            _path_of(descriptor)
-        ):  # else all below would look as if it were gone
-            os.close(descriptor)
-            raise StorageError(
-                errno.ENOENT, "/proc is not mounted, which deletions need", str(folder)
-            )
-        _current.held = folder, descriptor
-    _current.phase = phase
-    try:
-        yield
-    finally:
-        vars(_current).clear()
-        vars(_current).update(before)
+    before = _current.phase, _current.held
+    with contextlib.ExitStack() as opened:
         if folder is not None:
-            os.close(descriptor)
+            try:
+                descriptor = os.open(folder, _DIRECTORY)
+            except OSError as error:
+                why = f"opening {folder} failed: {error.strerror}"
+                raise StorageError(error.errno, why, str(folder)) from error
+            opened.callback(os.close, descriptor)
+            if not presence.is_directory(_path_of(descriptor)):  # all below would look as if gone
+                why = "/proc is not mounted, which deletions need"
+                raise StorageError(errno.ENOENT, why, str(folder))
+            _current.held = folder, descriptor
+        _current.phase = phase
+        try:
+            yield
+        finally:
+            _current.phase, _current.held = before
 
 
 @contextlib.contextmanager
@@ -155,14 +150,11 @@ def make_directory(path: Path, phase: str = "") -> None:
 def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> None:
     """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
     phase = phase or _current.phase
-    step()
-    hit(f"{phase}.create.before")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with reached(path) as name:
-        descriptor = os.open(name, flags, 0o644)
-    try:
-        _trace("create", path)
-        hit(f"{phase}.create.after")
+    with contextlib.ExitStack() as opened:
+        with _operation(phase, "create", path) as name:
+            descriptor = os.open(name, flags, 0o644)
+            opened.callback(os.close, descriptor)
         offset = 0
         for piece in pieces:
             step()
@@ -176,8 +168,6 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> Non
             del piece, left  # its memory is free before the next is made
         hit(f"{phase}.write.after")
         _sync(descriptor, path, phase, "sync_file")
-    finally:
-        os.close(descriptor)
 
 
 def rename(path: Path, target: Path, phase: str = "") -> None:

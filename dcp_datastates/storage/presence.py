@@ -10,6 +10,7 @@ forbids ``exists``, ``lexists``, ``is_file`` and their like elsewhere, for these
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -90,15 +91,10 @@ def is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:
     """
     if isinstance(error, FileNotFoundError):
         return True
-    if not isinstance(error, NotADirectoryError):
-        return False
-    for parent in (Path(path), *Path(path).parents):
-        try:
-            return not stat.S_ISDIR(os.stat(parent).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            return False
+    if isinstance(error, NotADirectoryError):
+        for each in (Path(path), *Path(path).parents):
+            with contextlib.suppress(OSError):
+                return not stat.S_ISDIR(os.stat(each).st_mode)
     return False
 
 

@@ -234,8 +234,9 @@ def _create_once(folder: ObjectPath) -> str | None:
     together = threading.Barrier(racing)
 
     def create(number: int) -> bool:
-        together.wait()
-        return store.put_if_absent(key, b"%d" % number)
+        with operations.during(operations.SELF_TEST):  # in this thread, too
+            together.wait()
+            return store.put_if_absent(key, b"%d" % number)
 
     with ThreadPoolExecutor(racing, "dcp_datastates-self-test") as executor:
         try:
