@@ -257,10 +257,10 @@ class Examination:
                 file = self._opened(record, path)
             except presence.NotAFileError as error:
                 self._condemn(record, str(error.strerror))
-            except OSError as error:
-                if not presence.is_missing(error, str(path)):
-                    raise OSError(error.errno, error.strerror, str(path)) from error
+            except FileNotFoundError:
                 self._condemn(record, _MISSING)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
             if file is None:
                 yield partial(_skip, record.nbytes)
                 continue
@@ -272,7 +272,7 @@ class Examination:
 
     def _opened(self, record: FileRecord, path: Location) -> _File | None:
         """The open file; None if its checksums cannot be read. Raises OSError."""
-        source = presence.asked(partial(ReadableFile, path, self._store))
+        source = ReadableFile(path, self._store)
         nbytes = source.nbytes
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)

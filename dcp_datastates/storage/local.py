@@ -190,7 +190,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     Raises OSError: :class:`NotAFileError` if there is something other than a file.
     """
     try:
-        _check_regular(os.stat(path), path)
+        _check_regular(_status_of(path), path)
     except OSError as error:
         if error.errno == errno.ELOOP and presence.is_link(path):
             raise _not_a_file("a symbolic link that leads back to itself", path) from None
@@ -202,6 +202,16 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _status_of(path: str | os.PathLike[str]) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
+        parent = os.path.dirname(os.path.abspath(path))
+        os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return os.stat(path)
 
 
 def read_at(descriptor: int, offset: int, into: memoryview) -> int:

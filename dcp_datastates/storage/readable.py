@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import ObjectStore
+from dcp_datastates.storage.presence import judged
 
 
 class ReadableFile:
@@ -22,7 +24,9 @@ class ReadableFile:
             self._store, self._key = store or location.store, location.key
             self.nbytes = self._store.size(self._key)
         else:
-            self._descriptor = local.open_regular(location)
+            self._descriptor = judged(local.open_regular, location)
+            if self._descriptor is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(location))
             # Closes it once, however often it is called, and when nothing refers to this any more.
             self._close = weakref.finalize(self, os.close, self._descriptor)
             self.nbytes = os.fstat(self._descriptor).st_size
