@@ -8,6 +8,7 @@ each may commit, and the newer one is what the path holds.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Claim:
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
             directory cannot be listed.
         older: the attempts that were at the path at the claim, oldest first.
-        alone: whether there was no sign of another save to the path.
+        alone: whether a store's index has no sign of another save to the path. A directory's claim cannot tell.
     """
 
     attempt: Attempt
@@ -82,22 +83,18 @@ class Neighbours:
         self._home = device, name
 
     def look(self, root: ObjectPath) -> set[str] | None:
-        """Look for the checkpoints in ``root``, for :attr:`newest`. Returns the names of those that are there or may
-        come to be there soon; None if the directory cannot be listed. Raises :class:`StorageError` for an object store,
-        which has an index of them.
+        """Look for the checkpoints in ``root``, for :attr:`newest`. Raises :class:`StorageError` for an object store,
+        which has an index of them: returns the names of those that are there or may come to be there soon.
         """
         self._enter(root)
-        if root.is_local:
-            return self._look_around(root)
-        entries = attempts.entries(root)
-        for entry in entries:
-            self.note(entry.attempt)
-        return {entry.name for entry in entries}
-
-    def _look_around(self, root: ObjectPath) -> set[str] | None:
+        if not root.is_local:
+            entries = attempts.entries(root)
+            for entry in entries:
+                self.note(entry.attempt)
+            return {entry.name for entry in entries}
         try:
-            with os.scandir(str(root)) as entries:
-                names = [entry.name for entry in entries if local.is_directory(entry)]
+            with os.scandir(str(root)) as there:
+                names = [entry.name for entry in there if local.is_directory(entry)]
         except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
@@ -111,13 +108,10 @@ class Neighbours:
                 found = None
             self._known[name] = found
             if found is None or known.get(name) != found:
-                try:  # other users' directories may not be readable
-                    there = attempts.present(root / name)
-                except OSError:
-                    continue
-                for attempt in there[-1:]:
-                    self.note(attempt)
-        return set(self._known)
+                with contextlib.suppress(OSError):  # other users' directories may not be readable
+                    for attempt in attempts.present(root / name)[-1:]:
+                        self.note(attempt)
+        return None
 
     def _enter(self, root: ObjectPath) -> None:
         if root != self._root:
@@ -148,29 +142,24 @@ def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Cla
         local.make_directories(Path(str(directory)))
     what_works_for(directory)
     for _ in range(_CLAIMS):
-        claimed = _choose(directory, neighbours, overwrite)
-        neighbours.note(claimed.attempt)
-        if not directory.is_local:
-            return claimed
-        if make_folder((directory / claimed.attempt.name).key, "plan"):
+        beside = neighbours.look(directory.parent)
+        alone = beside is not None and directory.name not in beside
+        if not overwrite:
+            check_absent(directory)
+        there = [] if alone and overwrite else attempts.present(directory)
+        after = max([*there, *filter(None, [neighbours.newest])], default=None)
+        attempt = next_attempt(after)
+        neighbours.note(attempt)
+        if directory.is_local:
+            if not make_folder((directory / attempt.name).key, "plan"):
+                continue
             neighbours.note_saved(directory.name, device)
-            return claimed
+        return Claim(attempt, after, tuple(there), alone)
     raise StorageError(
         errno.EEXIST,
         f"the directories of {_CLAIMS} new attempts exist already; is this a file system?",
         str(directory),
     )
-
-
-def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
-    beside = neighbours.look(directory.parent)
-    alone = beside is not None and directory.name not in beside
-    if not overwrite:
-        check_absent(directory)
-    there = [] if alone and overwrite else attempts.present(directory)
-    newest = neighbours.newest
-    after = max([*there, *([] if newest is None else [newest])], default=None)
-    return Claim(next_attempt(after), after, tuple(there), alone)
 
 
 def check_absent(directory: ObjectPath) -> None:

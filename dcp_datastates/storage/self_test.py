@@ -98,32 +98,32 @@ class Findings:
 
 _known: dict[tuple[ObjectPath, object], Findings] = {}
 """By root and store."""
+_MOST_KNOWN: Final = 64
 
 
 def what_works_for(directory: ObjectPath) -> Findings:
-    """As :func:`what_works`, of the root in which the checkpoint ``directory`` lies: tried in an existing directory
-    itself, for the root may belong to others.
-    """
-    return _what_works(directory.parent, directory if directory.is_local else directory.parent)
+    """As :func:`what_works`, of the root of the checkpoint ``directory``, which exists if it is one."""
+    # The root may belong to others.
+    return what_works(directory.parent, directory if directory.is_local else None)
 
 
-def what_works(root: Location) -> Findings:
-    """What storage at ``root``, an existing directory or a prefix in a store, can do: tried once, and said once.
+def what_works(root: Location, within: ObjectPath | None = None) -> Findings:
+    """What storage at ``root``, an existing directory or a prefix in a store, can do: tried once, and said once. It is
+    tried ``within`` one of its directories, if given.
 
     Raises :class:`StorageError` if saves cannot work there, or storage fails. Any thread.
     """
-    return _what_works(stored(root), stored(root))
-
-
-def _what_works(root: ObjectPath, where: ObjectPath) -> Findings:
-    if (found := _known.get((root, root.store))) is None:
-        found = examine(where)
+    place = stored(root)
+    if (found := _known.get((place, place.store))) is None:
+        found = examine(within or place)
         if (missing := found.missing) is not None:  # not remembered: it may be granted
             raise StorageError(errno.EOPNOTSUPP, _said(missing), str(root))
         for each in found.answers:
             if not each.works:
                 logger.warning("%s: %s", root, _said(each))
-        _known[root, root.store] = found
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[place, place.store] = found
     return found
 
 
@@ -168,15 +168,11 @@ def examine(root: Location) -> Findings:
 _RACING: Final = 4
 """Creations of one object at the same time."""
 
-_REFUSALS: Final = (errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
-"""By these, a store says what it does not carry out. Others are failures."""
-
-_NO_ANSWER: Final = {
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
-    *(errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC),
-    *(errno.EDQUOT, errno.EROFS, errno.EHOSTDOWN),
+_REFUSALS: Final = {
+    *(errno.EACCES, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL),
+    *(errno.EEXIST, errno.ENOTEMPTY, errno.EXDEV, errno.EMLINK),
 }
-"""A file system is in trouble: what it can do is unknown. Others are answers."""
+"""By these, storage says what it does not carry out. By others it fails, and what it can do is unknown."""
 
 
 def _causes(folder: ObjectPath) -> dict[Operation, str | None]:
@@ -202,15 +198,15 @@ def _causes(folder: ObjectPath) -> dict[Operation, str | None]:
     causes = {}
     try:
         for operation, trial in trials.items():
-            causes[operation] = _cause(folder, trial)
+            causes[operation] = _cause(trial)
             if causes[Operation.PUT] is not None:
                 break
     finally:
-        causes[Operation.DELETE] = _cause(folder, lambda: _delete(folder))
+        causes[Operation.DELETE] = _cause(lambda: _delete(folder))
     return causes
 
 
-def _cause(folder: ObjectPath, trial: Callable[[], str | None]) -> str | None:
+def _cause(trial: Callable[[], str | None]) -> str | None:
     """What ``trial`` returns: why storage does not carry out an operation; or its error, in words. Raises what says
     nothing about that.
     """
@@ -222,7 +218,7 @@ def _cause(folder: ObjectPath, trial: Callable[[], str | None]) -> str | None:
     except (BusyError, ExpiredError):
         raise
     except OSError as error:
-        if error.errno in _NO_ANSWER or not (folder.is_local or error.errno in _REFUSALS):
+        if error.errno not in _REFUSALS:
             raise
         return str(error.strerror)
 
