@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 2_163,
     "sharing": 727,
     "staging": 1_930,
-    "storage": 3_482,
+    "storage": 3_477,
     "tiers": 2_256,
     "torchtitan": 466,
     "weights": 1_014,

@@ -237,7 +237,8 @@ def sync_directory(path: Path, phase: str = "") -> None:
             logger.warning(
                 "%s: the file system there has no fsync of a directory (%s), and saves go without it: after a crash of "
                 "the server, the newest checkpoint may be missing",
-                *(path, error.strerror),
+                path,
+                error.strerror,
             )
     finally:
         os.close(descriptor)
