@@ -39,7 +39,7 @@ from dcp_datastates.storage.object_path import (
     stored,
 )
 from dcp_datastates.storage.object_store import ObjectStore
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 from dcp_datastates.text import count, size
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -256,15 +256,15 @@ class Examination:
         """The open file; None if it is missing, or its checksums cannot be read. Raises OSError."""
         path = self._directory / record.relative_path
         try:
-            source = presence.asked(partial(open_readable, path, self._store))
+            source = ReadableFile(path, self._store)
         except presence.NotAFileError as error:
             self._condemn(record, str(error.strerror))
             return None
-        except OSError as error:
-            if not presence.is_missing(error, str(path)):
-                raise OSError(error.errno, error.strerror, str(path)) from error
+        except FileNotFoundError:
             self._condemn(record, _MISSING)
             return None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         nbytes, words = source.nbytes, bytearray(record.nbytes - record.table_offset)
         problem = wrong_size(record, nbytes)
         source.drop_cached()

@@ -8,7 +8,6 @@ decision (``storage/decisions.py``), and the checkpoint at a path is the newest 
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
@@ -159,13 +158,7 @@ class Place:
 
     def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
         """Coordinator: claim a new attempt. May raise as :meth:`check_overwrite` does."""
-        # The first save tries what storage can do now, where nothing waits for it.
-        return claims.claim(
-            self._directory,
-            neighbours,
-            overwrite,
-            functools.partial(what_works_for, self._directory),
-        )
+        return claims.claim(self._directory, neighbours, overwrite)
 
     # ---- publishing ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -42,7 +43,7 @@ from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, re
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import Attempt, Ticket
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
@@ -54,6 +55,17 @@ T = TypeVar("T")
 _POLL_SECONDS: Final = 0.1
 
 LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The coordinator's choices for a save, which every rank must know."""
+
+    attempt: Attempt
+    number: int
+    """Of the commit round. Newer saves of a group have greater numbers."""
+    first: int
+    """The number of the commit group's first round."""
 
 
 class SaveOperation:

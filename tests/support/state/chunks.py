@@ -33,11 +33,10 @@ from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.operation import SaveOperation, Ticket
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.claims import Neighbours
 
 

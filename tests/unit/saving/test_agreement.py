@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
-from dcp_datastates.saving.operation import LEFT_OUT
-from dcp_datastates.storage.attempt import Attempt, Ticket
+from dcp_datastates.saving.operation import LEFT_OUT, Ticket
+from dcp_datastates.storage.attempt import Attempt
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NUMBERS = st.integers(0, (1 << 63) - 1)
