@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -199,94 +201,24 @@ class Rank:
 
     def _round(self, save: Save, failed: Reason | None) -> Thread:
         self._expected = save.number + 1
-        steps = protocol.follow() if self.rank else protocol.lead()
-        action = next(steps)
-        try:
-            while True:
-                self._waited = 0
-                if isinstance(action, protocol.MAY_RAISE) and self._chance(self.world.defects):
-                    self.world.log(self, f"a defect in {action}")
-                    action = steps.throw(OSError("a defect"))
-                    continue
-                self.world.log(self, f"{save.number}: {action}")
-                try:
-                    event = yield from self._do(action, save, failed)
-                except Hung as error:
-                    action = steps.throw(error)
-                    continue
-                self.world.log(self, f"{save.number}:   {event}")
-                action = steps.send(event)
-        except StopIteration as ended:
-            decision: Decision = ended.value
+        steps = protocol.follow if self.rank else protocol.lead
+        decision: Decision = yield from steps(_Actions(self, save, failed)).__await__()
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
         if decision.outcome is Outcome.FAILED:
             yield from self._slowly(self._tidy(save), abandons=False)
 
-    def _do(
-        self, action: protocol.Action, save: Save, failed: Reason | None
-    ) -> Generator[None, None, protocol.Event]:
-        yield
-        match action:
-            case protocol.AwaitFiles():
-                return (yield from self._write(save, failed))
-            case protocol.Meet():
-                return (yield from self._meet(save))
-            case protocol.Vote(why):
-                vote = (
-                    0 if why is None else 1,
-                    save.attempt,
-                    -save.attempt,
-                    save.number,
-                    -save.number,
-                )
-                found = yield from self._collective("voted", vote, save)
-                if isinstance(found, protocol.Event):
-                    return found
-                no, attempt, negated, number, unnumber = found
-                return protocol.Counted(not no and attempt == -negated and number == -unnumber)
-            case protocol.Tell(decision):
-                told = (save.number, decision)
-                found = yield from self._collective("decision", told, save, telling=True)
-                return found if isinstance(found, protocol.Event) else protocol.Done()
-            case protocol.Hear():
-                found = yield from self._collective("decision", None, save)
-                if isinstance(found, protocol.Event):
-                    return found
-                number, decision = found
-                return protocol.DecisionReceived(decision if number == save.number else None)
-            case protocol.Publish():
-                return (yield from self._publish(save))
-            case protocol.Settle():
-                try:
-                    return (yield from self._slowly(self.world.settle(save)))
-                except Hung:
-                    save.in_doubt = True
-                    return protocol.Decided(Decision(Outcome.UNKNOWN))
-            case protocol.GiveUp():
-                return protocol.Done()  # its beat says that it has ended the round
-            case protocol.Leave():
-                self._leave()
-                return protocol.Done()
-        return self._ask_store(action, save)
-
-    def _ask_store(self, action: protocol.Action, save: Save) -> protocol.Event:
-        if isinstance(action, protocol.Note):
-            self._unsaid[save.number] = action.decision
-        if not self.reaches_store:
-            return protocol.DecisionFound(None)
-        if isinstance(action, protocol.Note):
-            self._flush()
-            return protocol.Done()
-        return protocol.DecisionFound(self._find(save))
-
     def _find(self, save: Save) -> Decision | None:
+        if not self.reaches_store:
+            return None
         found = self.job.store.get(self._key(f"decision/{save.number}"))
         assert found is None or isinstance(found, Decision)
         return found
 
     def _flush(self) -> None:
+        if not self.reaches_store:
+            return
         for number, decision in self._unsaid.items():
             self.job.store[self._key(f"decision/{number}")] = decision
         self._unsaid.clear()
@@ -302,9 +234,14 @@ class Rank:
                 if other != self.rank and isinstance(beat, int):
                     self.heard[other] = beat
 
+    def _look(self, save: Save, *, joining: bool = False, telling: bool = False) -> None:
+        event = self._interruption(save, joining, telling)
+        if event is not None:
+            raise event
+
     def _interruption(
-        self, save: Save, *, joining: bool = False, telling: bool = False
-    ) -> protocol.Event | None:
+        self, save: Save, joining: bool, telling: bool
+    ) -> protocol.Interruption | None:
         self._hear()
         self._waited += 1
         found = None
@@ -330,16 +267,16 @@ class Rank:
 
     # ---- gloo: the groups of the real tree --------------------------------------------------------
 
-    def _meet(self, save: Save) -> Generator[None, None, protocol.Event]:
+    def _meet(self, save: Save) -> Thread:
         if self._tree is not None:
-            return protocol.Done()
+            return
         job = self.job
         connecting: Tree | None = None
         while True:
             yield
             if not self.reaches_store:
-                event = self._interruption(save, joining=True)
-                return event or protocol.Broke()
+                self._look(save, joining=True)
+                raise protocol.Broke
             if self.rank == 0:
                 self._flush()
             if connecting is None:
@@ -352,21 +289,25 @@ class Rank:
             elif len(connecting.connected) == len(job.ranks):
                 self._tree = connecting
                 self._at.clear()
-                if self.rank == 0:
-                    return protocol.Done()
-                found = self._find(save)
-                return protocol.Done() if found is None else protocol.DecisionFound(found)
+                found = self._find(save) if self.rank else None
+                if found is not None:
+                    raise protocol.DecisionFound(found)
+                return
             elif self._chance(0.01) or job.generation > self._generation:
-                self._leave()
-                return protocol.Broke()
-            if (event := self._interruption(save, joining=True)) is not None:
-                self._leave()
-                return event
+                self._go_on()
+                raise protocol.Broke
+            if (event := self._interruption(save, True, False)) is not None:
+                self._go_on()
+                raise event
 
     def _leave(self) -> None:
         if self._tree is not None:
             self._tree.gone.add(self.rank)
             self._tree = None
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To the next generation."""
         self._generation += 1
         if self.reaches_store:
             self.job.generation = max(self.job.generation, self._generation)
@@ -377,12 +318,8 @@ class Rank:
         """As ``GlooTree`` does it: votes go up the tree, and what they come to goes down."""
         for place in self._places if kind == "voted" else ():
             value = yield from self._in_group(place, "gather", value, save, telling)
-            if isinstance(value, protocol.Event):
-                return value
         for place in reversed(self._places):
             value = yield from self._in_group(place, kind, value, save, telling)
-            if isinstance(value, protocol.Event):
-                return value
         return value
 
     def _in_group(
@@ -390,7 +327,7 @@ class Rank:
     ) -> Generator[None, None, Any]:
         tree = self._tree
         if tree is None:
-            return protocol.Broke()
+            raise protocol.Broke
         at, self._at[place.name] = self._at[place.name], self._at[place.name] + 1
         tree.begin(place, at, kind, value)
         span = gloo_tree._WIDTH ** int(place.name.partition(".")[0])  # of each member
@@ -404,12 +341,10 @@ class Rank:
             left = tree.gone.intersection(near) or self.job.generation > self._generation
             dead = any(self.job.ranks[rank].killed for rank in near)
             if (left or dead) and self._chance(0.3):
-                return protocol.Broke()
+                raise protocol.Broke
             if self._chance(self.world.breaks):
-                return protocol.Broke()
-            event = self._interruption(save, telling=telling)
-            if event is not None:
-                return event
+                raise protocol.Broke
+            self._look(save, telling=telling)
 
     # ---- storage --------------------------------------------------------------------------------
 
@@ -437,35 +372,125 @@ class Rank:
             self._calling = None
             return ended.value
 
-    def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, protocol.Event]:
+    def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, Reason | None]:
         if failed is None:
             for _ in range(self.world.random.randrange(4)):
                 yield
-                if (event := self._interruption(save)) is not None:
-                    return event
+                self._look(save)
             if self._chance(0.04 * self.world.faults):
                 failed = Reason("StorageError", "disk full")
             else:
                 save.files.add(self.rank)
         yield
-        return protocol.Written(failed)
+        return failed
 
     def _tidy(self, save: Save) -> Thread:
         yield
         save.files.discard(self.rank)
 
-    def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
-        failed = protocol.Decided(Decision(Outcome.FAILED, {0: Reason("StorageError", "")}))
-        for _ in range(self.world.random.randrange(3)):  # DCP gathers the results
+    def _publish(self, save: Save) -> Generator[None, None, Decision]:
+        failed = Decision(Outcome.FAILED, {0: Reason("StorageError", "")})
+        for _ in range(self.world.random.randrange(3)):  # it makes the metadata
             yield
-            if (event := self._interruption(save)) is not None:
-                return event
         if self._chance(0.02 * self.world.faults):
             return failed
         try:
-            found: protocol.Event = yield from self._slowly(self.world.publish(save))
+            decision: Decision = yield from self._slowly(self.world.publish(save))
         except Hung:
             if self.world.defect == "takes a publication that hangs for failed":
                 return failed
             raise
-        return found
+        return decision
+
+
+def _action(act: Callable[..., Any]) -> Any:
+    """What the protocol awaits: the rank may be stopped before it, and an action that waits may have a defect."""
+
+    @types.coroutine
+    def acted(self: _Actions, *said: Any) -> Generator[None, None, Any]:
+        rank, world = self.rank, self.rank.world
+        rank._waited = 0
+        what = f"{self.save.number}: {act.__name__} {said or ''}"
+        if act.__name__ in _MAY_FAIL and rank._chance(world.defects):
+            world.log(rank, f"{what}: a defect")
+            raise OSError("a defect")
+        world.log(rank, what)
+        yield
+        result = act(self, *said)
+        if inspect.isgenerator(result):
+            result = yield from result
+        world.log(rank, f"{self.save.number}:   {result}")
+        return result
+
+    return acted
+
+
+_MAY_FAIL = {"await_files", "meet", "vote", "publish", "tell", "hear"}
+
+
+class _Actions:
+    """What the protocol asks of a rank in one round."""
+
+    def __init__(self, rank: Rank, save: Save, failed: Reason | None) -> None:
+        self.rank = rank
+        self.save = save
+        self._failed = failed
+
+    def failed(self, error: Exception) -> None:
+        self.rank.world.log(self.rank, f"{self.save.number}:   {error!r}")
+
+    @_action
+    def await_files(self) -> Any:
+        return self.rank._write(self.save, self._failed)
+
+    @_action
+    def meet(self) -> Any:
+        return self.rank._meet(self.save)
+
+    @_action
+    def vote(self, why: Reason | None) -> Generator[None, None, Decision | None]:
+        attempt, number = self.save.attempt, self.save.number
+        vote = (0 if why is None else 1, attempt, -attempt, number, -number)
+        found = yield from self.rank._collective("voted", vote, self.save)
+        no, attempt, negated, number, unnumber = found
+        unanimous = not no and attempt == -negated and number == -unnumber
+        return None if unanimous else Decision(Outcome.FAILED)
+
+    @_action
+    def publish(self) -> Any:
+        return self.rank._publish(self.save)
+
+    @_action
+    def tell(self, decision: Decision) -> Any:
+        told = (self.save.number, decision)
+        return self.rank._collective("decision", told, self.save, telling=True)
+
+    @_action
+    def hear(self) -> Generator[None, None, Decision | None]:
+        number, decision = yield from self.rank._collective("decision", None, self.save)
+        return decision if number == self.save.number else None
+
+    @_action
+    def note(self, decision: Decision) -> None:
+        self.rank._unsaid[self.save.number] = decision
+        self.rank._flush()
+
+    @_action
+    def look(self) -> Decision | None:
+        return self.rank._find(self.save)
+
+    @_action
+    def leave(self) -> None:
+        self.rank._leave()
+
+    @_action
+    def give_up(self, why: Reason) -> None:
+        """Its beat says that it has ended the round."""
+
+    @_action
+    def settle(self, why: Reason) -> Generator[None, None, Decision]:
+        try:
+            return (yield from self.rank._slowly(self.rank.world.settle(self.save)))
+        except Hung:
+            self.save.in_doubt = True
+            return Decision(Outcome.UNKNOWN)
