@@ -61,7 +61,7 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_493,
     "process": 892,
-    "ranks": 2_123,
+    "ranks": 2_111,
     "saving": 2_149,
     "sharing": 727,
     "staging": 1_930,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks import gloo_tree
-from dcp_datastates.ranks.gloo_tree import Place, places
+from dcp_datastates.ranks.gloo_group import Place
+from dcp_datastates.ranks.gloo_tree import places
 
 if TYPE_CHECKING:
     from support.simulated.simulation import Job
