@@ -154,7 +154,6 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             path,
             EndedPart(),
             claim=claimed if rank == 0 else None,
-            first=groups[0].first,
             timeout=300,
             compose=_compose if rank == 0 else None,
         )

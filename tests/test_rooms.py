@@ -47,7 +47,7 @@ BUDGETS = {
     "": 1_507,
     "checkpoints": 2_659,
     "cli": 1_072,
-    "commit": 1_450,
+    "commit": 1_447,
     "conversion": 2_191,
     "dcp": 2_025,
     "deepspeed": 730,
@@ -61,11 +61,11 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_493,
     "process": 892,
-    "ranks": 2_111,
-    "saving": 2_149,
+    "ranks": 2_112,
+    "saving": 2_148,
     "sharing": 727,
     "staging": 1_930,
-    "storage": 3_666,
+    "storage": 3_664,
     "tiers": 2_256,
     "torchtitan": 466,
     "weights": 1_014,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_609}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_606}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -8,10 +8,10 @@ does it. A rank alone runs the same code.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -84,13 +84,11 @@ class CommitGroup:
         self._calls = {True: 0, False: 0}  # by ``own``: see count_call
         self.planning = ""
         """What the planning thread is doing, for this rank's beat; empty if it is idle."""
-        # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
-        self.first: Final = time.time_ns()  # ranks use the coordinator's value
-        self.name: Final = f"{self.first}/{rank_set.digest}"
+        self.name: Final = f"{next(_numbers)}/{rank_set.digest}"
         """Identifies the group: unique within the process."""
-        self._drawn = self.first
+        self._drawn = 0  # how many rounds' numbers were drawn
         self._worker = Worker("dcp_datastates-commit")
-        self._expected: int | None = None  # the next round; commit thread only; None at first
+        self._expected = 0  # the next round; commit thread only
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
         self._order_lock = threading.RLock()  # guards the next two, and the order of posts
@@ -99,7 +97,8 @@ class CommitGroup:
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
         self.detector: FailureDetector | None = None
         if rank_set.world > 1:
-            store = rank_set.connect("commit")
+            # The n-th group of these ranks belongs to the n-th one of each other rank.
+            store = rank_set.connect(f"commit/{rank_set.incarnation.count('commit')}")
             self._decisions = DecisionLog(store)
             self.detector = FailureDetector(rank_set, store, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
@@ -190,10 +189,8 @@ class CommitGroup:
 
     def _run(self, round_: Round) -> None:
         try:
-            if self._expected is None:
-                self._expected = round_.first
             while self.rank_set.world > 1 and self._expected < round_.number:
-                self._finish(Round.missing(self._expected, round_.first, round_.timeout))
+                self._finish(Round.missing(self._expected, round_.timeout))
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
@@ -241,6 +238,8 @@ class CommitGroup:
         if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):
             logger.warning("the cleanup after the save to %s goes on", round_.path)
 
+
+_numbers = itertools.count()
 
 _groups_lock = threading.RLock()  # guards _groups
 _groups: dict[tuple[int, ...], CommitGroup] = {}

@@ -371,7 +371,8 @@ class FailureDetector:
             # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
             beat = beat.with_losses([loss for loss in self.losses() if loss.rank != 0])
         if self._count == 0:
-            self._rank_set.incarnation.delete_of_former(f"commit/beat/{self._rank_set.rank}")
+            former = f"commit/1/beat/{self._rank_set.rank}"  # jobs seldom make more groups of the same ranks
+            self._rank_set.incarnation.delete_of_former(former)
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 

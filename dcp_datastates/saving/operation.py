@@ -246,7 +246,7 @@ class SaveOperation:
         place, group = Place(self.resolved_path()), self.group
         claim = functools.partial(place.claim, group.neighbours, self.config.overwrite)
         claimed = self.on_storage("claiming", claim)
-        ticket = Ticket(claimed.attempt, group.draw(), group.first)
+        ticket = Ticket(claimed.attempt, group.draw())
         self.agree(ticket, claimed)
         return ticket
 
@@ -292,7 +292,6 @@ class SaveOperation:
             path=self.path,
             claim=claim,
             overwrite=self.config.overwrite,
-            first=ticket.first,
             report=report,
             compose=compose,
             archives=self.archived is not None,

@@ -81,16 +81,14 @@ class Ticket:
     attempt: Attempt
     number: int
     """Of the commit round. Newer saves of a group have greater numbers."""
-    first: int
-    """The number of the commit group's first round."""
 
     def encode(self) -> tuple[int, ...]:
         """The ticket as plain data."""
-        return (self.attempt.incarnation, self.attempt.sequence, self.number, self.first)
+        return (self.attempt.incarnation, self.attempt.sequence, self.number)
 
     @staticmethod
     def decode(data: object) -> Ticket | None:
         """The ticket that :meth:`encode` encoded; None for anything else."""
-        if not isinstance(data, tuple) or len(data) != 4 or {*map(type, data)} != {int}:
+        if not isinstance(data, tuple) or len(data) != 3 or {*map(type, data)} != {int}:
             return None
-        return Ticket(Attempt(*data[:2]), *data[2:])
+        return Ticket(Attempt(*data[:2]), data[2])
