@@ -77,7 +77,7 @@ class CommitGroup:
         self.is_coordinator: Final = rank_set.rank == 0
         """Whether this rank decides and publishes."""
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = threading.RLock()  # guards the next three, _drawn and _reading
+        self._lock = threading.RLock()  # guards what follows, and the order of posts
         self._attached: AttachedContext | None = None
         self.unused_writers = 0
         """Writers of this rank's program that were not used yet: see ``RankVote``."""
@@ -91,7 +91,6 @@ class CommitGroup:
         self._expected = 0  # the next round; commit thread only
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
-        self._order_lock = threading.RLock()  # guards the next two, and the order of posts
         self._announced: set[int] = set()  # numbers of rounds that are to come
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
@@ -141,7 +140,7 @@ class CommitGroup:
 
     def announce(self, number: int) -> None:
         """Say that the round with this number will be submitted: rounds with greater numbers wait for it."""
-        with self._order_lock:
+        with self._lock:
             self._announced.add(number)
 
     def submit(self, round_: Round) -> None:
@@ -149,7 +148,7 @@ class CommitGroup:
 
         Rounds may come in another order than that of their numbers: a save may fail while an earlier one is read.
         """
-        with self._order_lock:
+        with self._lock:
             self._announced.discard(round_.number)
             first = min(self._announced, default=math.inf)
             waiting = sorted([*self._waiting, round_], key=lambda each: each.number)

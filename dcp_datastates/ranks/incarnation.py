@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Incarnation:
 
     Args:
         prefix: of these ranks' keys in the store, in any incarnation.
-        is_gone: whether the job has destroyed the process group, and whether it has another one since.
+        is_gone: whether the job has destroyed the process group.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Incarnation:
         prefix: str,
         rank: int,
         world: int,
-        is_gone: Callable[[], tuple[bool, bool]],
+        is_gone: Callable[[], bool],
     ) -> None:
         self._store = Connection(client, lambda: prefix)
         self._prefix = prefix
         self._rank, self._world = rank, world
         self._is_gone = is_gone
-        self._lock = threading.RLock()  # guards _thread and _counts
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # guards _begun and _counts
+        self._begun = False
         self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
         self._known = threading.Event()  # the incarnation's name is known
         self._over = threading.Event()  # the thread has no more to do
@@ -136,17 +137,13 @@ class Incarnation:
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is not None:
+            if self._begun:
                 return
-            thread = threading.Thread(
-                target=_run, args=(weakref.ref(self),), name="dcp_datastates-meeting", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process is ending, or has too many threads
-                self.problem = str(error)
-                return
-            self._thread = thread
+            worker = Worker("dcp_datastates-meeting")
+            self._begun = worker.post(functools.partial(_run, weakref.ref(self)))
+            if not self._begun:
+                self.problem = worker.refusal
+            worker.finish()
 
     # ---- the thread ----------------------------------------------------------------------------------
 
@@ -165,11 +162,10 @@ class Incarnation:
         return False
 
     def _has_ended(self) -> bool:
-        gone, replaced = self._is_gone()
-        if not gone:
+        if not self._is_gone():
             return False
         self._gone_since = self._gone_since or time.monotonic()
-        return replaced or time.monotonic() - self._gone_since > _LINGER_SECONDS
+        return time.monotonic() - self._gone_since > _LINGER_SECONDS
 
     def _admit(self) -> bool:
         if not self._name:
