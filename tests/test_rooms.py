@@ -47,7 +47,7 @@ BUDGETS = {
     "": 1_507,
     "checkpoints": 2_659,
     "cli": 1_072,
-    "commit": 1_446,
+    "commit": 1_442,
     "conversion": 2_191,
     "dcp": 2_025,
     "deepspeed": 730,

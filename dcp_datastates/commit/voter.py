@@ -10,9 +10,8 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.place import Place, Round
@@ -35,7 +34,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
 from dcp_datastates.process.waiting import Stall
-from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, Beat, FailureDetector, Loss
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
 from dcp_datastates.ranks.rank_set import RankSet
@@ -80,21 +79,14 @@ class Voter:
         self.tree: Final = GlooTree(rank_set, "vote", newest)
         self.is_behind = False
         """The coordinator had ended the latest round before this rank."""
-        # The failure detector's thread reads these:
+        # For this rank's beat, which another thread makes: see Beat.
         self.round: Round | None = None
         """The current round."""
-        self._beat = Beat()  # replaced, never changed
-
-    @property
-    def beat(self) -> Beat:
-        """What the vote tells of this rank. Its progress changes, too, while the rank waits for another."""
-        round_, beat = self.round, self._beat
-        progress = beat.progress + (0 if round_ is None else round_.part.progress)
-        return replace(beat, progress=progress, generation=self.tree.generation)
-
-    def show(self, **news: Any) -> None:
-        """Put the ``news`` into the beat, which shows progress: the round does not wait for this rank."""
-        self._beat = replace(self._beat, progress=self._beat.progress + 1, **news)
+        self.progress = 0
+        """Grows, too, while this rank waits for others: the round does not wait for this one."""
+        self.doing = "idle"
+        self.voted = self.ended = -1
+        self.gave_up = ""
 
     def agree(self, round_: Round) -> Decision:
         """Run the round to its decision."""
@@ -106,8 +98,8 @@ class Voter:
             steps = protocol.lead if self.rank_set.rank == 0 else protocol.follow
             return _result(steps(ballot))
         finally:
-            number = round_.number
-            self.show(doing="idle", voted=number, ended=number, gave_up=ballot.why)
+            self.gave_up, self.doing = ballot.why, "idle"
+            self.voted = self.ended = round_.number
             self.round = None
             if self.detector is not None:
                 self.detector.expect_votes(False)
@@ -194,7 +186,7 @@ class Ballot(protocol.Actions):
             round_.trace(),
         ).encode()
         hit("vote.before")
-        self._voter.show(voted=round_.number)
+        self._voter.voted = round_.number
         count = self._together(partial(self._count, vote))
         self._apart, self._counted_at = None, time.time()
         if count is Count.UNANIMOUS:
@@ -322,7 +314,7 @@ class Ballot(protocol.Actions):
         if self._apart is None:
             self._apart = now
         time.sleep(_POLL_SECONDS)
-        self._voter.show()
+        self._voter.progress += 1
         event = self._interruption(joining=True)
         apart = now - self._apart
         if event is None and apart > max(round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS):
@@ -331,7 +323,7 @@ class Ballot(protocol.Actions):
         return event or protocol.Broke()
 
     def _await_others(self, *, joining: bool = False, telling: bool = False) -> None:
-        self._voter.show()  # this rank has done its part
+        self._voter.progress += 1  # this rank has done its part
         self._look(joining=joining, telling=telling)
 
     def _look(self, *, joining: bool = False, telling: bool = False) -> None:
@@ -375,7 +367,8 @@ class Ballot(protocol.Actions):
         return DecisionFound(self._found) if self._asked else None
 
     def _say(self, doing: str) -> None:
-        self._voter.show(doing=f"{doing} ({self._round})")
+        self._voter.doing = f"{doing} ({self._round})"
+        self._voter.progress += 1
 
 
 def _lost(losses: list[Loss]) -> Lost:
