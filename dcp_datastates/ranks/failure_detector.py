@@ -23,14 +23,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.incarnation import is_gone, is_near
+from dcp_datastates.ranks.incarnation import is_gone
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,7 @@ class FailureDetector:
         self._looked_at = time.monotonic()
         # The coordinator's beat from before the save: its losses are out of date.
         self._old_news = b""
-        self._near: dict[int, str] = {}  # the identities of the processes that this one can see
-        self._gone: list[Loss] = []  # those of them that are gone, at _visited
+        self._gone: list[Loss] = []  # those that were gone at _visited
         self._visited = 0.0
         self._count = 0  # how many beats this rank has written
         self._interval = _ACTIVE_SECONDS  # between two beats
@@ -180,7 +179,6 @@ class FailureDetector:
         self._worker = Worker("dcp_datastates-heartbeat")
         # The thread's:
         self._has_keys = False  # the store has a key for each watched rank's beat
-        self._processes: Mapping[int, str] = {}  # those that this rank has met, when it last looked
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -252,7 +250,8 @@ class FailureDetector:
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                self._gone = [_death(rank, who) for rank, who in self._near.items() if is_gone(who)]
+                near = self._rank_set.incarnation.near
+                self._gone = [_death(rank, who) for rank, who in near.items() if is_gone(who)]
             certain = {loss.rank for loss in self._gone}
             others = [loss for loss in self._told() + self._silent() if loss.rank not in certain]
             if self._store_error is not None:
@@ -374,13 +373,7 @@ class FailureDetector:
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        incarnation = self._rank_set.incarnation
-        values = self._values() if incarnation.await_known(0.0) else {}
-        processes = incarnation.processes
-        if processes is not self._processes:
-            self._processes = processes
-            near = {rank: who for rank, who in processes.items() if rank in self._watched}
-            self._near = {rank: who for rank, who in near.items() if is_near(who)}
+        values = self._values() if self._rank_set.incarnation.await_known(0.0) else {}
         with self._lock:
             for watched in self._watched.values():
                 watched.silent += passed

@@ -32,7 +32,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -73,18 +72,23 @@ class Incarnation:
         self._prefix = prefix
         self._rank, self._world = rank, world
         self._is_gone = is_gone
-        self._lock = threading.RLock()  # guards _begun and _counts
+        self._lock = threading.RLock()  # guards _begun
         self._begun = False
-        self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._counts: dict[str, Iterator[int]] = {}
         self._known = threading.Event()  # the incarnation's name is known
         self._over = threading.Event()  # the thread has no more to do
         self.problem = "it has not begun"
         """Why the ranks have not met yet."""
         self.store_error: str | None = None
         """Why the store could not be asked when this rank last tried to meet rank 0."""
+        self.processes: Mapping[int, str] = {}
+        """The :func:`identity` of the processes that this one has met in this incarnation, by rank: on rank 0 all that
+        have come, elsewhere rank 0's. It is replaced, never changed.
+        """
+        self.near: Mapping[int, str] = {}
+        """Those of :attr:`processes` that this process can see."""
         # Written by the thread:
         self._name = self._former = ""
-        self._processes: dict[int, str] = {}
         self._last_pause: Final = max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
         self._gone_since: float | None = None
         # On rank 0:
@@ -95,13 +99,6 @@ class Incarnation:
         self._nonce: Final = secrets.token_hex(8)
         self._asked = ""  # the incarnation that this rank last asked to be admitted to
         self._request = ""  # the key of that request
-
-    @property
-    def processes(self) -> Mapping[int, str]:
-        """The :func:`identity` of the processes that this one has met in this
-        incarnation: on rank 0 all that have come, elsewhere rank 0's.
-        """
-        return self._processes
 
     def await_known(self, seconds: float) -> bool:
         """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has, so
@@ -124,8 +121,7 @@ class Incarnation:
 
     def count(self, kind: str) -> int:
         """How often this was called for ``kind``. Ranks that make the same calls get the same numbers."""
-        with self._lock:
-            return next(self._counts[kind])
+        return next(self._counts.setdefault(kind, itertools.count(1)))
 
     def delete_of_former(self, key: str) -> None:
         """Delete a ``key`` of the incarnation before, if there was one: the keys of jobs that were killed would add up.
@@ -184,7 +180,7 @@ class Incarnation:
                 logger.warning("%s: rank 0 of a former job admits no more ranks", self.problem)
                 return True
             self._answer()
-        return len(self._processes) >= self._world - 1
+        return len(self.processes) >= self._world - 1
 
     def _answer(self) -> None:
         found = self._store.find([f"{self._name}/asked/{number}" for number in self._late])
@@ -199,7 +195,7 @@ class Incarnation:
                 answers[f"{self._name}/admitted/{rank}"] = json.dumps([nonce, who])
         if answers:
             self._store.multi_set(answers)
-        self._processes = {**self._processes, **coming}
+        self._meet(coming)
 
     def _ask(self) -> bool:
         name, leader, former = self._leader()
@@ -226,13 +222,17 @@ class Incarnation:
             return False
         if self._leader()[0] != name:
             return False
-        self._processes = {0: leader}
+        self._meet({0: leader})
         with contextlib.suppress(RuntimeError):
             for key in (answer, self._request):
                 self._store.delete_key(key)
         self._name, self._former = name, former
         self._known.set()
         return True
+
+    def _meet(self, coming: Mapping[int, str]) -> None:
+        self.processes = {**self.processes, **coming}
+        self.near = {**self.near, **{rank: who for rank, who in coming.items() if is_near(who)}}
 
     def _leader(self) -> tuple[str, str, str]:
         """The incarnation that leads, the process of its rank 0, and the incarnation before."""

@@ -236,13 +236,6 @@ class Rank:
                     self.heard[other] = beat
 
     def _look(self, save: Save, *, joining: bool = False, telling: bool = False) -> None:
-        event = self._interruption(save, joining, telling)
-        if event is not None:
-            raise event
-
-    def _interruption(
-        self, save: Save, joining: bool, telling: bool
-    ) -> protocol.Interruption | None:
         self._hear()
         self._waited += 1
         found = None
@@ -250,13 +243,12 @@ class Rank:
             found = protocol.DecisionFound(self._find(save))
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
         ended = {rank: "" for rank, number in self.heard.items() if number >= save.number}
-        return protocol.interruption(
-            {} if self.rank else ended,
-            found,
-            lost,
-            waits_in_vain=joining or self._chance(0.01),
-            telling=telling,
+        in_vain = joining or self._chance(0.01)
+        event = protocol.interruption(
+            {} if self.rank else ended, found, lost, waits_in_vain=in_vain, telling=telling
         )
+        if event is not None:
+            raise event
 
     def _misses(self) -> bool:
         """Whether ranks count as lost: rightly, wrongly, or because nothing has come of waiting."""
@@ -294,12 +286,13 @@ class Rank:
                 if found is not None:
                     raise protocol.DecisionFound(found)
                 return
-            elif self._chance(0.01) or job.generation > self._generation:
+            try:
+                if connecting and (self._chance(0.01) or job.generation > self._generation):
+                    raise protocol.Broke
+                self._look(save, joining=True)
+            except protocol.Interruption:
                 self._go_on()
-                raise protocol.Broke
-            if (event := self._interruption(save, True, False)) is not None:
-                self._go_on()
-                raise event
+                raise
 
     def _leave(self) -> None:
         if self._tree is not None:
