@@ -61,7 +61,7 @@ BUDGETS = {
     "monitoring": 224,
     "planning": 2_493,
     "process": 886,
-    "ranks": 2_087,
+    "ranks": 2_074,
     "saving": 2_148,
     "sharing": 727,
     "staging": 1_930,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_599}
+BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_575}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

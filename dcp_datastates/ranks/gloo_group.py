@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.connection import Connection, pauses
 from dcp_datastates.ranks.meetings import Check, poll
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,6 @@ _CONNECT_TIMEOUT: Final = timedelta(seconds=20)
 
 _OPERATION_TIMEOUT: Final = timedelta(days=1)
 """gloo must not time out: a late rank is not a lost rank, and ``check`` knows the difference."""
-
-_FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.1
-"""Longest time between two calls of ``check``, in seconds. A pause ends early when the operation ends."""
 
 _LETTING_GO_SECONDS: Final = 5.0
 """How long an operation may take to end once its connections have failed."""
@@ -233,10 +229,9 @@ class GlooGroup:
             self._pending = work = start(gloo)
         del gloo  # a traceback may retain this frame
         try:
-            pause = _FIRST_PAUSE
-            while not _ended(work, pause):
+            pause = pauses(1)
+            while not _ended(work, next(pause)):
                 check()
-                pause = min(_LONGEST_PAUSE, 2 * pause)
             self._pending = None
             with _said_as_broken("gloo"):
                 work.wait()  # returns immediately; raises the operation's error

@@ -37,14 +37,9 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.process.futures import Worker
-from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
+from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection, pauses
 
 logger = logging.getLogger(__name__)
-
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.2
-_LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests of a rank that waits, in seconds: see ``gloo_tree.py``."""
 
 _LINGER_SECONDS: Final = 10.0
 """How long rank 0 still admits ranks after its process group was destroyed: they may still want an answer of it."""
@@ -89,7 +84,6 @@ class Incarnation:
         """Those of :attr:`processes` that this process can see."""
         # Written by the thread:
         self._name = self._former = ""
-        self._last_pause: Final = max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
         self._gone_since: float | None = None
         # On rank 0:
         self._read = 0  # how many requests were read
@@ -136,7 +130,8 @@ class Incarnation:
             if self._begun:
                 return
             worker = Worker("dcp_datastates-meeting")
-            self._begun = worker.post(functools.partial(_run, weakref.ref(self)))
+            run = functools.partial(_run, weakref.ref(self), pauses(self._world))
+            self._begun = worker.post(run)
             if not self._begun:
                 self.problem = worker.refusal
             worker.finish()
@@ -244,14 +239,11 @@ class Incarnation:
         return name, who, former
 
 
-def _run(incarnation: weakref.ref[Incarnation]) -> None:
+def _run(incarnation: weakref.ref[Incarnation], pause: Iterator[float]) -> None:
     """The thread. While it sleeps, it holds no reference: dropping the incarnation ends it."""
-    pause = _FIRST_PAUSE
     while (this := incarnation()) is not None and not this._look():
-        longest = this._last_pause
         del this
-        time.sleep(pause)
-        pause = min(longest, 2 * pause)
+        time.sleep(next(pause))
 
 
 # ---- the identity of a process -----------------------------------------------------------------------

@@ -190,27 +190,58 @@ class Rank:
             self._waited = 0
             while number not in self.job.tickets:
                 yield
-                self._hear()
+                self._hear_beats()
                 self._waited += 1
                 if self.job.ranks[0].killed or self._waited > 4 * _PATIENCE:
                     return  # planning fails without the coordinator
             if self.rank and self._chance(0.05 * self.world.faults):
                 continue  # its planning failed: it hears of the save only by the next
             while self._expected < number:
-                yield from self._round(Save(self._expected, -1), Reason("X", "no such save"))
-            yield from self._round(self.job.tickets[number], None)
+                yield from self._round(Save(self._expected, -1))
+            yield from self._round(self.job.tickets[number])
 
-    def _round(self, save: Save, failed: Reason | None) -> Thread:
+    def _round(self, save: Save) -> Thread:
         self._expected = save.number + 1
         steps = protocol.follow if self.rank else protocol.lead
-        decision: Decision = yield from steps(_Actions(self, save, failed)).__await__()
+        decision: Decision = yield from steps(_Actions(self, save)).__await__()
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
         if decision.outcome is Outcome.FAILED:
             yield from self._slowly(self._tidy(save), abandons=False)
 
-    def _find(self, save: Save) -> Decision | None:
+    # ---- the actions: those that wait for others; in the store; in storage -----------------------
+
+    def _vote(self, save: Save, why: Reason | None) -> Generator[None, None, Decision | None]:
+        vote = (0 if why is None else 1, save.attempt, -save.attempt, save.number, -save.number)
+        no, attempt, negated, number, unnumber = yield from self._collective("voted", vote, save)
+        unanimous = not no and attempt == -negated and number == -unnumber
+        return None if unanimous else Decision(Outcome.FAILED)
+
+    def _tell(self, save: Save, decision: Decision) -> Thread:
+        told = (save.number, decision)
+        return self._collective("decision", told, save, telling=True)
+
+    def _hear(self, save: Save) -> Generator[None, None, Decision | None]:
+        number, decision = yield from self._collective("decision", None, save)
+        return decision if number == save.number else None
+
+    def _note(self, save: Save, decision: Decision) -> None:
+        self._unsaid[save.number] = decision
+        self._flush()
+
+    def _give_up(self, save: Save, why: Reason) -> None:
+        """Its beat says that it has ended the round."""
+
+    def _settle(self, save: Save, why: Reason) -> Generator[None, None, Decision]:
+        try:
+            decision: Decision = yield from self._slowly(self.world.settle(save))
+            return decision
+        except Hung:
+            save.in_doubt = True
+            return Decision(Outcome.UNKNOWN)
+
+    def _look(self, save: Save) -> Decision | None:
         if not self.reaches_store:
             return None
         found = self.job.store.get(self._key(f"decision/{save.number}"))
@@ -226,7 +257,7 @@ class Rank:
 
     # ---- waiting --------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _hear_beats(self) -> None:
         """Now and then, the others' newest beats come."""
         if self.reaches_store and self._chance(0.3):
             self.job.store[self._key(f"beat/{self.rank}")] = self.ended
@@ -235,12 +266,12 @@ class Rank:
                 if other != self.rank and isinstance(beat, int):
                     self.heard[other] = beat
 
-    def _look(self, save: Save, *, joining: bool = False, telling: bool = False) -> None:
-        self._hear()
+    def _await(self, save: Save, *, joining: bool = False, telling: bool = False) -> None:
+        self._hear_beats()
         self._waited += 1
         found = None
         if self.rank and self.heard.get(0, -1) >= save.number and self.reaches_store:
-            found = protocol.DecisionFound(self._find(save))
+            found = protocol.DecisionFound(self._look(save))
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
         ended = {rank: "" for rank, number in self.heard.items() if number >= save.number}
         in_vain = joining or self._chance(0.01)
@@ -268,7 +299,7 @@ class Rank:
         while True:
             yield
             if not self.reaches_store:
-                self._look(save, joining=True)
+                self._await(save, joining=True)
                 raise protocol.Broke
             if self.rank == 0:
                 self._flush()
@@ -282,19 +313,19 @@ class Rank:
             elif len(connecting.connected) == len(job.ranks):
                 self._tree = connecting
                 self._at.clear()
-                found = self._find(save) if self.rank else None
+                found = self._look(save) if self.rank else None
                 if found is not None:
                     raise protocol.DecisionFound(found)
                 return
             try:
                 if connecting and (self._chance(0.01) or job.generation > self._generation):
                     raise protocol.Broke
-                self._look(save, joining=True)
+                self._await(save, joining=True)
             except protocol.Interruption:
                 self._go_on()
                 raise
 
-    def _leave(self) -> None:
+    def _leave(self, save: Save) -> None:
         if self._tree is not None:
             self._tree.gone.add(self.rank)
             self._tree = None
@@ -338,7 +369,7 @@ class Rank:
                 raise protocol.Broke
             if self._chance(self.world.breaks):
                 raise protocol.Broke
-            self._look(save, telling=telling)
+            self._await(save, telling=telling)
 
     # ---- storage --------------------------------------------------------------------------------
 
@@ -366,11 +397,12 @@ class Rank:
             self._calling = None
             return ended.value
 
-    def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, Reason | None]:
+    def _await_files(self, save: Save) -> Generator[None, None, Reason | None]:
+        failed = Reason("X", "no such save") if save.attempt < 0 else None
         if failed is None:
             for _ in range(self.world.random.randrange(4)):
                 yield
-                self._look(save)
+                self._await(save)
             if self._chance(0.04 * self.world.faults):
                 failed = Reason("StorageError", "disk full")
             else:
@@ -397,94 +429,38 @@ class Rank:
         return decision
 
 
-def _action(act: Callable[..., Any]) -> Any:
-    """What the protocol awaits: the rank may be stopped before it, and an action that waits may have a defect."""
-
-    @types.coroutine
-    def acted(self: _Actions, *said: Any) -> Generator[None, None, Any]:
-        rank, world = self.rank, self.rank.world
-        rank._waited = 0
-        what = f"{self.save.number}: {act.__name__} {said or ''}"
-        if act.__name__ in _MAY_FAIL and rank._chance(world.defects):
-            world.log(rank, f"{what}: a defect")
-            raise OSError("a defect")
-        world.log(rank, what)
-        yield
-        result = act(self, *said)
-        if inspect.isgenerator(result):
-            result = yield from result
-        world.log(rank, f"{self.save.number}:   {result}")
-        return result
-
-    return acted
-
-
 _MAY_FAIL = {"await_files", "meet", "vote", "publish", "tell", "hear"}
 
 
 class _Actions:
-    """What the protocol asks of a rank in one round."""
+    """What the protocol awaits of a rank in one round. The rank may be stopped before each action, and those that wait
+    may fail because of a defect.
+    """
 
-    def __init__(self, rank: Rank, save: Save, failed: Reason | None) -> None:
-        self.rank = rank
-        self.save = save
-        self._failed = failed
+    def __init__(self, rank: Rank, save: Save) -> None:
+        self._rank = rank
+        self._save = save
 
     def failed(self, error: Exception) -> None:
-        self.rank.world.log(self.rank, f"{self.save.number}:   {error!r}")
+        self._log(repr(error))
 
-    @_action
-    def await_files(self) -> Any:
-        return self.rank._write(self.save, self._failed)
+    def _log(self, what: str) -> None:
+        self._rank.world.log(self._rank, f"{self._save.number}: {what}")
 
-    @_action
-    def meet(self) -> Any:
-        return self.rank._meet(self.save)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        rank, save = self._rank, self._save
 
-    @_action
-    def vote(self, why: Reason | None) -> Generator[None, None, Decision | None]:
-        attempt, number = self.save.attempt, self.save.number
-        vote = (0 if why is None else 1, attempt, -attempt, number, -number)
-        found = yield from self.rank._collective("voted", vote, self.save)
-        no, attempt, negated, number, unnumber = found
-        unanimous = not no and attempt == -negated and number == -unnumber
-        return None if unanimous else Decision(Outcome.FAILED)
+        @types.coroutine
+        def act(*said: Any) -> Generator[None, None, Any]:
+            rank._waited = 0
+            self._log(f"{name} {said or ''}")
+            if name in _MAY_FAIL and rank._chance(rank.world.defects):
+                raise OSError("a defect")
+            yield
+            result = getattr(rank, f"_{name}")(save, *said)
+            if inspect.isgenerator(result):
+                result = yield from result
+            self._log(f"  {result}")
+            return result
 
-    @_action
-    def publish(self) -> Any:
-        return self.rank._publish(self.save)
-
-    @_action
-    def tell(self, decision: Decision) -> Any:
-        told = (self.save.number, decision)
-        return self.rank._collective("decision", told, self.save, telling=True)
-
-    @_action
-    def hear(self) -> Generator[None, None, Decision | None]:
-        number, decision = yield from self.rank._collective("decision", None, self.save)
-        return decision if number == self.save.number else None
-
-    @_action
-    def note(self, decision: Decision) -> None:
-        self.rank._unsaid[self.save.number] = decision
-        self.rank._flush()
-
-    @_action
-    def look(self) -> Decision | None:
-        return self.rank._find(self.save)
-
-    @_action
-    def leave(self) -> None:
-        self.rank._leave()
-
-    @_action
-    def give_up(self, why: Reason) -> None:
-        """Its beat says that it has ended the round."""
-
-    @_action
-    def settle(self, why: Reason) -> Generator[None, None, Decision]:
-        try:
-            return (yield from self.rank._slowly(self.rank.world.settle(self.save)))
-        except Hung:
-            self.save.in_doubt = True
-            return Decision(Outcome.UNKNOWN)
+        return act
