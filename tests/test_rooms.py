@@ -47,7 +47,7 @@ BUDGETS = {
     "": 1_518,
     "checkpoints": 2_585,
     "cli": 1_011,
-    "commit": 1_642,
+    "commit": 1_533,
     "conversion": 2_053,
     "dcp": 2_039,
     "deepspeed": 730,
@@ -60,9 +60,9 @@ BUDGETS = {
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_797,
-    "process": 892,
-    "ranks": 2_123,
-    "saving": 2_175,
+    "process": 886,
+    "ranks": 2_074,
+    "saving": 2_172,
     "sharing": 699,
     "staging": 1_930,
     "storage": 3_477,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_745}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_737}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -102,8 +102,6 @@ class Round:
     """Coordinator: how the attempt was claimed."""
     overwrite: bool = True
     """Whether this save may replace a checkpoint."""
-    first: int = 0
-    """The number of the commit group's first round."""
     report: Callable[[], bytes] = bytes
     """Makes what this rank tells the coordinator with its vote, once its part is durable."""
     compose: Compose | None = None
@@ -122,13 +120,13 @@ class Round:
     """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
 
     def __str__(self) -> str:
-        return f"save {self.number - self.first}"
+        return f"save {self.number}"
 
     @staticmethod
-    def missing(number: int, first: int, timeout: float) -> Round:
+    def missing(number: int, timeout: float) -> Round:
         """A round that this rank knows nothing of: the rank votes no."""
         error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
-        return Round(number, None, None, EndedPart(error), first=first, timeout=timeout)
+        return Round(number, None, None, EndedPart(error), timeout=timeout)
 
 
 class Place:

@@ -59,7 +59,7 @@ class Assignment(Message):
     """The coordinator's message to a rank."""
 
     numbers: tuple[int, ...] = ()
-    """Of the :attr:`ticket`: the attempt's two, and the others."""
+    """Of the :attr:`ticket`: the attempt's two, and its own."""
     plan: bytes = b""
     refused: tuple[tuple[int, str, str], ...] = ()
     """Why there is no such save: ranks, and the fields of their :class:`Reason`."""
@@ -74,8 +74,8 @@ class Assignment(Message):
 
     @property
     def ticket(self) -> Ticket:
-        incarnation, sequence, number, first = self.numbers
-        return Ticket(Attempt(incarnation, sequence), number, first)
+        incarnation, sequence, number = self.numbers
+        return Ticket(Attempt(incarnation, sequence), number)
 
     @property
     def reasons(self) -> dict[int, Reason]:
@@ -162,7 +162,7 @@ def _assign(
     assert planning is not None
     plans = planning.assign([each.plan for each in proposals])
     ticket = draw()
-    numbers = (*astuple(ticket.attempt), ticket.number, ticket.first)
+    numbers = (*astuple(ticket.attempt), ticket.number)
     return [Assignment(numbers, plan) for plan in plans]
 
 

@@ -64,8 +64,6 @@ class Ticket:
     attempt: Attempt
     number: int
     """Of the commit round. Newer saves of a group have greater numbers."""
-    first: int
-    """The number of the commit group's first round."""
 
 
 class SaveOperation:
@@ -258,7 +256,7 @@ class SaveOperation:
         place, group = Place(self.resolved_path()), self.group
         claim = functools.partial(place.claim, group.neighbours, self.config.overwrite)
         claimed = self.on_storage("claiming", claim)
-        ticket = Ticket(claimed.attempt, group.draw(), group.first)
+        ticket = Ticket(claimed.attempt, group.draw())
         self.agree(ticket, claimed)
         return ticket
 
@@ -306,7 +304,6 @@ class SaveOperation:
             path=self.path,
             claim=claim,
             overwrite=self.config.overwrite,
-            first=ticket.first,
             report=report,
             compose=compose,
             archives=self.archived is not None,

@@ -162,7 +162,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         save = SaveOperation(alone, config, SaveOrigin.DCP, path, SaveStats(), {})
         group = _Group(RankSet(rank, tuple(range(ranks)), None))
         save.group = cast("CommitGroup", group)
-        save.agree(Ticket(claimed.attempt, 0, 0), claimed)
+        save.agree(Ticket(claimed.attempt, 0), claimed)
         begin_write(save, planning)()
         assert group.round is not None
         rounds.append(group.round)
