@@ -29,7 +29,7 @@ import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.place import EndedPart, Place, Round
@@ -137,8 +137,8 @@ def _connections(port: int) -> int:
     return there[f"{port:04X}"]
 
 
-def _compose(reports: Sequence[bytes], meta: StorageMeta, claim: Claim, trace: Trace) -> bytes:
-    return document(meta, claim, Metadata({}), [], {}, trace)
+def _compose(reports: Sequence[bytes], claim: Claim, trace: Trace) -> bytes:
+    return document(claim, Metadata({}), [], {}, trace)
 
 
 def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
@@ -154,7 +154,6 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             path,
             EndedPart(),
             claim=claimed if rank == 0 else None,
-            first=groups[0].first,
             timeout=300,
             compose=_compose if rank == 0 else None,
         )

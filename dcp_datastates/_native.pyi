@@ -194,10 +194,11 @@ class SaveFile:
     Bytes of the stream that no region covers are zeros. The table is
     ``ceil(table_offset / BLOCK_BYTES)`` little-endian 32-bit CRC32C values, one per block of the
     stream (the last block may be short), then the CRC32C of those words themselves. The file is
-    ``table_offset + 4 * (blocks + 1)`` bytes long. ``table_offset`` is a multiple of 4.
+    ``table_offset + 4 * (blocks + 1)`` bytes long. ``table_offset`` is a multiple of 4. With None as the path, the
+    stream is read and summed, and not written: :meth:`SaveJob.checksums` has its checksums.
     """
 
-    def __init__(self, path: str, table_offset: int, content: Transfer) -> None: ...
+    def __init__(self, path: str | None, table_offset: int, content: Transfer) -> None: ...
     @property
     def nbytes(self) -> int:
         """Size of the file, table included."""
@@ -249,6 +250,8 @@ class SaveJob:
         """
     def cancel(self) -> None:
         """Fail the job with a ``cancelled`` fault if it is not finished. Returns immediately."""
+    def checksums(self, file: int) -> bytes:
+        """The CRC32C of each block of a file's stream, as in its table. ValueError unless the job has succeeded."""
     @property
     def fault(self) -> Fault | None:
         """None while running and after success."""

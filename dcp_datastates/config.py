@@ -32,6 +32,7 @@ MIN_COMMIT_TIMEOUT = 1.0
 
 MAX_COMMIT_TIMEOUT = 86400.0
 MAX_IN_FLIGHT = 32
+MAX_TURNS = 100
 MAX_THREADS = 256
 
 MIN_COPY_RATE = 64 << 20
@@ -183,6 +184,10 @@ def check_count(
     return value
 
 
+def _turns(name: str, value: Any) -> int | None:
+    return None if value is None else check_count(name, value, MAX_TURNS)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Checked options of the process's engine; :func:`~dcp_datastates.configure_engine` documents them."""
@@ -225,6 +230,7 @@ class BackgroundOptions(TypedDict, total=False):
     when_behind: WhenBehind
     audit: bool
     on_nan: OnNan
+    compare_replicas: int | None
 
 
 class WriterOptions(BackgroundOptions, total=False):
@@ -250,6 +256,7 @@ class WriterConfig:
     when_behind: WhenBehind = "wait"
     audit: bool = False
     on_nan: OnNan = "warn"
+    compare_replicas: int | None = None
 
     @property
     def read_deadline(self) -> float:
@@ -286,4 +293,5 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
     "on_nan": partial(_one_of, kind=OnNan),
+    "compare_replicas": _turns,
 }

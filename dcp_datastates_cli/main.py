@@ -44,7 +44,7 @@ _LEVEL: Final = _argument(
     "--verify",
     "what a checkpoint must pass: its metadata can be read; and every file is there with its size (the default); "
     "and every stored byte matches its checksum",
-    choices=("metadata", "structure", "full"),
+    choices=("metadata", "structure", "full", "replicas"),
     default="structure",
 )
 _ONLY: Final = _argument(
@@ -64,7 +64,7 @@ _COMMANDS: Final = {
     "verify": _Command(
         "verify.run",
         "Read every stored byte and compare it with its checksum. Of a checkpoint, or of all checkpoints in a "
-        "directory; the parts of each must agree, too. "
+        "directory. "
         "Exit status: 0 whole, 1 damaged, 2 nothing to check or it cannot be read.",
         [_CHECKPOINTS, _THREADS, _flag("--quiet", "print damage only, no progress bar")],
     ),
@@ -87,17 +87,6 @@ _COMMANDS: Final = {
         "A job's first save below a root tries the same. "
         "Exit status: 0 saves work, 1 they do not, 2 storage fails or does not answer.",
         [_argument("root", "where checkpoints are to lie: a directory, or a URL")],
-    ),
-    "watch": _Command(
-        "describe.run_watch",
-        "Show a directory of checkpoints as it changes, until Ctrl-C. The newest checkpoints with their age and the "
-        "time between commits, and the saves that are in flight. To a pipe: a line for each commit. "
-        "Exit status: 130 interrupted, 2 the directory cannot be read.",
-        [
-            _ROOT,
-            _argument("--every SECONDS", "how often to look (default: 2)", type=float, default=2.0),
-            _argument("--rows N", "how many to show (default: 12)", type=int, default=12),
-        ],
     ),
     "trace": _Command(
         "describe.run_trace",

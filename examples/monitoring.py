@@ -30,18 +30,18 @@ register_metrics()
 # In a job: prometheus_client.start_http_server(9400 + int(os.environ["LOCAL_RANK"]))
 
 
-def log(step, record):
-    print(step, record.outcome, record.written_bytes)  # or writer.add_scalar(...), wandb.log(...)
+def log(record):
+    print(record.step, record.outcome, record.stall_seconds)  # or wandb.log(...), for example
 
 
+stop = ds.on_save(log)
 model = torch.nn.Linear(256, 256)
-with ds.CheckpointManager("ckpt", every=1, keep=2, on_save=log, max_failures=3) as manager:
+with ds.CheckpointManager("ckpt", every=1, keep=2, max_failures=3) as manager:
     for step in range(3):
         manager.save(step, {"model": model})
     manager.wait()  # the outcomes are known, and old checkpoints are deleted
     print(manager.steps(), manager.latest_step)  # reads the directory; call it on one rank
 
-stop = ds.on_save(lambda record: print(record.step, record.outcome, record.stall_seconds))
 handle = ds.async_save({"w": torch.ones(1000)}, "run/step-7")
 handle.result()
 record = handle.record

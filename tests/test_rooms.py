@@ -44,37 +44,37 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_507,
-    "checkpoints": 2_659,
-    "cli": 1_072,
-    "commit": 1_551,
-    "conversion": 2_191,
-    "dcp": 2_012,
+    "": 1_518,
+    "checkpoints": 2_585,
+    "cli": 1_011,
+    "commit": 1_533,
+    "conversion": 2_053,
+    "dcp": 2_026,
     "deepspeed": 730,
-    "format": 2_923,
+    "format": 2_936,
     "huggingface": 1_121,
     "io": 2_482,
     "lightning": 722,
     "loading": 1_722,
-    "manager": 4_815,
+    "manager": 4_610,
     "megatron": 287,
     "monitoring": 224,
-    "planning": 2_493,
-    "process": 892,
-    "ranks": 2_123,
-    "saving": 2_145,
-    "sharing": 727,
+    "planning": 2_797,
+    "process": 886,
+    "ranks": 2_074,
+    "saving": 2_168,
+    "sharing": 699,
     "staging": 1_930,
-    "storage": 3_669,
-    "tiers": 2_256,
+    "storage": 3_480,
+    "tiers": 2_168,
     "torchtitan": 466,
-    "weights": 1_014,
-    "wire": 660,
+    "weights": 958,
+    "wire": 644,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_749, "native/tests": 10_039, "tests": 52_583}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_080, "tests": 52_737}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

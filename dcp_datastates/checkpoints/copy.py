@@ -34,7 +34,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
 from dcp_datastates.storage.object_store import put_pieces
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 _PARTS_IN_FLIGHT: Final = 4
@@ -124,7 +124,7 @@ def checked_pieces(
 
     Raises :class:`CheckpointCorruptError`, or OSError.
     """
-    with contextlib.closing(open_readable(directory / record.relative_path)) as file:
+    with contextlib.closing(ReadableFile(directory / record.relative_path)) as file:
         words = _read(file, record, record.table_offset, record.nbytes)
         table = ChecksumTable(bytes(words))
         if file.nbytes != record.nbytes or not table.is_sound:

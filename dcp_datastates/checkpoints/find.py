@@ -24,7 +24,7 @@ from dcp_datastates.storage.object_path import AnyPath, Location, locate_all
 
 logger = logging.getLogger(__name__)
 
-Verification = Literal["metadata", "structure", "full"]
+Verification = Literal["metadata", "structure", "full", "replicas"]
 
 _REPLACEMENTS: Final = 3
 
@@ -82,7 +82,9 @@ def latest(
         process_group: The ranks that take part.
         verify: The check that a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: also,
             every data file is there, with its exact size. ``"full"``: also, every stored byte matches its checksum;
-            this reads all files, so allow for it in ``timeout``.
+            this reads all files, so allow for it in ``timeout``. ``"replicas"``: as ``"structure"``, and all replicas
+            are known to have been equal: it and the checkpoints that the job has saved since have compared them
+            (``compare_replicas``).
         timeout: Seconds for which the other ranks wait for the first.
         storage_options: fsspec's options for a URL.
 
@@ -128,12 +130,13 @@ def newest_whole(
     Raises :class:`CheckpointCorruptError` if there are some, and none passes: a job must not start over unnoticed.
     """
     problems = []
+    compared = Replicas(verify)
     for copies in copies_newest_first(roots, among):
         path = copies[0].path
         if path.name in leave_out:
             problems.append(f"{path.name} cannot be loaded")
             continue
-        problem = flaw(copies, verify)
+        problem = compared.unknown(copies) or flaw(copies, verify)
         if problem is None:
             return [found.path for found in copies]
         logger.warning("leaving out checkpoint %s: %s", path, problem)
@@ -145,6 +148,31 @@ def newest_whole(
         f"none of the {len(problems)} checkpoints in {where} can be restored ({'; '.join(problems[:3])}); repair or "
         f"move them, or begin in another directory"
     )
+
+
+class Replicas:
+    """Which replicas were compared. It is asked about all checkpoints, newest first."""
+
+    def __init__(self, verify: Verification) -> None:
+        self._is_asked = verify == "replicas"
+        self._parts: dict[tuple[int, int, str], set[int]] = {}
+
+    def unknown(self, copies: Sequence[Found]) -> str | None:
+        """Why the replicas of this checkpoint are not known to be equal. None if they are, if ``verify`` does not ask,
+        or if its metadata cannot be read.
+        """
+        committed = next((each.committed for each in copies if each.committed is not None), None)
+        if committed is None or not self._is_asked:
+            return None
+        compared = committed.note.compared
+        if compared is None:
+            return "its replicas were not compared (compare_replicas=)"
+        key = committed.note.attempt.incarnation, compared.of, compared.plan
+        parts = self._parts.setdefault(key, set())
+        parts.add(compared.number)
+        if len(parts) == compared.of:
+            return None
+        return f"{len(parts)} of {compared.of} parts of its replicas have been compared"
 
 
 def copies_newest_first(
@@ -215,7 +243,7 @@ def _problems_by_file(
     if verify == "full":
         for damage in examine(directory, committed, thread_count(None), None):
             problems.setdefault(damage.file, damage.problem)
-    if verify != "structure":
+    if verify not in ("structure", "replicas"):
         return problems
     for file, found in sizes(directory, committed.note.files.keys()).items():
         if isinstance(found, int):

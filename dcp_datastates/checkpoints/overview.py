@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
@@ -112,7 +111,7 @@ class Directory:
     retention: Note | None = None
     """The rules of the last job with a :class:`CheckpointManager` there, as it has noted them."""
     deletes_next: tuple[str, ...] | None = None
-    """What these delete at the next commit, if its metrics change nothing. None: unknown, or not asked for."""
+    """What these delete at the next commit, if its metrics change nothing. None: unknown."""
     free_nbytes: int | None = None
     """What a save may still take there; None in a store."""
 
@@ -154,21 +153,16 @@ def _said(each: Listed) -> str:
     return "unknown" if each.unjudged else "no"
 
 
-def overview(root: Location, most: int | None = None) -> Directory:
-    """What is in ``root``. With ``most``, only so many of this package's checkpoints are read, the newest, other
-    programs' are left out, and what is deleted next, too.
-
-    Raises :class:`StorageError` if ``root`` cannot be read.
-    """
+def overview(root: Location) -> Directory:
+    """What is in ``root``. Raises :class:`StorageError` if it cannot be read."""
     everything = directories(root)
-    possible = [path for path in everything if may_be_committed(path)]
-    ours = [_listed(found) for found in islice(newest_first(possible), most)]
-    names = {each.name for each in ours} if most is None else {path.name for path in possible}
+    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
+    names = {each.name for each in ours}
     replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
     failure = note_in(root, FAILURE_NAME)
-    retention = note_in(root, RETENTION_NAME) if most is None else None
+    retention = note_in(root, RETENTION_NAME)
     deletes_next, free = None, None
     if retention is not None and retention.error is None:
         retention, deletes_next = _next_deleted(root, retention)

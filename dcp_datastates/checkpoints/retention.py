@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
-from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.find import Replicas, Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
 from dcp_datastates.checkpoints.keep import Keep
@@ -130,9 +130,12 @@ def retain_here(
     paths = [path for path in paths if not is_link(path)]
     everything: list[Found] = []
     last: list[Found] = []
+    replicas = Replicas(verify)
     for found in newest_first(paths) if needed else ():
         everything.append(found)
-        if problem := flaw([found], verify):
+        if unknown := replicas.unknown([found]):
+            logger.info("not counting checkpoint %s yet: %s", found.path, unknown)
+        elif problem := flaw([found], verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)

@@ -1,9 +1,9 @@
-"""Verifies a committed checkpoint: every stored byte, and that its parts agree.
+"""Verifies a committed checkpoint: every stored byte, and that the metadata do not contradict themselves.
 
-Files are cut into pieces of a few blocks, of which the first has the whole header. Threads take the pieces in order;
-each thread reuses one buffer. So memory is bounded by the number of threads (plus tables of 4 bytes per MiB for the few
-files that are open at a time, and one header that is compared). The files' pages are dropped from the page cache before
-and after reading, so the bytes come from storage, and the machine's other cached data stay.
+Files are cut into pieces of a few blocks. Threads take the pieces in order; each thread reuses one buffer. So memory is
+bounded by the number of threads (plus tables of 4 bytes per MiB for the few files that are open at a time). The files'
+pages are dropped from the page cache before and after reading, so the bytes come from storage, and the machine's other
+cached data stay.
 """
 
 from __future__ import annotations
@@ -23,19 +23,9 @@ import numpy as np
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointCorruptError, StorageError
 from dcp_datastates.format.contents import Contents, Damage
-from dcp_datastates.format.layout import (
-    MAX_HEADER_BYTES,
-    ChecksumTable,
-    blocks,
-    entry_key,
-    is_bookkeeping,
-    is_table,
-    stored_form,
-)
+from dcp_datastates.format.layout import ChecksumTable, blocks
 from dcp_datastates.format.metadata_check import elements
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.format.ragged import starts_of
-from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
 from dcp_datastates.io.committed import Committed, open_committed, replacement, wrong_size
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
@@ -49,7 +39,7 @@ from dcp_datastates.storage.object_path import (
     stored,
 )
 from dcp_datastates.storage.object_store import ObjectStore
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 from dcp_datastates.text import count, size
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
@@ -105,7 +95,7 @@ def verify(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Check every stored byte of the checkpoint committed at ``path``, and that its parts agree.
+    """Check every stored byte of the checkpoint committed at ``path``, and that its metadata are sound.
 
     Args:
         path: Directory of the checkpoint, or its URL.
@@ -162,22 +152,6 @@ def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float
 # ---- the data files ------------------------------------------------------------------------------
 
 
-class _Bad(NamedTuple):
-    begin: int
-    end: int
-    problem: str
-
-
-@dataclass(frozen=True)
-class _File:
-    """A data file that is open. It is closed when no piece of it is left."""
-
-    record: FileRecord
-    path: Location
-    source: ReadableFile
-    table: ChecksumTable
-
-
 def examine(
     directory: Location, committed: Committed, threads: int, progress: Progress | None
 ) -> list[Damage]:
@@ -200,6 +174,20 @@ def examine_copies(directory: Location, committed: Committed, threads: int) -> N
                 leave_copy(directory / file, problem, node)
 
 
+class _Bad(NamedTuple):
+    begin: int
+    end: int
+    problem: str
+
+
+class _File(NamedTuple):
+    """A data file that is open. It is closed when no piece of it is left."""
+
+    record: FileRecord
+    source: ReadableFile
+    table: ChecksumTable
+
+
 class Examination:
     """One examination of a checkpoint's data files, in ``store``, if not in the directory's own."""
 
@@ -208,13 +196,8 @@ class Examination:
     ) -> None:
         self._directory, self._store = directory, store
         self._table, self._contents = committed.table, Contents(committed.table)
-        catalog = committed.table.catalog
-        self._owners, self._chunks = catalog.owners(), catalog.chunks
-        self._dimensions = catalog.ndims[self._owners[: self._chunks]]
-        self._first_value = starts_of(self._dimensions)
         self._files = list(committed.note.files.values())
         self._buffers = threading.local()
-        self._header_lock = threading.Lock()  # held while a header is compared
         self._lock = threading.Lock()  # guards what follows
         self._bad: dict[str, list[_Bad]] = defaultdict(list)  # by file
         self._damages = list(self._gaps())
@@ -227,16 +210,14 @@ class Examination:
             raise StorageError(
                 error.errno, f"verifying failed: {error.strerror}", str(error.filename)
             ) from error
-        for record in self._files:
-            path, header_end = record.relative_path, self._header_bytes(record)
-            for begin, end, problem in _merged(self._bad[path]):
-                names = self._contents.names(path, begin, end)
-                if begin < header_end:  # a load does not read it, but other readers do
+        for path, parts in self._bad.items():
+            data_begin = self._contents.begin(path)
+            for begin, end, problem in _merged(parts):
+                if data_begin is None or begin < data_begin:  # a load does not read it; others do
                     problem += " (the file's header is in it)"
+                names = self._contents.names(path, begin, end)
                 self._damages.append(Damage(path, begin, end - begin, problem, names))
-        return sorted(
-            self._damages, key=lambda each: (each.file, -1 if each.offset is None else each.offset)
-        )
+        return sorted(self._damages, key=lambda each: (each.file, each.offset or 0))
 
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
@@ -245,78 +226,6 @@ class Examination:
         names = self._contents.all_names(record.relative_path)
         with self._lock:
             self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
-
-    # --- opening, one file after another: work() takes one unit at a time -----------------------
-
-    def _units(self) -> Iterator[Unit]:
-        """The pieces of all files, in order. Opens each file when its first piece is taken."""
-        for record in self._files:
-            path = self._directory / record.relative_path
-            file = None
-            try:
-                file = self._opened(record, path)
-            except presence.NotAFileError as error:
-                self._condemn(record, str(error.strerror))
-            except OSError as error:
-                if not presence.is_missing(error, str(path)):
-                    raise OSError(error.errno, error.strerror, str(path)) from error
-                self._condemn(record, _MISSING)
-            if file is None:
-                yield partial(_skip, record.nbytes)
-                continue
-            blocks_of_header = -(-self._header_bytes(record) // BLOCK_BYTES)
-            first = max(_PIECE_BYTES, blocks_of_header * BLOCK_BYTES)
-            for begin in (0, *range(first, record.table_offset, _PIECE_BYTES)):
-                end = min(begin + _PIECE_BYTES if begin else first, record.table_offset)
-                yield partial(self._examine, file, begin, end)
-
-    def _opened(self, record: FileRecord, path: Location) -> _File | None:
-        """The open file; None if its checksums cannot be read. Raises OSError."""
-        source = presence.asked(partial(open_readable, path, self._store))
-        nbytes = source.nbytes
-        problem = wrong_size(record, nbytes)
-        words = bytearray(record.nbytes - record.table_offset)
-        source.drop_cached()
-        unreadable = None
-        try:
-            read = source.read_at(record.table_offset, memoryview(words))
-        except OSError as error:
-            if error.errno not in _MEDIA_ERRORS:
-                raise
-            read, unreadable = 0, f"its checksums cannot be read: {error.strerror}"
-        if nbytes < record.nbytes or read < len(words):
-            lost = (
-                f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
-            )
-            self._condemn(record, unreadable or lost, nbytes, record.nbytes)
-            return None
-        if problem is not None:
-            self._condemn(record, problem, record.nbytes, nbytes)
-        table = ChecksumTable(bytes(words))
-        if not table.is_sound:
-            problem = "the checksum table does not match its own checksum"
-            self._condemn(record, problem, record.table_offset, record.nbytes)
-        return _File(record, path, source, table)
-
-    # --- reading ------------------------------------------------------------------------------
-
-    def _examine(self, file: _File, begin: int, end: int, done: Done) -> None:
-        if len(getattr(self._buffers, "own", b"")) < end - begin:
-            self._buffers.own = memoryview(bytearray(max(_PIECE_BYTES, end - begin)))
-        view = self._buffers.own[: end - begin]
-        bad = list(_damaged(file, begin, view))
-        header_end = 0 if begin else self._header_bytes(file.record)
-        damages = []
-        if not any(part.begin < header_end for part in bad) and header_end:
-            with self._header_lock:
-                header = bytes(view[:header_end])
-                damages = list(self._of_header(file.record, header))
-        with self._lock:
-            self._bad[file.record.relative_path] += bad
-            self._damages += damages
-        done((file.record.nbytes if end == file.record.table_offset else end) - begin)
-
-    # --- whether metadata and files agree -------------------------------------------------------
 
     def _gaps(self) -> Iterator[Damage]:
         """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
@@ -330,70 +239,67 @@ class Examination:
             )
             yield Damage(local.METADATA_NAME, None, None, problem, (name,))
 
-    def _header_bytes(self, record: FileRecord) -> int:
-        """The end of a file's header: the offset of its data, according to the metadata."""
-        begin = self._contents.begin(record.relative_path)
-        end = record.table_offset if begin is None else min(begin, record.table_offset)
-        return max(8, min(end, MAX_HEADER_BYTES))
+    # --- opening, one file after another: work() takes one unit at a time -----------------------
 
-    def _of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
-        """The differences between ``header``, the bytes of a file before its data, and the metadata."""
-        for problem, name in self._problems(record, header):
-            names = self._contents.all_names(record.relative_path) if name is None else (name,)
-            yield Damage(record.relative_path, 0, len(header), problem, names)
+    def _units(self) -> Iterator[Unit]:
+        """The pieces of all files, in order. Opens each file when its first piece is taken."""
+        for record in self._files:
+            file = self._opened(record)
+            if file is None:
+                yield partial(_skip, record.nbytes)
+                continue
+            for begin in range(0, record.table_offset, _PIECE_BYTES):
+                end = min(begin + _PIECE_BYTES, record.table_offset)
+                yield partial(self._examine, file, begin, end)
 
-    def _problems(self, record: FileRecord, header: bytes) -> Iterator[tuple[str, str | None]]:
-        """Each difference, with the name that it concerns; None: all names in the file."""
-        start = len(header)
+    def _opened(self, record: FileRecord) -> _File | None:
+        """The open file; None if it is missing, or its checksums cannot be read. Raises OSError."""
+        path = self._directory / record.relative_path
         try:
-            found = read_header(header, record.nbytes)
-        except CheckpointCorruptError as error:
-            yield f"the header is not that of a safetensors file: {error}", None
-            return
-        if found.data_start != start:
-            began = found.data_start
-            yield f"the header says that data begin at byte {began}, the metadata {start}", None
-            return
-        entries = {entry.name: entry for entry in found.entries}
-        words = (record.nbytes - record.table_offset) // 4
-        place = (record.table_offset - start, record.nbytes - start)
-        tables = [
-            (each.dtype, each.shape, each.data_offsets)
-            for key, each in entries.items()
-            if is_table(key)
-        ]
-        if tables != [("U32", (words,), place)]:
-            yield "the header does not name the checksum table", None
-        unexpected = {key for key in entries if not is_bookkeeping(key)}
-        for name, expected in self._expected(record, start):
-            key = expected.name
-            unexpected.discard(key)
-            entry = entries.get(key)
-            if entry is None:
-                yield f"the header lacks {key!r}, which the metadata have", name
-            elif entry != expected:
-                said, meant = (_text(each, start) for each in (entry, expected))
-                yield f"{key!r} is {said} in the header, {meant} in the metadata", name
-        for key in sorted(unexpected):
-            yield f"the header has {key!r}, which the metadata lack", None
+            source = ReadableFile(path, self._store)
+        except presence.NotAFileError as error:
+            self._condemn(record, str(error.strerror))
+            return None
+        except FileNotFoundError:
+            self._condemn(record, _MISSING)
+            return None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        nbytes, words = source.nbytes, bytearray(record.nbytes - record.table_offset)
+        problem = wrong_size(record, nbytes)
+        source.drop_cached()
+        lost = f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
+        try:
+            read = source.read_at(record.table_offset, memoryview(words))
+        except OSError as error:
+            if error.errno not in _MEDIA_ERRORS:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            read, lost = 0, f"its checksums cannot be read: {error.strerror}"
+        if nbytes < record.nbytes or read < len(words):
+            self._condemn(record, lost, nbytes, record.nbytes)
+            return None
+        if problem is not None:
+            self._condemn(record, problem, record.nbytes, nbytes)
+        table = ChecksumTable(bytes(words))
+        if not table.is_sound:
+            problem = "the checksum table does not match its own checksum"
+            self._condemn(record, problem, record.table_offset, record.nbytes)
+        return _File(record, source, table)
 
-    def _expected(self, record: FileRecord, start: int) -> Iterator[tuple[str, HeaderEntry]]:
-        """Name and entry of all that the metadata place in the file, whose data begin at ``start``."""
-        catalog, places = self._table.catalog, self._table.placement
-        for row in self._contents.rows(record.relative_path).tolist():
-            columns = (self._owners, places.begins, places.lengths)
-            number, begin, length = (int(each[row]) for each in columns)
-            dtype, shape = "U8", [length]
-            if row < self._chunks:
-                first = int(self._first_value[row])
-                values = slice(first, first + int(self._dimensions[row]))
-                dtype, shape, _ = stored_form(
-                    catalog.table[catalog.properties[number]].dtype,
-                    catalog.sizes[values].tolist(),
-                    catalog.offsets[values].tolist(),
-                )
-            name, begin = catalog.names[number], begin - start
-            yield name, HeaderEntry(entry_key(name), dtype, tuple(shape), (begin, begin + length))
+    # --- reading ------------------------------------------------------------------------------
+
+    def _examine(self, file: _File, begin: int, end: int, done: Done) -> None:
+        if not hasattr(self._buffers, "own"):
+            self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
+        view = self._buffers.own[: end - begin]
+        try:
+            bad = list(_damaged(file, begin, view))
+        except OSError as error:
+            path = self._directory / file.record.relative_path
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        with self._lock:
+            self._bad[file.record.relative_path] += bad
+        done((file.record.nbytes if end == file.record.table_offset else end) - begin)
 
 
 def _skip(nbytes: int, done: Done) -> None:
@@ -401,13 +307,13 @@ def _skip(nbytes: int, done: Done) -> None:
 
 
 def _damaged(file: _File, begin: int, view: memoryview) -> Iterator[_Bad]:
-    """Reads a piece into ``view``; what is damaged of it."""
+    """Reads a piece into ``view``; what is damaged of it. Raises OSError."""
     end = begin + len(view)
     try:
         read = file.source.read_at(begin, view)
     except OSError as error:
         if error.errno not in _MEDIA_ERRORS:
-            raise OSError(error.errno, error.strerror, str(file.path)) from error
+            raise
         if len(view) <= BLOCK_BYTES:
             yield _Bad(begin, end, f"cannot be read: {error.strerror}")
             return
@@ -426,15 +332,10 @@ def _damaged(file: _File, begin: int, view: memoryview) -> Iterator[_Bad]:
 def _merged(parts: Iterable[_Bad]) -> list[_Bad]:
     """The ``parts`` of a file in order, neighbours with the same problem as one."""
     merged: list[_Bad] = []
-    for part in sorted(parts, key=lambda part: part.begin):
+    for part in sorted(parts):
         last = merged[-1] if merged else None
         if last is not None and (last.end, last.problem) == (part.begin, part.problem):
             merged[-1] = last._replace(end=part.end)
         else:
             merged.append(part)
     return merged
-
-
-def _text(entry: HeaderEntry, start: int) -> str:
-    begin, end = entry.data_offsets
-    return f"{entry.dtype} {list(entry.shape)} at [{start + begin}, {start + end})"

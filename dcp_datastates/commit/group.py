@@ -8,12 +8,10 @@ does it. A rank alone runs the same code.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
@@ -77,29 +75,26 @@ class CommitGroup:
         self.is_coordinator: Final = rank_set.rank == 0
         """Whether this rank decides and publishes."""
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = threading.RLock()  # guards the next three, _drawn and _reading
+        self._lock = threading.RLock()  # guards what follows, and the order of posts
         self._attached: AttachedContext | None = None
         self.unused_writers = 0
-        """Writers of this rank's program that were not used yet: see ``RankVote``."""
+        """Writers of this rank's program that were not used yet: see ``SaveName``."""
         self._calls = {True: 0, False: 0}  # by ``own``: see count_call
         self.planning = ""
         """What the planning thread is doing, for this rank's beat; empty if it is idle."""
-        # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
-        self.first: Final = time.time_ns()  # ranks use the coordinator's value
-        self.name: Final = f"{self.first}/{rank_set.digest}"
+        self.name: Final = f"{next(_names)}/{rank_set.digest}"
         """Identifies the group: unique within the process."""
-        self._drawn = self.first
+        self._numbers = itertools.count()  # of rounds
         self._worker = Worker("dcp_datastates-commit")
-        self._expected: int | None = None  # the next round; commit thread only; None at first
+        self._expected = 0  # the next round; commit thread only
         # Of the saves that this rank reads; the list is replaced, never changed.
         self._reading: list[Progress] = []
-        self._order_lock = threading.RLock()  # guards the next two, and the order of posts
-        self._announced: set[int] = set()  # numbers of rounds that are to come
-        self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
+        self._rounds: dict[int, Round | None] = {}  # announced, or waiting for an earlier one
         self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
         self.detector: FailureDetector | None = None
         if rank_set.world > 1:
-            store = rank_set.connect("commit")
+            # The n-th group of these ranks belongs to the n-th one of each other rank.
+            store = rank_set.connect(f"commit/{rank_set.incarnation.count('commit')}")
             self._decisions = DecisionLog(store)
             self.detector = FailureDetector(rank_set, store, self._status)
         self._voter = Voter(rank_set, self.detector, self._decisions)
@@ -115,9 +110,7 @@ class CommitGroup:
 
     def draw(self) -> int:
         """Coordinator: take the number of the next round."""
-        with self._lock:
-            self._drawn += 1
-            return self._drawn - 1
+        return next(self._numbers)
 
     def count_unused(self, more: int) -> None:
         """Count a writer that was made, or (-1) is used for the first time."""
@@ -142,22 +135,22 @@ class CommitGroup:
 
     def announce(self, number: int) -> None:
         """Say that the round with this number will be submitted: rounds with greater numbers wait for it."""
-        with self._order_lock:
-            self._announced.add(number)
+        with self._lock:
+            self._rounds[number] = None
 
     def submit(self, round_: Round) -> None:
         """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome.
 
         Rounds may come in another order than that of their numbers: a save may fail while an earlier one is read.
         """
-        with self._order_lock:
-            self._announced.discard(round_.number)
-            first = min(self._announced, default=math.inf)
-            waiting = sorted([*self._waiting, round_], key=lambda each: each.number)
-            ready = [each for each in waiting if each.number < first]
-            self._waiting = waiting[len(ready) :]
-            late = [each for each in ready if not self._worker.post(partial(self._run, each))]
-        for each in late:
+        refused = []
+        with self._lock:
+            self._rounds[round_.number] = round_
+            while self._rounds and (first := self._rounds[min(self._rounds)]) is not None:
+                del self._rounds[first.number]
+                if not self._worker.post(partial(self._run, first)):
+                    refused.append(first)
+        for each in refused:
             each.part.cancel()
             why = f"this save was not committed: {self._worker.refusal}"
             each.committed.settle(SaveFailedError(why))
@@ -177,23 +170,29 @@ class CommitGroup:
         self._voter.close()
 
     def _status(self) -> Beat:
-        beat, reading = self._voter.beat, self._reading
-        progress, doing = beat.progress, beat.doing
-        if self.planning and self._voter.round is None:
-            doing = self.planning
+        voter, reading = self._voter, self._reading
+        round_, progress, doing = voter.round, voter.progress, voter.doing
         if reading:
             progress, doing = progress + sum(each.value for each in reading), reading[-1].doing
-        calls, dcp_calls = self._calls[True], self._calls[False]
-        return replace(beat, progress=progress, doing=doing, calls=calls, dcp_calls=dcp_calls)
+        elif self.planning and round_ is None:
+            doing = self.planning
+        return Beat(
+            voted=voter.voted,
+            progress=progress if round_ is None else progress + round_.part.progress,
+            doing=doing,
+            calls=self._calls[True],
+            dcp_calls=self._calls[False],
+            ended=voter.ended,
+            gave_up=voter.gave_up,
+            generation=voter.tree.generation,
+        )
 
     # ---- the commit thread -------------------------------------------------------------------
 
     def _run(self, round_: Round) -> None:
         try:
-            if self._expected is None:
-                self._expected = round_.first
             while self.rank_set.world > 1 and self._expected < round_.number:
-                self._finish(Round.missing(self._expected, round_.first, round_.timeout))
+                self._finish(Round.missing(self._expected, round_.timeout))
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
@@ -241,6 +240,8 @@ class CommitGroup:
         if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):
             logger.warning("the cleanup after the save to %s goes on", round_.path)
 
+
+_names = itertools.count()
 
 _groups_lock = threading.RLock()  # guards _groups
 _groups: dict[tuple[int, ...], CommitGroup] = {}

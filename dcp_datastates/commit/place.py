@@ -8,7 +8,6 @@ decision (``storage/decisions.py``), and the checkpoint at a path is the newest 
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
@@ -103,10 +102,8 @@ class Round:
     """Coordinator: how the attempt was claimed."""
     overwrite: bool = True
     """Whether this save may replace a checkpoint."""
-    first: int = 0
-    """The number of the commit group's first round."""
-    report: bytes = b""
-    """What this rank tells the coordinator with its vote."""
+    report: Callable[[], bytes] = bytes
+    """Makes what this rank tells the coordinator with its vote, once its part is durable."""
     compose: Compose | None = None
     """Coordinator: makes the metadata of all ranks' reports."""
     archives: bool = False
@@ -123,13 +120,13 @@ class Round:
     """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
 
     def __str__(self) -> str:
-        return f"save {self.number - self.first}"
+        return f"save {self.number}"
 
     @staticmethod
-    def missing(number: int, first: int, timeout: float) -> Round:
+    def missing(number: int, timeout: float) -> Round:
         """A round that this rank knows nothing of: the rank votes no."""
         error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
-        return Round(number, None, None, EndedPart(error), first=first, timeout=timeout)
+        return Round(number, None, None, EndedPart(error), timeout=timeout)
 
 
 class Place:
@@ -159,13 +156,7 @@ class Place:
 
     def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
         """Coordinator: claim a new attempt. May raise as :meth:`check_overwrite` does."""
-        # The first save tries what storage can do now, where nothing waits for it.
-        return claims.claim(
-            self._directory,
-            neighbours,
-            overwrite,
-            functools.partial(what_works_for, self._directory),
-        )
+        return claims.claim(self._directory, neighbours, overwrite)
 
     # ---- publishing ------------------------------------------------------------------------------
 

@@ -6,9 +6,8 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Final, Literal
 
 import torch
@@ -95,17 +94,17 @@ class Comparison:
 
     def __str__(self) -> str:
         """The verdict, the extent of the comparison, and the worst differences, one line each."""
-        verdict = "the same" if self.same else f"{count(len(self.differences), 'name')} differ"
-        if len(self.differences) == 1:
-            verdict = "1 name differs"
+        number = len(self.differences)
+        verdict = "1 name differs" if number == 1 else f"{number} names differ"
         extent = f"{count(self.tensors, 'tensor')} and {count(self.objects, 'object')}"
         lines = [
-            f"{self.a} and {self.b}: {verdict}",
+            f"{self.a} and {self.b}: {verdict if number else 'the same'}",
             f"  compared {extent}, {size(self.nbytes)} in {self.seconds:.1f} s",
-            *(f"  {each}" for each in self.differences[:_SHOWN]),
+            *map("  {}".format, self.differences[:_SHOWN]),
         ]
-        more = len(self.differences) - _SHOWN
-        return "\n".join([*lines, f"  … and {more} more"] if more > 0 else lines)
+        if number > _SHOWN:
+            lines.append(f"  … and {number - _SHOWN} more")
+        return "\n".join(lines)
 
 
 @public("diff()")
@@ -149,23 +148,17 @@ def diff(
     wanted = None if only is None else NamePatterns("only", only)
     one = select(open_source(path_a, allow_objects), rename=rename)
     other = select(open_source(path_b, allow_objects))
-    names = list(dict.fromkeys(chain(one.names(), other.names())))
+    names = list(dict.fromkeys([*one.names(), *other.names()]))
     if wanted is not None:
         names = wanted.choose(names)
     found = [each for name in names if (each := _by_kind(one, other, name)) is not None]
     alike = set(names) - {each.name for each in found}
-    tensors, objects = (
-        [name for name in names if name in alike and name in kind]
-        for kind in (one.tensors, one.objects)
-    )
+    tensors = [name for name in names if name in alike and name in one.tensors]
+    objects = [name for name in names if name in alike and name in one.objects]
     total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in tensors)
     groups = one.groups(tensors, PIECE_BYTES)
-    work(
-        [partial(_compare_tensors, one, other, group, found) for group in groups],
-        total,
-        threads,
-        progress,
-    )
+    units = [partial(_compare_tensors, one, other, group, found) for group in groups]
+    work(units, total, threads, progress)
     found += [
         Difference(name, "object", "object", "object")
         for name in objects
@@ -182,17 +175,14 @@ def diff(
     )
 
 
-_ORDER: Final = ("kind", "shape", "only in a", "only in b", "dtype", "values", "object")
+_ORDER: Final[dict[Problem, int]] = {
+    "kind": 0, "shape": 1, "only in a": 2, "only in b": 3, "dtype": 4, "values": 4, "object": 5
+}  # fmt: skip
 
 
 def _badness(difference: Difference) -> tuple[Any, ...]:
-    largest = difference.largest
-    by_value = difference.problem in ("dtype", "values")
-    return (
-        4 if by_value else _ORDER.index(difference.problem),
-        -(math.inf if largest is None else largest),
-        natural_order(difference.name),
-    )
+    largest = math.inf if difference.largest is None else difference.largest
+    return _ORDER[difference.problem], -largest, natural_order(difference.name)
 
 
 def _said(source: Source, name: str) -> str | None:
@@ -219,80 +209,58 @@ def _compare_tensors(
 ) -> None:
     """Add the differences of values to ``found``."""
     for name, a, b in zip(names, one.read(names), other.read(names), strict=True):
-        apart = _Distance()
-        for pieces in zip(
-            *(torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (a, b)), strict=True
-        ):
-            apart.add(*(piece.contiguous() for piece in pieces))
-        if a.dtype != b.dtype or apart.differing:
-            found.append(
-                Difference(
-                    name,
-                    "values" if a.dtype == b.dtype else "dtype",
-                    _said(one, name),
-                    _said(other, name),
-                    a.numel(),
-                    *astuple(apart),
-                )
+        pieces = (torch.split(each.reshape(-1), _PIECE_ELEMENTS) for each in (a, b))
+        apart = [_apart(x.contiguous(), y.contiguous()) for x, y in zip(*pieces, strict=True)]
+        differing, largest, relative, nans = zip(*apart, strict=True)
+        if a.dtype != b.dtype or any(differing):
+            difference = Difference(
+                name,
+                "values" if a.dtype == b.dtype else "dtype",
+                _said(one, name),
+                _said(other, name),
+                a.numel(),
+                sum(differing),
+                None if None in largest else max(largest),
+                None if None in relative else max(relative),
+                sum(nans),
             )
+            found.append(difference)
         done(a.nbytes + b.nbytes)
 
 
-@dataclass
-class _Distance:
-    """How far the elements of two tensors are apart: as of :class:`Difference`."""
-
-    differing: int = 0
-    largest: float | None = 0.0
-    relative: float | None = 0.0
-    nans: int = 0
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare further elements, of shape (N,)."""
-        if not a.numel():
-            return
-        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            return
-        try:
-            x, y = _wide(a), _wide(b)
-        except (RuntimeError, NotImplementedError):  # a dtype of which torch knows only the bytes
-            same_dtype = a.dtype == b.dtype
-            self.differing += int(_unequal_bytes(a, b).sum()) if same_dtype else a.numel()
-            self.largest = self.relative = None
-            return
-        difference = (x - y).abs()
-        x_nan, y_nan = x.isnan(), y.isnan()
-        difference[(x == y) | (x_nan & y_nan)] = 0  # equal infinities, too
-        difference[difference.isnan()] = math.inf
-        if not any(each.is_floating_point() or each.is_complex() for each in (a, b)):
-            # Integers above 2^53 are not exact in float64. Where they are close, so is their difference in int64.
-            exact = (a.to(torch.int64) - b.to(torch.int64)).abs().to(torch.float64)
-            difference = torch.where(difference < 2.0**53, exact, difference)
-        scale = torch.maximum(x.abs(), y.abs())
-        relative = torch.where(difference > 0, difference / scale, 0.0)
-        relative[difference.isinf()] = math.inf
-        differs = _unequal_bytes(a, b) if a.dtype == b.dtype else difference > 0
-        self.differing += int(differs.sum())
-        self.largest = max(self.largest or 0.0, float(difference.max()))
-        self.relative = max(self.relative or 0.0, float(relative.max()))
-        self.nans += int((x_nan ^ y_nan).sum())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _unequal_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    itemsize = a.dtype.itemsize
-    unequal = a.view(torch.uint8) != b.view(torch.uint8)
-    return unequal.view(-1, itemsize).any(dim=1)
+def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None, float | None, int]:
+    """How far elements, of shape (N,), are apart: the last fields of :class:`Difference`."""
+    is_same = a.dtype == b.dtype
+    if not a.numel() or (is_same and torch.equal(a.view(torch.uint8), b.view(torch.uint8))):
+        return 0, 0.0, 0.0, 0
+    differs = torch.ones_like(a, dtype=torch.bool)
+    if is_same:
+        differs = (a.view(torch.uint8) != b.view(torch.uint8)).view(len(a), -1).any(dim=1)
+    try:
+        x, y = (
+            each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (a, b)
+        )
+    except (RuntimeError, NotImplementedError):  # a dtype of which torch knows only the bytes
+        return int(differs.sum()), None, None, 0
+    difference = (x - y).abs()
+    x_nan, y_nan = x.isnan(), y.isnan()
+    difference[(x == y) | (x_nan & y_nan)] = 0  # equal infinities, too
+    difference[difference.isnan()] = math.inf
+    if not any(each.is_floating_point() or each.is_complex() for each in (a, b)):
+        # Integers above 2^53 are not exact in float64. Where they are close, so is their difference in int64.
+        exact = (a.to(torch.int64) - b.to(torch.int64)).abs().to(torch.float64)
+        difference = torch.where(difference < 2.0**53, exact, difference)
+    relative = torch.where(difference > 0, difference / torch.maximum(x.abs(), y.abs()), 0.0)
+    relative[difference.isinf()] = math.inf
+    differing = int((differs if is_same else difference > 0).sum())
+    return differing, float(difference.max()), float(relative.max()), int((x_nan ^ y_nan).sum())
 
 
 # --- objects ------------------------------------------------------------------------------------
 
 
 def _same_object(one: Source, other: Source, name: str, allow_objects: bool) -> bool:
-    if one.object_bytes(name) == other.object_bytes(name):
+    if one.objects[name]() == other.objects[name]():
         return True
     try:
         return _equal(one.value(name, allow_objects), other.value(name, allow_objects))

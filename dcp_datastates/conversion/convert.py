@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,28 +18,9 @@ from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.config import check_names, parse_flag, parse_size
-from dcp_datastates.conversion.datastates import OURS, DataStatesSource, datastates_output
-from dcp_datastates.conversion.destination import Output, atomic_output, check_destination
-from dcp_datastates.conversion.hugging_face import (
-    MODEL,
-    OPTIMIZER,
-    TRAINER_STATE,
-    adapter_of,
-    adapter_output,
-    companions_of,
-    hf_output,
-    is_companion,
-    trainer_output,
-)
-from dcp_datastates.conversion.safetensors_files import (
-    is_safetensors,
-    safetensors_source,
-    safetensors_unit,
-    weights_in,
-)
-from dcp_datastates.conversion.source import Source, optimizers_in, read_whole, select
-from dcp_datastates.conversion.stock import StockSource, stock_output
-from dcp_datastates.conversion.torch_file import is_torch_file, torch_source, write_torch
+from dcp_datastates.conversion import dcp_checkpoints, hugging_face, torch_file
+from dcp_datastates.conversion.destination import atomic_output, check_destination
+from dcp_datastates.conversion.source import Source, optimizers_in, read_part, select
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -48,11 +29,11 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.key_paths import nested
 from dcp_datastates.format.stored_names import Rename
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.work import Progress, thread_count, work
-from dcp_datastates.storage import local, operations
+from dcp_datastates.process.work import Progress, Unit, thread_count, work
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
@@ -64,8 +45,8 @@ _TRAINER: Final = "trainer"
 """The folder from which the Trainer of transformers resumes, within the format "hf"."""
 
 _FILES: Final = ("safetensors", "torch")
-_FLAT: Final = ("hf", "peft", "safetensors")
-"""Formats without nested states and objects."""
+_FLAT: Final = ("hf", "safetensors")
+"""Formats without nested states and objects, beside "peft"."""
 _WITH_FILES: Final = ("hf", "peft")
 """Formats with small files beside the tensors."""
 
@@ -186,7 +167,7 @@ def convert(
         )
     opened = open_source(given, allow_objects)
     if to is None:
-        if opened.format == OURS:
+        if opened.format == dcp_checkpoints.OURS:
             raise ConfigurationError(
                 f"{given} has this package's format already; say which to convert it to, with to= (--to)"
             )
@@ -194,45 +175,55 @@ def convert(
     if folder is not None and to not in _WITH_FILES:
         raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     check_destination(given, there, to not in _FILES, overwrite)
-    small = companions_of(opened, folder) if to in _WITH_FILES else {}
+    small = hugging_face.companions_of(opened, folder) if to in _WITH_FILES else {}
     chosen = select(opened, only, exclude, part, rename, dtype)
-    of_the_model = {name: data for name, data in small.items() if is_companion(name)}
     takes_all = all(each is None for each in (only, part, rename, dtype)) and not exclude
     kind: str = to
     skipped: tuple[str, ...] = ()
     if to == "peft":
-        chosen = adapter_of(chosen, frozenset(optimizers_in(opened)))
-    elif takes_all and TRAINER_STATE in small and OPTIMIZER in optimizers_in(opened):
-        kind, chosen = _TRAINER, select(opened, only=(MODEL, OPTIMIZER))
+        chosen = hugging_face.adapter_of(chosen, frozenset(optimizers_in(opened)))
+    elif (
+        takes_all
+        and hugging_face.TRAINER_STATE in small
+        and hugging_face.OPTIMIZER in optimizers_in(opened)
+    ):
+        kind, chosen = _TRAINER, select(opened, only=(hugging_face.MODEL, hugging_face.OPTIMIZER))
     elif to in _FLAT:
         if only is None and part is None:
             _refuse_optimizers(chosen, to)
         skipped = _without_objects(chosen, strict)
     else:
         _check_nesting(chosen)
-    outputs: dict[str, Callable[[Path], Output]] = {
-        "datastates": lambda path: datastates_output(chosen, path, there.parent, shard_bytes),
-        "hf": lambda path: hf_output(chosen, path, shard_bytes, of_the_model),
-        _TRAINER: lambda path: trainer_output(chosen, path, shard_bytes, small, allow_objects),
-        "peft": lambda path: adapter_output(chosen, path, small, folder or given),
-        "safetensors": lambda path: Output([safetensors_unit(chosen, chosen.tensors, path)]),
-        "dcp": lambda path: stock_output(chosen, path, shard_bytes),
-        "torch": lambda path: Output(
-            [partial(write_torch, chosen, path, allow_objects, chosen.nested)]
-        ),
-    }
-    with atomic_output(there, overwrite) as path:
-        if to not in _FILES:
-            with local.explained("creating directory", path):
-                operations.make_directory(path, "convert")
-        output = outputs[kind](path)
-        work(output.units, chosen.nbytes, threads, progress)
-        output.finish()
+    files = 0
+
+    def run(units: Sequence[Unit]) -> None:
+        nonlocal files
+        files = len(units)
+        work(units, chosen.nbytes, threads, progress)
+
+    with atomic_output(there, to not in _FILES, overwrite) as path:
+        if kind == "datastates":
+            dcp_checkpoints.write_datastates(chosen, path, there.parent, shard_bytes, run)
+        elif kind == "hf":
+            of_the_model = {
+                name: data for name, data in small.items() if hugging_face.is_companion(name)
+            }
+            hugging_face.write_model(chosen, path, shard_bytes, of_the_model, run)
+        elif kind == _TRAINER:
+            hugging_face.write_trainer(chosen, path, shard_bytes, small, allow_objects, run)
+        elif kind == "peft":
+            hugging_face.write_adapter(chosen, path, small, folder or given, run)
+        elif kind == "safetensors":
+            run([hugging_face.safetensors_unit(chosen, chosen.tensors, path)])
+        elif kind == "dcp":
+            dcp_checkpoints.write_stock(chosen, path, shard_bytes, run)
+        else:
+            run([partial(torch_file.write_torch, chosen, path, allow_objects)])
     return Conversion(
         path=there,
         source_format=opened.format,
         target_format=to,
-        files=len(output.units),
+        files=files,
         tensors=len(chosen.tensors),
         objects=len(chosen.objects),
         nbytes=chosen.nbytes,
@@ -244,7 +235,7 @@ def convert(
 def _check_nesting(source: Source) -> None:
     """Refuse names of which one would lie within another's value: a load would lose one of them."""
     try:
-        source.nested(dict.fromkeys(source.names(), True))
+        nested(dict.fromkeys(source.names(), True), source.paths)
     except CheckpointCorruptError as error:
         raise ConfigurationError(
             f"the selected values cannot be in one nested state; rename or exclude some: {error}"
@@ -288,11 +279,11 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
     found = locate(path)
     if is_directory(found):
         return _open_directory(found, allow_objects)
-    first = read_whole(found, 9)
-    if is_torch_file(first):
-        return torch_source(found, allow_objects)
-    if is_safetensors(first):
-        return safetensors_source(found, [found], None)
+    first = bytes(read_part(found, 0, 9))
+    if first.startswith(torch_file.BEGINNINGS):
+        return torch_file.torch_source(found, allow_objects)
+    if hugging_face.is_safetensors(first):
+        return hugging_face.safetensors_source(found, [found], None)
     raise ForeignCheckpointError(
         f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
     )
@@ -301,19 +292,15 @@ def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool =
 def _open_directory(path: Location, allow_objects: bool) -> Source:
     found = format_of(path)
     if found is Format.DATASTATES:
-        return DataStatesSource(path)
+        return dcp_checkpoints.DataStatesSource(path)
     if found in (Format.STOCK, Format.UNKNOWN):
-        return StockSource(path, allow_objects)
-    weights = weights_in(path)
-    if weights is not None:
+        return dcp_checkpoints.StockSource(path, allow_objects)
+    if (weights := hugging_face.weights_in(path)) is not None:
         return weights
-    below = committed_among(directories(path))
     others = sorted(names_at(path))
-    there = (
-        f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
-        if below
-        else f"the directory holds {len(others)} other entries, such as {others[0]!r}"
-        if others
-        else "the directory is empty"
-    )
+    there = "the directory is empty"
+    if below := committed_among(directories(path)):
+        there = f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
+    elif others:
+        there = f"the directory holds {len(others)} other entries, such as {others[0]!r}"
     raise CheckpointNotFoundError(f"no checkpoint of a known format at {str(path)!r}: {there}")

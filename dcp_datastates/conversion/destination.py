@@ -1,4 +1,4 @@
-"""What a conversion writes: files, and the path at which a file or a directory appears at once, complete and durable.
+"""What a conversion writes: files, and the path at which one, or a directory of them, appears complete and durable.
 
 It is written below a temporary directory beside the path, so that a killed conversion leaves nothing at the path, and
 nothing that a list of checkpoints would show. A directory at the path is exchanged for the new one. The directory of a
@@ -13,9 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
@@ -28,6 +26,9 @@ from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, resolved
+
+Run = Callable[[Sequence[Unit]], None]
+"""Does units that each write one file with tensors, in several threads; returns when all are written."""
 
 
 def check_destination(source: Location, target: Path, is_directory: bool, overwrite: bool) -> None:
@@ -52,14 +53,26 @@ def check_destination(source: Location, target: Path, is_directory: bool, overwr
         raise ConfigurationError(
             f"{str(target)!r} is a {there}, and this conversion writes a {made}; choose another path"
         )
-    if not overwrite:
-        raise _exists(target)
-    if not is_directory:
-        return
-    _check_replaceable(target, target)
-    if not (is_committed(target) or any(target.glob("*.safetensors"))):
-        raise ConfigurationError(
-            f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
+    _check_free(target, overwrite)
+    if is_directory:
+        _check_replaceable(target, target)
+        if not (is_committed(target) or any(target.glob("*.safetensors"))):
+            raise ConfigurationError(
+                f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
+            )
+
+
+def _is_taken(target: Path) -> bool:
+    """Whether there is anything but an empty directory."""
+    if presence.is_directory(target):
+        return bool(presence.names_in(target))
+    return presence.is_there(target)
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if not overwrite and _is_taken(target):
+        raise CheckpointExistsError(
+            f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
         )
 
 
@@ -75,22 +88,9 @@ def _check_replaceable(there: Path, target: Path) -> None:
         )
 
 
-def _is_taken(target: Path) -> bool:
-    """Whether there is anything but an empty directory."""
-    if presence.is_directory(target):
-        return bool(presence.names_in(target))
-    return presence.is_there(target)
-
-
-def _exists(target: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
-    )
-
-
 @contextlib.contextmanager
-def atomic_output(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A path to write to, whose file or directory appears at ``target`` when the block ends.
+def atomic_output(target: Path, is_directory: bool, overwrite: bool) -> Iterator[Path]:
+    """A path to write to, whose file or directory appears at ``target`` when the block ends. A directory is there.
 
     All files below must have been synced; the directories are synced here. If the block raises, all is removed.
     Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``;
@@ -98,30 +98,34 @@ def atomic_output(target: Path, overwrite: bool) -> Iterator[Path]:
     """
     local.make_directories(target.parent, "convert")
     work = target.parent / f".{target.name}.converting-{secrets.token_hex(4)}"
-    with local.explained("creating directory", work):
+    new = work / "new"
+    with explained("creating directory", work):
         operations.make_directory(work, "convert")
     try:
-        if presence.is_directory(target) and _is_taken(target):
-            _check_exchanges(work, target)
-        yield work / "new"
-        with local.explained("publishing", target):
-            _publish(work / "new", target, overwrite)
+        if is_directory:
+            with explained("creating directory", new):
+                operations.make_directory(new, "convert")
+            if _is_taken(target):
+                _check_exchanges(new, target)
+        yield new
+        with explained("publishing", target):
+            _publish(new, target, overwrite)
         for directory in local.sync_directories(target.parent):
-            with local.explained("syncing", directory):
+            with explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _check_exchanges(work: Path, target: Path) -> None:
+def _check_exchanges(new: Path, target: Path) -> None:
     """Raise :class:`ConfigurationError` if the file system cannot exchange directories, as NFS cannot: before the
     tensors are converted.
     """
-    with local.explained("trying to exchange directories in", work):
-        for name in ("one", "other"):
-            operations.make_directory(work / name, "trial")
+    other = new.with_name("other")
+    with explained("trying to exchange directories in", new.parent):
+        operations.make_directory(other, "trial")
         try:
-            operations.exchange(work / "one", work / "other", "trial")
+            operations.exchange(new, other, "trial")
         except OSError as error:
             if error.errno not in operations.NO_RENAME_FLAGS:
                 raise
@@ -132,14 +136,12 @@ def _check_exchanges(work: Path, target: Path) -> None:
 
 
 def _publish(new: Path, target: Path, overwrite: bool) -> None:
-    if not overwrite and _is_taken(target):
-        raise _exists(target)
-    if not presence.is_directory(new):
-        operations.rename(new, target, "convert")
-        return
-    for folder, _, _ in os.walk(new, topdown=False):
-        operations.sync_directory(Path(folder), "convert")
-    if not _is_taken(target):
+    _check_free(target, overwrite)
+    is_directory = presence.is_directory(new)
+    if is_directory:
+        for folder, _, _ in os.walk(new, topdown=False):
+            operations.sync_directory(Path(folder), "convert")
+    if not (is_directory and _is_taken(target)):
         operations.rename(new, target, "convert")
         return
     operations.exchange(new, target, "convert")
@@ -150,52 +152,28 @@ def _publish(new: Path, target: Path, overwrite: bool) -> None:
         raise
 
 
-class Output(NamedTuple):
-    """What a target consists of."""
-
-    units: Sequence[Unit]
-    """Each writes one file with tensors."""
-    finish: Callable[[], None] = lambda: None
-    """Completes the target when the files are written."""
+# ---- files -----------------------------------------------------------------------------------------
 
 
-def write_file(
-    source: Source,
-    path: Path,
-    header: bytes,
-    names: Sequence[str],
-    done: Done,
-    *,
-    objects: Iterable[bytes] = (),
-    table_offset: int | None = None,
-) -> None:
-    """Write a file: a header, the tensors of these ``names``, objects and, with ``table_offset``, the checksums of all
-    that. Its bytes are durable when this returns.
-    """
-
-    def content() -> Iterator[Buffer]:
-        yield header
-        for group in source.groups(names, PIECE_BYTES):
-            yield from _pieces(source.read(group), done)
-        yield from objects
-
-    pieces = content() if table_offset is None else _with_checksums(content(), table_offset)
-    with explained("writing", path, source.nbytes):
+def write_file(path: Path, pieces: Iterable[Buffer], nbytes: int = 0) -> None:
+    """Write a new file. Its bytes are durable when this returns. ``nbytes``: what is to be written, for errors."""
+    with explained("writing", path, nbytes):
         operations.write_new_file(path, pieces, "convert")
 
 
-def _pieces(tensors: list[torch.Tensor], done: Done) -> Iterator[Buffer]:
-    """The bytes of ``tensors``. A function of its own: when it ends, their memory is free for the next ones."""
-    for tensor in tensors:
+def contents(source: Source, names: Iterable[str], done: Done) -> Iterator[Buffer]:
+    """The bytes of the tensors of these ``names``, one after another."""
+    for _, tensor in source.each(names):
         data = as_bytes(tensor)
+        del tensor
         for begin in range(0, len(data), PIECE_BYTES):
-            piece = data[begin : begin + PIECE_BYTES]
-            yield piece
-            done(len(piece))
+            yield data[begin : begin + PIECE_BYTES]
+            done(min(PIECE_BYTES, len(data) - begin))
+        del data
 
 
-def _with_checksums(pieces: Iterator[Buffer], table_offset: int) -> Iterator[Buffer]:
-    """``pieces``, zeros up to ``table_offset``, and the table (``format/layout.py``)."""
+def with_checksums(pieces: Iterable[Buffer], table_offset: int) -> Iterator[Buffer]:
+    """``pieces``, zeros up to ``table_offset``, and the table of their checksums (``format/layout.py``)."""
     table = bytearray()
     crc, at = 0, 0
 
@@ -215,9 +193,3 @@ def _with_checksums(pieces: Iterator[Buffer], table_offset: int) -> Iterator[Buf
     if at % BLOCK_BYTES:
         table += crc.to_bytes(4, "little")
     yield bytes(table) + crc32c(table).to_bytes(4, "little")
-
-
-def write_small_file(path: Path, data: bytes) -> None:
-    """Write a new file at once. Its bytes are durable when this returns."""
-    with explained("writing", path, len(data)):
-        operations.write_new_file(path, [data], "convert")

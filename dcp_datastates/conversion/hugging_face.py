@@ -1,14 +1,11 @@
-"""Folders for the libraries of Hugging Face: a model, what the Trainer resumes from, an adapter of PEFT.
+"""Safetensors files: one alone, a model's folder for the libraries of Hugging Face, an adapter of PEFT.
 
-A model's folder has the weights, and small files beside them.
+They are mapped, and written as a stream: memory does not depend on them. A model's folder has the weights, and small
+files beside them.
 
 In a checkpoint that the Trainer has saved through this package lie the model under ``model``, the optimizer by names of
 parameters under ``optimizer``, and each rank's small files under ``files``. In the Trainer's own folder, the model is a
 model's folder, and ``optimizer.pt`` has what the optimizer's ``state_dict()`` gives.
-
-A model with adapters has parameters such as ``base_model.model.layers.0.q_proj.lora_A.default.weight``; ``default`` is
-the name of the adapter. PEFT's file has them without it. Modules that are trained whole (``modules_to_save``) lie in
-the file under the names of the modules that they stand for. The rest of the model is not in the file.
 """
 
 from __future__ import annotations
@@ -16,24 +13,175 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import is_directory, names_at
-from dcp_datastates.conversion.destination import Output, write_small_file
-from dcp_datastates.conversion.safetensors_files import safetensors_unit
-from dcp_datastates.conversion.source import Selected, Source, read_whole, select
+from dcp_datastates.conversion.destination import Run, contents, write_file
+from dcp_datastates.conversion.source import Selected, Source, as_bytes, mapped, read_whole, select
 from dcp_datastates.conversion.torch_file import write_torch
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    IncompatibleStateError,
+)
+from dcp_datastates.format import values
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
+from dcp_datastates.format.safetensors_header import Header, read_header
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.manager.structure import packed_optimizer
+from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
 logger = logging.getLogger(__name__)
+
+_NAME_OF: Final[Mapping[torch.dtype, str]] = {
+    **SAFETENSORS_NAME,
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+"""The names of safetensors 0.8, also of those dtypes that the data files of this package store as bytes."""
+
+_DTYPE_OF: Final = {name: dtype for dtype, name in _NAME_OF.items()}
+
+_INDEX: Final = ".safetensors.index.json"
+_ALIGNMENT: Final = 64
+"""Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
+
+
+# ---- files and folders that are read -------------------------------------------------------------
+
+
+def is_safetensors(first: bytes) -> bool:
+    """Whether a file with these ``first`` 9 bytes begins like one of safetensors."""
+    return first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_HEADER_BYTES
+
+
+def safetensors_source(
+    path: Location, files: Sequence[Location], only: Mapping[str, Location] | None
+) -> Source:
+    """The tensors in safetensors ``files``.
+
+    ``only``: the names that count, and the file of each; None: all names. Raises :class:`IncompatibleStateError` for a
+    dtype that torch does not have, :class:`CheckpointCorruptError` and :class:`StorageError`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        data = mapped(file)
+        header = _header(file, data)
+        storage = data.untyped_storage()
+        for entry in header.entries:
+            if only is not None and only.get(entry.name) != file:
+                continue
+            if (dtype := _DTYPE_OF.get(entry.dtype)) is None:
+                raise IncompatibleStateError(
+                    f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
+                )
+            begin, end = (header.data_start + each for each in entry.data_offsets)
+            flat = torch.empty(0, dtype=dtype, device="cpu").set_(storage[begin:end])
+            tensors[entry.name] = flat.view(entry.shape)
+    names = tensors if only is None else only
+    if missing := [name for name in names if name not in tensors]:
+        raise CheckpointCorruptError(
+            f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+        )
+    kind = "safetensors" if files == [path] else "Hugging Face"
+    return Source(
+        path, kind, {name: tensors[name] for name in names}, {}, {name: (name,) for name in names}
+    )
+
+
+def _header(file: Location, data: torch.Tensor) -> Header:
+    """The header of a file; raises if the file holds shards of tensors, of which the header alone has the shapes."""
+    first = as_bytes(data)
+    length = min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
+    try:
+        header = read_header(bytes(first[: 8 + length]), len(first))
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{file}: {error}") from None
+    if "dcp_datastates" in header.metadata:
+        raise ConfigurationError(
+            f"{file} is a data file of a checkpoint of dcp_datastates; pass the checkpoint's directory"
+        )
+    try:
+        shards = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+        # The first rank's shards begin at zero, too: only the name of the file tells them from whole tensors.
+        of_one_rank = file.name.startswith("shard-")
+        cut = [name for name, each in shards.items() if any(each["saved_offsets"]) or of_one_rank]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointCorruptError(f"{file}: its DCP_SHARDING_INFO are malformed") from None
+    if cut:
+        raise ConfigurationError(
+            f"{file} has shards of {some_of(cut)}; consolidate the files first, with "
+            f"torch.distributed.checkpoint.HuggingFaceStorageWriter"
+        )
+    return header
+
+
+def weights_in(folder: Location) -> Source | None:
+    """The weights in a Hugging Face folder: by its index, or in its only safetensors file. None: there are none.
+
+    Raises :class:`CheckpointCorruptError`, :class:`CheckpointNotFoundError` or :class:`ConfigurationError`.
+    """
+    names = sorted(names_at(folder))
+    indexes = [name for name in names if name.endswith(_INDEX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in files:  # as transformers does
+        files, indexes = ["model.safetensors"], []
+    elif HUGGING_FACE_INDEX in indexes:
+        indexes = [HUGGING_FACE_INDEX]
+    if len(indexes) == 1:
+        file_of = _read_index(folder / indexes[0], names)
+        return safetensors_source(folder, sorted(set(file_of.values())), file_of)
+    if len(indexes) + len(files) > 1:
+        raise ConfigurationError(
+            f"{folder} has several files that may be meant, such as {(indexes or files)[0]!r}, and no "
+            f"{HUGGING_FACE_INDEX!r}; pass the path of one file"
+        )
+    return safetensors_source(folder, [folder / files[0]], None) if files else None
+
+
+def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
+    """The file of each name. ``beside``: the names of the files beside the index."""
+    try:
+        data = read_whole(path)
+        values.check_memory(len(data), data)
+        content = values.load(data)
+    except values.ValueRefused as error:
+        raise CheckpointCorruptError(f"{path} is no index: {error}") from None
+    weights = weight_map(path, content)
+    if missing := set(weights.values()).difference(beside):
+        raise CheckpointNotFoundError(
+            f"{path.parent}: {min(missing)!r}, which the index names, is missing"
+        )
+    return {name: path.parent / file for name, file in weights.items()}
+
+
+def weight_map(path: Location, content: Any) -> dict[str, str]:
+    """The names of the files by those of the tensors, of the index at ``path`` with this ``content``.
+
+    Raises :class:`CheckpointCorruptError` if that is none, or has another place than beside the index.
+    """
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
+        raise CheckpointCorruptError(f"{path} has no weight_map from names to files")
+    for file in set(weights.values()):
+        if file != Path(file).name or file in ("", ".", ".."):
+            raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
+    return weights
+
+
+# ---- small files beside the weights --------------------------------------------------------------
 
 TRAINER_STATE: Final = "trainer_state.json"
 """The Trainer's own file about its progress."""
@@ -73,8 +221,65 @@ def is_companion(name: str) -> bool:
     return name.endswith(_COMPANIONS) and not is_other
 
 
-def hf_output(source: Source, folder: Path, shard_bytes: int, files: Mapping[str, bytes]) -> Output:
-    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index; with these small
+# ---- files and folders that are written ----------------------------------------------------------
+
+
+def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
+    """What writes one file with the tensors of these names.
+
+    Raises :class:`ConfigurationError` for a tensor that the format cannot hold.
+    """
+    header, ordered = safetensors_header(source, names)
+
+    def write(done: Done) -> None:
+        write_file(path, chain([header], contents(source, ordered, done)), source.nbytes)
+
+    return write
+
+
+def safetensors_header(source: Source, names: Iterable[str]) -> tuple[bytes, list[str]]:
+    """The beginning of a file with the tensors of these names, and their order in the file. Raises as
+    :func:`safetensors_unit`.
+    """
+    ordered = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        shaped = source.tensors[name]
+        _check_name(name)
+        if shaped.dtype not in _NAME_OF:
+            raise ConfigurationError(
+                f"{name!r} is {shaped.dtype}, which safetensors does not have; exclude it, or choose another dtype"
+            )
+        begin, end = end, end + shaped.nbytes
+        header[name] = {
+            "dtype": _NAME_OF[shaped.dtype],
+            "shape": list(shaped.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigurationError(
+            f"{len(ordered)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}: choose "
+            f"a smaller shard_size"
+        )
+    return len(text).to_bytes(8, "little") + text, ordered
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the name {name!r} is no Unicode; rename it") from None
+    if name == "__metadata__":
+        raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
+
+
+def write_model(
+    source: Source, folder: Path, shard_bytes: int, files: Mapping[str, bytes], run: Run
+) -> None:
+    """Write a folder as ``save_pretrained`` does: ``model.safetensors``, or shards with an index; with these small
     ``files`` beside them, by their relative paths.
     """
     parts = source.groups(source.tensors, shard_bytes)
@@ -96,47 +301,46 @@ def hf_output(source: Source, folder: Path, shard_bytes: int, files: Mapping[str
         }
         text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
         small[HUGGING_FACE_INDEX] = text.encode()
-    units = [
-        safetensors_unit(source, names, folder / file)
-        for file, names in zip(shards, parts, strict=True)
-    ]
-
-    def finish() -> None:
-        for name, data in small.items():
-            local.make_directories((folder / name).parent, "convert")
-            write_small_file(folder / name, data)
-
-    return Output(units, finish)
+    pairs = zip(shards, parts, strict=True)
+    run([safetensors_unit(source, names, folder / file) for file, names in pairs])
+    for name, data in small.items():
+        local.make_directories((folder / name).parent, "convert")
+        write_file(folder / name, [data])
 
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 
 
-def trainer_output(
+def write_trainer(
     source: Source,
     folder: Path,
     shard_bytes: int,
     files: Mapping[str, bytes],
     allow_objects: bool,
-) -> Output:
-    """The folder of a checkpoint of the Trainer, of a model, an optimizer, and the small ``files`` of all ranks."""
-    model = hf_output(select(source, part=MODEL), folder, shard_bytes, files)
+    run: Run,
+) -> None:
+    """Write the folder of a checkpoint of the Trainer, of a model, an optimizer, and the small ``files`` of all
+    ranks.
+    """
     state = select(source, part=OPTIMIZER)
-
-    def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-        return packed_optimizer(state.nested(values))
-
-    optimizer = partial(write_torch, state, folder / "optimizer.pt", allow_objects, nest)
-
-    return Output([*model.units, optimizer], model.finish)
+    file = folder / "optimizer.pt"
+    optimizer = partial(write_torch, state, file, allow_objects, make=packed_optimizer)
+    model = select(source, part=MODEL)
+    write_model(model, folder, shard_bytes, files, lambda units: run([*units, optimizer]))
 
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
+# ---- adapters ------------------------------------------------------------------------------------
+# A model with adapters has parameters such as ``base_model.model.layers.0.q_proj.lora_A.default.weight``; ``default``
+# is the name of the adapter. PEFT's file has them without it. Modules that are trained whole (``modules_to_save``) lie
+# in the file under the names of the modules that they stand for. The rest of the model is not in the file.
 
-_ROOT: Final = "base_model.model."
-_WHOLE: Final = "modules_to_save"
-_MAGNITUDE: Final = "lora_magnitude_vector"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+
+_PARAMETER: Final = re.compile(
+    r"(?:.+\.)??(base_model\.model\.(?:[^.]+\.)*?)(modules_to_save|lora_[^.]*)\.([^.]+)(.*)"
+)
+"""What is before the kind of a parameter of an adapter, the kind, the adapter, and what is after it."""
 
 
 def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
@@ -147,10 +351,14 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
     stored: dict[str, str] = {}
     adapters: set[str] = set()
     for name in source.tensors:
-        found = _in_file(name)
+        found = _PARAMETER.fullmatch(name)
         if found is None or is_under(name, optimizers):
             continue
-        adapter, new = found
+        before, kind, adapter, after = found.groups()
+        if kind == "modules_to_save":
+            new = before.removesuffix(".") + after
+        else:
+            new = before + kind + ("" if kind == "lora_magnitude_vector" else after)
         if new in stored and adapter in adapters:
             raise ConfigurationError(
                 f"{source.path} has several models with adapters: {stored[new]!r} and {name!r}; choose one with part"
@@ -159,7 +367,8 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
         adapters.add(adapter)
     if not stored:
         raise ConfigurationError(
-            f"{source.path} has no parameters of a LoRA adapter of PEFT, such as '{_ROOT}q_proj.lora_A.default.weight'"
+            f"{source.path} has no parameters of a LoRA adapter of PEFT, such as "
+            f"'base_model.model.q_proj.lora_A.default.weight'"
         )
     if len(adapters) > 1:
         raise ConfigurationError(
@@ -169,23 +378,23 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
     return Selected(source, stored)
 
 
-def adapter_output(
-    adapter: Source, folder: Path, companions: Mapping[str, bytes], given: Location
-) -> Output:
-    """The files of an ``adapter`` from :func:`adapter_of`, whose configuration is one of the ``companions`` from the
-    place that was ``given``.
+def write_adapter(
+    adapter: Source, folder: Path, companions: Mapping[str, bytes], given: Location, run: Run
+) -> None:
+    """Write the files of an ``adapter`` from :func:`adapter_of`, whose configuration is one of the ``companions`` from
+    the place that was ``given``.
 
     Raises :class:`ConfigurationError` without a configuration, or if the adapter has more than its parameters.
     """
-    config = companions.get(ADAPTER_CONFIG)
+    config = companions.get(_ADAPTER_CONFIG)
     if config is None:
         raise ConfigurationError(
-            f"{str(given)!r} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
-            f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
+            f"{str(given)!r} has no {_ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one "
+            f"with config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
         )
-    _check_config(config, f"{ADAPTER_CONFIG} of {str(given)!r}")
-    weights = safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")
-    return Output([weights], partial(write_small_file, folder / ADAPTER_CONFIG, config))
+    _check_config(config, f"{_ADAPTER_CONFIG} of {str(given)!r}")
+    run([safetensors_unit(adapter, adapter.tensors, folder / "adapter_model.safetensors")])
+    write_file(folder / _ADAPTER_CONFIG, [config])
 
 
 def _check_config(config: bytes, where: str) -> None:
@@ -196,30 +405,10 @@ def _check_config(config: bytes, where: str) -> None:
         tokens = found.get("trainable_token_indices")
     except (ValueError, AttributeError) as error:
         raise ConfigurationError(f"{where} is no configuration of an adapter: {error}") from error
-    for wrong in (
-        f"peft_type={kind!r}" if kind != "LORA" else "",
-        f"bias={bias!r}" if bias != "none" else "",
-        "trainable_token_indices" if tokens else "",
-    ):
-        if wrong:
-            raise ConfigurationError(
-                f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
-                f"save_pretrained() of PEFT write it"
-            )
-
-
-def _in_file(name: str) -> tuple[str, str] | None:
-    """The adapter to which a parameter belongs, and its name in a file; None if it belongs to none."""
-    start = name.find(_ROOT)
-    if start < 0 or (start and name[start - 1] != "."):
-        return None
-    parts = name[start:].split(".")
-    for number, part in enumerate(parts[:-1]):
-        before, adapter, after = parts[:number], parts[number + 1], parts[number + 2 :]
-        if part == _WHOLE:
-            return adapter, ".".join(before + after)
-        if part == _MAGNITUDE:
-            return adapter, ".".join([*before, part])
-        if part.startswith("lora_"):
-            return adapter, ".".join([*before, part, *after])
-    return None
+    more = {f"peft_type={kind!r}": kind != "LORA", f"bias={bias!r}": bias != "none"}
+    more["trainable_token_indices"] = bool(tokens)
+    for wrong in (each for each, is_there in more.items() if is_there):
+        raise ConfigurationError(
+            f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
+            f"save_pretrained() of PEFT write it"
+        )

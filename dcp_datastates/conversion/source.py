@@ -1,4 +1,4 @@
-"""What is converted or compared: a flat state of tensors and objects.
+"""What is converted or compared: the tensors and objects of a checkpoint, and which of them are taken.
 
 Tensors are mapped from files, or read when they are asked for. So memory depends on the largest tensor, not on the
 checkpoint.
@@ -11,14 +11,13 @@ import errno
 import io
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
+from typing_extensions import Buffer
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -26,24 +25,17 @@ from dcp_datastates.errors import (
     ConfigurationError,
     StorageError,
     UnsafeObjectError,
-    UnsupportedStateError,
     UnsupportedTensorError,
 )
-from dcp_datastates.format.key_paths import KeyPath, empties, nested, path_of
-from dcp_datastates.format.metadata_table import Catalog
-from dcp_datastates.format.stored_names import (
-    NamePatterns,
-    Rename,
-    check_rename,
-    renamed,
-    renamed_path,
-)
-from dcp_datastates.io.reads import shapes_of
+from dcp_datastates.format import stored_names
+from dcp_datastates.format.key_paths import KeyPath
+from dcp_datastates.format.stored_names import NamePatterns, Rename
+from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.storage.local import explained
-from dcp_datastates.storage.object_path import Location
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.object_path import Location, stored
+from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.text import size
 
 PIECE_BYTES: Final = 4 << 20
@@ -67,8 +59,8 @@ class Source:
     """The format, for people."""
     tensors: Mapping[str, torch.Tensor]
     """In their order. Those of a subclass have no data: they are on the device "meta"."""
-    objects: Mapping[str, Any]
-    """In their order. Those of a subclass are None."""
+    objects: Mapping[str, Callable[[], bytes]]
+    """In their order. Each gives the bytes that ``torch.save`` writes, and raises as :meth:`read`."""
     paths: Mapping[str, KeyPath]
     """Where each value and each empty dict lies in the nested state."""
 
@@ -88,20 +80,9 @@ class Source:
         """
         return [self.tensors[name] for name in names]
 
-    def object_bytes(self, name: str) -> bytes:
-        """An object, as ``torch.save`` has written it."""
-        buffer = io.BytesIO()
-        try:
-            torch.save(self.objects[name], buffer)
-        except Exception as error:
-            raise UnsupportedStateError(
-                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
-            ) from error
-        return buffer.getvalue()
-
     def value(self, name: str, allow_objects: bool) -> Any:
         """An object as a Python value. Raises as :func:`loaded`."""
-        data = io.BytesIO(self.object_bytes(name))
+        data = io.BytesIO(self.objects[name]())
         return loaded(data, f"{self.path}: object {name!r}", allow_objects)
 
     def memory_for(self, name: str) -> torch.Tensor:
@@ -112,31 +93,6 @@ class Source:
             nbytes = size(self.tensors[name].nbytes)
             text = f"there is no memory for {name!r}, which has {nbytes}"
             raise StorageError(errno.ENOMEM, text, str(self.path)) from error
-
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The nested state of ``values``, by names: all tensors and objects."""
-        return nested(values, self.paths)
-
-    def catalog(self) -> Catalog:
-        """The names and tensors in columns, in the order of :meth:`names`. Each tensor is one chunk."""
-        tensors = list(self.tensors.values())
-        number_of = {dtype: n for n, dtype in enumerate(dict.fromkeys(t.dtype for t in tensors))}
-        ndims, shapes = shapes_of(tensors)
-        no_dimensions = np.zeros(len(self.objects), np.int64)
-        return Catalog(
-            names=tuple(self.names()),
-            table=tuple(TensorProperties(dtype=dtype) for dtype in number_of),
-            properties=np.array(
-                [*(number_of[each.dtype] for each in tensors), *(-1 for _ in self.objects)],
-                np.int64,
-            ),
-            ndims=np.concatenate([ndims, no_dimensions]),
-            shapes=shapes,
-            counts=np.concatenate([np.ones_like(ndims), no_dimensions]),
-            offsets=np.zeros_like(shapes),
-            sizes=shapes,
-            mappings=dict(self.paths),
-        )
 
     def groups(self, names: Iterable[str], most: int) -> list[list[str]]:
         """The names of tensors in groups, in order: of each as many as fit into ``most`` bytes, or one. There is at
@@ -153,6 +109,15 @@ class Source:
             taken += nbytes
         return found
 
+    def each(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read the tensors of these names, small ones several at a time. The caller drops each before it asks for the
+        next, so that its memory is free for that one. Raises as :meth:`read`.
+        """
+        for group in self.groups(names, PIECE_BYTES):
+            tensors = self.read(group)[::-1]
+            for name in group:
+                yield name, tensors.pop()
+
 
 class Selected(Source):
     """Values of another source, under other names.
@@ -168,13 +133,12 @@ class Selected(Source):
         super().__init__(
             source.path,
             source.format,
+            {new: _described(tensors[old], dtype) for new, old in old_of.items() if old in tensors},
+            {new: objects[old] for new, old in old_of.items() if old in objects},
             {
-                name: _described(tensors[old], dtype)
-                for name, old in old_of.items()
-                if old in tensors
+                new: stored_names.renamed_path(source.paths[old], old, new)
+                for new, old in old_of.items()
             },
-            dict.fromkeys(name for name, old in old_of.items() if old in objects),
-            {name: renamed_path(source.paths[old], old, name) for name, old in old_of.items()},
         )
         self._source, self._old_of = source, old_of
 
@@ -182,10 +146,6 @@ class Selected(Source):
         """See :class:`Source`."""
         found = self._source.read([self._old_of[name] for name in names])
         return [each.to(self.tensors[name].dtype) for name, each in zip(names, found, strict=True)]
-
-    def object_bytes(self, name: str) -> bytes:
-        """See :class:`Source`."""
-        return self._source.object_bytes(self._old_of[name])
 
 
 def _described(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -222,7 +182,7 @@ def select(
         raise ConfigurationError(
             f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
         )
-    check_rename(rename)
+    stored_names.check_rename(rename)
     target_dtype = _dtype(dtype)
     root = None if part is None else NamePatterns("part", part)
     wanted = root if only is None else NamePatterns("only", only)
@@ -240,7 +200,7 @@ def select(
         tensor = source.tensors.get(name)
         if tensor is not None and not tensor.is_meta:
             _check_plain(source.path, name, tensor)
-    old_of = renamed(taken, rename, part=root, all_used=True)
+    old_of = stored_names.renamed(taken, rename, part=root, all_used=True)
     return Selected(source, old_of, target_dtype)
 
 
@@ -284,24 +244,6 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def contents_of(
-    catalog: Catalog,
-) -> tuple[dict[str, torch.Tensor], dict[str, None], dict[str, KeyPath]]:
-    """What a checked ``catalog`` has: tensors without data, objects, and the paths of all and of empty dicts."""
-    tensors = {
-        name: torch.empty(catalog.shape(number), dtype=catalog.table[kind].dtype, device="meta")
-        for number, (name, kind) in enumerate(
-            zip(catalog.names, catalog.properties.tolist(), strict=True)
-        )
-        if kind >= 0
-    }
-    objects = dict.fromkeys(name for name in catalog.names if name not in tensors)
-    mappings = catalog.mappings if isinstance(catalog.mappings, dict) else {}
-    paths = {name: path_of(name, mappings) for name in catalog.names}
-    paths.update((name, mappings[name]) for name in empties(mappings) if name not in paths)
-    return tensors, objects, paths
-
-
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor on the host, in row-major order: its own memory, if they lie so."""
     if not tensor.numel():
@@ -317,59 +259,53 @@ _REQUEST_BYTES: Final = 16 << 20
 """What is read of an object by one request."""
 
 
-@contextlib.contextmanager
-def opened(path: Location) -> Iterator[ReadableFile]:
-    """The open file at ``path``. A read that fails in the block raises :class:`StorageError`.
-
-    Raises :class:`CheckpointNotFoundError` or :class:`StorageError`.
-    """
+def file_bytes(path: Location) -> int:
+    """The size of the file at ``path``. Raises :class:`CheckpointNotFoundError` or :class:`StorageError`."""
+    place = stored(path)
     try:
-        file = open_readable(path)
-    except OSError as error:
-        kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
-        raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
-    with contextlib.closing(file), explained("reading", path):
-        yield file
+        return place.store.size(place.key)
+    except ObjectMissingError as error:
+        text = f"opening {path} failed: {error.strerror}"
+        raise CheckpointNotFoundError(error.errno, text, str(path)) from None
 
 
-def part_of(file: ReadableFile, begin: int, nbytes: int) -> bytes:
-    """``nbytes`` of an open file from ``begin`` on; fewer at its end."""
-    part, count = io.BytesIO(bytes(max(0, min(nbytes, file.nbytes - begin)))), 0
-    with part.getbuffer() as buffer:
-        for at in range(0, len(buffer), _REQUEST_BYTES):
-            count += file.read_at(begin + at, buffer[at : at + _REQUEST_BYTES])
-    part.truncate(count)
-    return part.getvalue()
+def read_part(path: Location, begin: int, nbytes: int) -> Buffer:
+    """``nbytes`` of the file at ``path`` from ``begin`` on; fewer at its end. Raises as :func:`file_bytes`, also for
+    what is no file.
+    """
+    return range_reader([path])(str(path), begin, begin + nbytes)
 
 
-def read_whole(path: Location, at_most: int | None = None) -> bytes:
-    """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
-    with opened(path) as file:
-        return part_of(file, 0, file.nbytes if at_most is None else at_most)
+def read_whole(path: Location) -> bytes:
+    """The bytes of a small file. Raises :class:`StorageError`."""
+    place = stored(path)
+    return place.store.get(place.key)
 
 
 @contextlib.contextmanager
 def local_file(path: Location) -> Iterator[Path]:
     """A file with the bytes at ``path``: of an object in a store, a copy in the directory for temporary files, which is
-    removed with the context; a mapping of it stays. Raises as :func:`opened`.
+    removed with the context; a mapping of it stays. Raises as :func:`read_part`.
     """
     if isinstance(path, Path):
         yield path
         return
     with tempfile.NamedTemporaryFile(prefix="dcp_datastates-") as copy:
-        with opened(path) as file, explained("copying to a temporary file", copy.name, file.nbytes):
-            for begin in range(0, file.nbytes, _REQUEST_BYTES):
-                copy.write(part_of(file, begin, _REQUEST_BYTES))
+        nbytes = file_bytes(path)
+        with explained("copying to a temporary file", copy.name, nbytes):
+            for begin in range(0, nbytes, _REQUEST_BYTES):
+                copy.write(read_part(path, begin, _REQUEST_BYTES))
             copy.flush()
         yield Path(copy.name)
 
 
-def mapped(path: Location) -> torch.UntypedStorage:
-    """The bytes of a file, mapped. Raises as :func:`opened`."""
-    with local_file(path) as local, opened(local) as file:
+def mapped(path: Location) -> torch.Tensor:
+    """The bytes of a file, mapped. Raises as :func:`read_part`."""
+    with local_file(path) as local:
+        read_part(local, 0, 1)  # of a pipe, a mapping would wait for the other end
+        nbytes = file_bytes(local)
         try:
-            whole = torch.from_file(str(local), size=file.nbytes, dtype=torch.uint8, device="cpu")
-            return whole.untyped_storage()
+            return torch.from_file(str(local), size=nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise StorageError(errno.EIO, f"mapping it failed: {error}", str(path)) from error
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
 
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, loaded, local_file
+from dcp_datastates.conversion.source import Source, loaded, local_file
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ForeignCheckpointError,
     IncompatibleStateError,
+    UnsupportedStateError,
 )
-from dcp_datastates.format.key_paths import flatten
+from dcp_datastates.format.key_paths import flatten, nested
 from dcp_datastates.process.work import Done
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location
 
 _ZIP: Final = b"PK\x03\x04"
-_PICKLE: Final = b"\x80\x02"
+BEGINNINGS: Final = (_ZIP, b"\x80\x02")
+"""How files of ``torch.save`` may begin: an archive or, from torch before 1.6, a pickle."""
 
 
 def torch_source(path: Location, allow_objects: bool) -> Source:
@@ -50,15 +54,20 @@ def torch_source(path: Location, allow_objects: bool) -> Source:
             f"{path} has a value under the empty key ''; load it with torch.load, name the value, and save it again"
         )
     tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-    objects = {name: each for name, each in values.items() if name not in tensors}
+    others = ((name, each) for name, each in values.items() if name not in tensors)
+    objects = {name: partial(_saved, path, name, each) for name, each in others}
     return Source(path, "torch.save", tensors, objects, paths)
 
 
-def is_torch_file(first: bytes) -> bool:
-    """Whether a file with these ``first`` bytes may be one of ``torch.save``: an archive or, from torch before 1.6, a
-    pickle.
-    """
-    return first.startswith((_ZIP, _PICKLE))
+def _saved(path: Location, name: str, value: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"{path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
 
 
 def _load(path: Location, allow_objects: bool) -> Any:
@@ -93,19 +102,19 @@ def write_torch(
     source: Source,
     target: Path,
     allow_objects: bool,
-    nest: Callable[[dict[str, Any]], dict[str, Any]],
     done: Done,
+    *,
+    make: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> None:
-    """Write one file with all tensors and objects, nested by ``nest``. The state is in memory, but for mapped tensors.
+    """Write one file with what ``make`` makes of the nested state of all tensors and objects. The state is in memory,
+    but for mapped tensors.
 
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
     ``allow_objects``.
     """
-    values: dict[str, Any] = {}
-    for names in source.groups(source.tensors, PIECE_BYTES):
-        values |= zip(names, map(own, source.read(names)), strict=True)
+    values: dict[str, Any] = {name: own(each) for name, each in source.each(source.tensors)}
     values |= {name: source.value(name, allow_objects) for name in source.objects}
-    state = nest(values)
+    state = make(nested(values, source.paths))
     with explained("writing", target, source.nbytes), target.open("xb") as file:
         save_to(state, _Counted(file, source.nbytes, done))
         os.fsync(file.fileno())

@@ -82,11 +82,17 @@ class ObjectPlanning(SavePlanning):
     def release(self) -> None:
         self._planner = self._local_plan = self._staged = None  # they have the state
 
-    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
+    def report(
+        self,
+        places: Report,
+        metrics: Mapping[str, float],
+        save: str = "",
+        checksums: Callable[[], Mapping[int, bytes]] = dict,
+    ) -> tuple[Callable[[], bytes], Compose | None]:
         report = _packed(([item.index for item in self.items], places.encoded))
         metadata = self._metadata
         if metadata is None:
-            return report, None
+            return lambda: report, None
         # The planner may use its own for the next save meanwhile.
         mine = copy.copy(metadata)
 
@@ -94,7 +100,7 @@ class ObjectPlanning(SavePlanning):
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
             return document(claim, mine, found, metrics, trace)
 
-        return report, compose
+        return lambda: report, compose
 
     @property
     def _held(self) -> SavePlanner:

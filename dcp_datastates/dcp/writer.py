@@ -101,6 +101,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
             log names them, once per process for the same names; ``"refuse"``: the save fails, if a checkpoint with NaN
             must not replace a good one.
+        compare_replicas: Compare what several ranks hold alike (replicas in data parallelism, in HSDP) byte for byte,
+            so that each byte is compared once in so many saves, such as 10. Each save reads so much more, in the
+            background: one n-th of the replicas of each rank, which are summed and not written. A difference fails the
+            save with :class:`ReplicasDifferError`, which names tensors, bytes, ranks and hosts; and ``latest(root,
+            verify="replicas")`` finds the newest checkpoint whose replicas are known to be equal. The first rank's
+            value counts. Not with a planner of your own. None: a few words of each replica are compared at each save.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
@@ -130,6 +136,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         when_behind: str = "wait",
         audit: bool = False,
         on_nan: str = "warn",
+        compare_replicas: int | None = None,
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -144,6 +151,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             when_behind=when_behind,
             audit=audit,
             on_nan=on_nan,
+            compare_replicas=compare_replicas,
         )
         self._process_group = process_group
         self._no_dist = no_dist

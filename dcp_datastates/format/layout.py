@@ -343,16 +343,6 @@ def entry_key(fqn: str) -> str:
     return fqn
 
 
-def is_bookkeeping(key: str) -> bool:
-    """Whether the layout added the entry of this name (padding, checksums): it is not a saved value."""
-    return key.startswith(f"{_RESERVED}.pad.") or is_table(key)
-
-
-def is_table(key: str) -> bool:
-    """Whether an entry of this name is a file's checksum table."""
-    return key.startswith(f"{_RESERVED}.crc32c.")
-
-
 # ---- the checksum table --------------------------------------------------------------------------
 
 

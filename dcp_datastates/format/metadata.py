@@ -83,6 +83,7 @@ from dcp_datastates.format.metadata_table import (
     PLACEMENT,
     STORED,
     Catalog,
+    Compared,
     FileRecord,
     MetadataTable,
     Note,
@@ -236,6 +237,7 @@ def _written_document(table: MetadataTable) -> bytes:
             "after": None if note.after is None else note.after.name,
             "published_at": note.published_at,
             "trace": note.trace,
+            "compared": note.compared,
             "files": [
                 [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
             ],
@@ -277,6 +279,7 @@ def _table_of(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         _typed(found, "metrics", dict, float),
         published_at,
         found.get("trace"),
+        _compared(found.get("compared")),
     )
     if len(note.files) != len(files):
         raise ValueRefused("a data file is named twice")
@@ -290,6 +293,16 @@ def _table_of(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         Placement(paths=tuple(note.files), **{key: columns[key] for key in PLACEMENT}),
         note,
     )
+
+
+def _compared(value: object) -> Compared | None:
+    if value is None:
+        return None
+    if type(value) is not list or list(map(type, value)) != [int, int, str]:
+        raise ValueRefused(f"compared is {described(value)}")
+    if not 0 <= value[0] < value[1]:
+        raise ValueRefused(f"compared is part {value[0]} of {value[1]}")
+    return Compared(*value)
 
 
 def _typed(found: dict[str, Any], key: str, kind: Any, of: type | None = None) -> Any:

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,14 @@ and of what the save has cost.
 """
 
 
+class Compared(NamedTuple):
+    """Which part of the replicas was found equal, byte for byte: ``number`` of ``of``, by the plan with this name."""
+
+    number: int
+    of: int
+    plan: str
+
+
 @dataclass(frozen=True)
 class Note:
     """This package's note in the metadata of a checkpoint.
@@ -192,7 +200,8 @@ class Note:
     ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
     numbers by which the user compares checkpoints. ``published_at``: when the metadata were written, right before the
     commit, in seconds since the epoch by the coordinator's clock. ``trace``: what each rank's part cost
-    (``save_trace.py``, which checks it); None of a checkpoint that was converted.
+    (``save_trace.py``, which checks it); None of a checkpoint that was converted. ``compared``: None if the save has
+    compared no replicas.
     """
 
     attempt: Attempt
@@ -201,6 +210,7 @@ class Note:
     metrics: Mapping[str, float]
     published_at: float
     trace: Trace
+    compared: Compared | None = None
 
 
 @dataclass(frozen=True, eq=False)

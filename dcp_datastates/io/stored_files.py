@@ -15,7 +15,7 @@ from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError
-from dcp_datastates.storage.readable import ReadableFile, open_readable
+from dcp_datastates.storage.readable import ReadableFile
 
 
 def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int | OSError]:
@@ -53,7 +53,7 @@ def range_reader(paths: Iterable[Location]) -> ReadRange:
     lives. It raises :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
     """
     by_name = {str(path): path for path in paths}
-    opened = functools.cache(open_readable)
+    opened = functools.cache(ReadableFile)
 
     def read_range(name: str, begin: int, end: int) -> Buffer:
         path = by_name[name]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
-from dcp_datastates.manager.state_samples import Record, Words
+from dcp_datastates.manager.state_samples import ON_HOST, Record, Words
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.object_path import Location
 
@@ -45,6 +45,10 @@ class Audit:
     """The first step that differs; None: none does, so far."""
     what: tuple[str, ...] = ()
     """What differs there: ``loss``, ``model``, ``optimizer``, ``generators``, ``loader``."""
+    tensors: tuple[str, ...] = ()
+    """Some of the tensors that differ, of those that were sampled at that step: of the models, or of the optimizers if
+    these were not restored.
+    """
     cause: str = ""
     """What usually causes that."""
 
@@ -56,7 +60,7 @@ class Audit:
     def __str__(self) -> str:
         kind = f" in the loss, to {LOSS_TOLERANCE:.0%}" if self.losses_only else ""
         if self.what:
-            what = ", ".join(self.what)
+            what = ", ".join(self.what) + "".join(f", {name!r}" for name in self.tensors)
             text = f"the resume of step {self.after} is not exact: step {self.step} differs in: {what}. {self.cause}"
         elif self.steps:
             text = (
@@ -91,11 +95,24 @@ class Order:
         os.replace(f"{path}.new", path)
 
 
+COMPARED: Final = ("world", "step", "loss", "model", "optimizer", "generators", "loader")
+_SHOWN: Final = 3
+
+
 def _differing(mine: Record, former: Record) -> set[str]:
-    found = {each for each in Record._fields if getattr(mine, each) != getattr(former, each)}
+    found = {each for each in COMPARED if getattr(mine, each) != getattr(former, each)}
     if math.isnan(mine.loss) or math.isnan(former.loss):
         found.discard("loss")
     return found if None not in (mine.loader, former.loader) else found - {"loader"}
+
+
+def _tensors(mine: Record, former: Record, of_optimizers: bool) -> tuple[str, ...]:
+    """The names of some tensors that differ, of the models' or the optimizers'."""
+    found = []
+    for part, names in [*enumerate(mine.names)][of_optimizers:]:
+        words = (each.tensors[part * ON_HOST :] for each in (mine, former))
+        found += [name for name, one, other in zip(names, *words, strict=False) if one != other]
+    return tuple(found[:_SHOWN])
 
 
 @dataclass
@@ -133,9 +150,13 @@ class Comparison:
             if self.result.losses_only:
                 what = {"loss"} if relative > LOSS_TOLERANCE else set()
             if what:
-                shown = tuple(each for each in Record._fields if each in what)
+                shown = tuple(each for each in COMPARED if each in what)
+                only_optimizer = "optimizer" in self._at_restore and "model" not in self._at_restore
+                tensors = () if self.result.losses_only else _tensors(mine, former, only_optimizer)
                 cause = self._cause(what, relative)
-                self.result = replace(self.result, step=mine.step, what=shown, cause=cause)
+                self.result = replace(
+                    self.result, step=mine.step, what=shown, tensors=tensors, cause=cause
+                )
             elif not self.result.losses_only or not math.isnan(change):
                 self.result = replace(self.result, steps=self.result.steps + 1, last=mine.step)
         is_last = mine.step >= max(self.former, default=0) or self.result.steps == self.most

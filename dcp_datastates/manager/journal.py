@@ -1,6 +1,6 @@
 """The journal of a loop: a small record of each step, for the run that resumes from a checkpoint of this one.
 
-``root/.datastates-journal/<run>-<rank>`` has the records of one rank in one run, 64 bytes each. The thread of the loop
+``root/.datastates-journal/<run>-<rank>`` has the records of one rank in one run, 128 bytes each. The thread of the loop
 samples the state; a thread in the background appends each record with one write, so a process that is killed loses
 those that wait for it; and compares it with the run before (``audit.py``). No save and no restore relies on the files.
 """
@@ -26,7 +26,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.audit import VARIABLE, Audit, Comparison, Order
 from dcp_datastates.manager.stale import Stale
-from dcp_datastates.manager.state_samples import Record, StateSamples
+from dcp_datastates.manager.state_samples import ON_HOST, Record, StateSamples
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 _FOLDER: Final = ".datastates-journal"
 _NAME: Final = re.compile(r"([0-9a-f]{16})-[0-9]+")
 _MAGIC: Final = b"DSJ1"
-_FIELDS: Final = struct.Struct("<4sIQdQQQQi")
+_FIELDS: Final = struct.Struct(f"<4sIQdQQQQi{2 * ON_HOST}s")
 _CHECKSUM: Final = struct.Struct("<I")
 _SIZE: Final = _FIELDS.size + _CHECKSUM.size
 _KEPT_RUNS: Final = 3
-_MOST_BYTES: Final = 2 << 20
+_MOST_BYTES: Final = 4 << 20
 """How much of a file is read, from its end."""
 _MOST_WAITING: Final = 1000
 """Records that wait for storage. Further ones are lost: training waits for none."""
@@ -53,8 +53,8 @@ _REPLACED: Final = (KeyError, RuntimeError, TypeError, ValueError)
 
 def pack(record: Record) -> bytes:
     """The bytes of a record."""
-    *others, loader = record
-    data = _FIELDS.pack(_MAGIC, *others, loader or 0, loader is not None)
+    *others, loader, tensors, _ = record
+    data = _FIELDS.pack(_MAGIC, *others, loader or 0, loader is not None, tensors)
     return data + _CHECKSUM.pack(crc32c(data))
 
 
@@ -73,10 +73,10 @@ def records_in(path: Path) -> dict[int, Record]:
         data = opened.read(_MOST_BYTES + _SIZE)
     found = {}
     for at in range(0, len(data) - _SIZE + 1, _SIZE):
-        magic, *fields, has_loader = _FIELDS.unpack_from(data, at)
+        magic, *fields, has_loader, tensors = _FIELDS.unpack_from(data, at)
         body, end = data[at : at + _FIELDS.size], data[at + _FIELDS.size : at + _SIZE]
         if magic == _MAGIC and end == _CHECKSUM.pack(crc32c(body)):
-            record = Record(*fields)
+            record = Record(*fields)._replace(tensors=tensors)
             found[record.step] = record if has_loader else record._replace(loader=None)
         else:
             logger.warning("%s is no record of a journal, or damaged, from byte %d on", path, at)

@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import check_count, parse_rate
 from dcp_datastates.dcp.async_save import SaveHandle
@@ -168,22 +167,6 @@ class Keeping:
             self._newest = handle.path
             self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
-
-    def pin(self, step: int, name: str) -> None:
-        """Keep a checkpoint from deletion. Waits for its commit if it is in flight, and raises the save's error. Every
-        rank calls this.
-        """
-        for handle in self._saves.in_flight(self._steps.path(step)):
-            handle.result()
-        self._on_each(step, lambda path: pin(path, name), "pin")
-
-    def unpin(self, step: int, name: str) -> None:
-        """Remove the pin. Every rank calls this."""
-        self._on_each(step, lambda path: unpin(path, name), "unpin")
-
-    def _on_each(self, step: int, work: Callable[[Location], object], key: str) -> None:
-        on_all, purpose = partial(self._steps.on_each, step, work), f"that a checkpoint is {key}ned"
-        from_first_of(self._rank_set, on_all, key, purpose, DEFAULT_TIMEOUT)
 
     def _request_deletions(self) -> None:
         if self._deletes:

@@ -5,9 +5,11 @@ what is stored of it: its own tensors where they fit, and new ones as they were 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -26,8 +28,6 @@ from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.loading.stored import Described, Stored
 from dcp_datastates.manager.models import (
     Wrappers,
-    device_of,
-    empty_like,
     fingerprint,
     parameters_of,
 )
@@ -37,27 +37,53 @@ _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 
 
 @dataclass
-class _Naming:
-    """The names of an optimizer's parameters."""
+class Names:
+    """The names of an optimizer's parameters.
+
+    A parameter that is in none of the models has its position for a name; if it is no shard, also the rank's number,
+    since ranks may have different ones. The names in several models begin with those of the models.
+    """
 
     of: Any
     """What they hold for: the parameters of the models, and the optimizer's."""
     fsdp1: torch.nn.Module | None = None
+    """Of such a model, torch alone knows the parameters, by their names."""
     parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    elsewhere: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The optimizer's, in their order; None with FSDP1."""
     in_model: dict[str, str] = field(default_factory=dict)
+    """The names within the state of those that are in a model."""
     unnamed: list[str] = field(default_factory=list)
+    """The names of those that are in no model."""
 
 
-_known: MutableMapping[torch.optim.Optimizer, _Naming] = WeakKeyDictionary()
+_known: MutableMapping[torch.optim.Optimizer, Names] = WeakKeyDictionary()
 """What was found for an optimizer, which counts until the model's or its own parameters change."""
+
+
+@dataclass
+class Group:
+    """Parameters with common settings, and the states of those that have some."""
+
+    kind: str
+    """The optimizer's class."""
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+    states: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ident(self) -> str:
+        """The first parameter, and a digest of all: groups of two ranks may have the same first one."""
+        return _ident(self.names)
+
+
+@functools.lru_cache(maxsize=256)
+def _ident(names: tuple[str, ...]) -> str:
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4)
+    return f"{names[0]}.{digest.hexdigest()}"
 
 
 class LiveOptimizer:
     """What ``state_dict()`` of an optimizer gives, by names of parameters.
-
-    A parameter that is in none of the models has its position for a name; if it is no shard, also the rank's number,
-    since ranks may have different ones. The names in several models begin with those of the models.
 
     Args:
         optimizer: The optimizer.
@@ -76,32 +102,22 @@ class LiveOptimizer:
         to_fill: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        naming = _naming(optimizer, models, rank)
-        self._fsdp1 = naming.fsdp1
-        self.parameters = naming.parameters
-        """The optimizer's, in their order. None: only torch knows it, by its name (FSDP1)."""
-        self.elsewhere = naming.elsewhere
-        """The parameters of its models that the optimizer does not have."""
-        self.in_model = naming.in_model
-        """The names within the state of those that are in a model."""
-        self.unnamed = naming.unnamed
-        """The names of those that are in no model."""
-        if self._fsdp1 is None:
+        self.names = names_of(optimizer, models, rank)
+        if self.names.fsdp1 is None:
             packed = optimizer.state_dict()
         else:
             with _gradients_for(optimizer, first_state=to_fill):
-                packed = dict(get_optimizer_state_dict(self._fsdp1, optimizer))
-            names = list(chain.from_iterable(group["params"] for group in packed["param_groups"]))
-            self.parameters = dict.fromkeys(names)
-            (model,) = naming.in_model
-            self.in_model = {name: f"{model}.{name}" for name in names}
+                packed = dict(get_optimizer_state_dict(self.names.fsdp1, optimizer))
+            found = list(chain.from_iterable(group["params"] for group in packed["param_groups"]))
+            (model,) = self.names.in_model
+            in_model = {name: f"{model}.{name}" for name in found}
+            self.names = replace(self.names, parameters=dict.fromkeys(found), in_model=in_model)
         self.states: dict[str, Any] = {}
         """The states of parameters that have some."""
-        self.groups: list[tuple[list[str], dict[str, Any]]] = []
-        """The names and the settings of each group."""
+        self.groups: list[Group] = []
         self.rest: dict[str, Any] = dict(packed)
         """What ``state_dict()`` gives beside these; all, if it does not number the parameters as torch's does."""
-        self._unpack(packed, list(self.parameters))
+        self._unpack(packed, list(self.names.parameters))
 
     def _unpack(self, packed: dict[str, Any], names: list[str]) -> None:
         groups, states = packed.get("param_groups"), packed.get("state")
@@ -110,19 +126,22 @@ class LiveOptimizer:
         numbers = list(chain.from_iterable(group["params"] for group in groups))
         if numbers not in (list(range(len(names))), names):
             return
-        by_number = dict(zip(numbers, names, strict=True))
-        for group in groups:
-            settings = {key: each for key, each in group.items() if key not in _NO_SETTINGS}
-            self.groups.append(([by_number[number] for number in group["params"]], settings))
-        others = states.keys() - by_number.keys()
+        name_of = dict(zip(numbers, names, strict=True))
+        others = {key: each for key, each in states.items() if key not in name_of}
         self.states = {
-            by_number[key]: each
+            name_of[key]: each
             for key, each in states.items()
-            if key not in others and (type(each) is not dict or each)
+            if key in name_of and (type(each) is not dict or each)
         }
         del self.rest["param_groups"], self.rest["state"]
         if others:
-            self.rest["state"] = {key: each for key, each in states.items() if key in others}
+            self.rest["state"] = others
+        kind = type(self.optimizer).__qualname__
+        for group in groups:
+            mine = tuple(name_of[number] for number in group["params"])
+            settings = {key: each for key, each in group.items() if key not in _NO_SETTINGS}
+            held = {name: self.states[name] for name in mine if name in self.states}
+            self.groups.append(Group(kind, mine, settings, held))
 
     def give(
         self, states: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], rest: dict[str, Any]
@@ -135,17 +154,17 @@ class LiveOptimizer:
         if not self.groups:
             self.optimizer.load_state_dict(rest)
             return
-        if self._fsdp1 is not None:
+        if self.names.fsdp1 is not None:
             groups = [
-                {**given, "params": names}
-                for (names, _), given in zip(self.groups, settings, strict=True)
+                {**given, "params": list(group.names)}
+                for group, given in zip(self.groups, settings, strict=True)
             ]
             state: dict[str, Any] = {"state": dict(states), "param_groups": groups}
             options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(self._fsdp1, self.optimizer, state, options=options)
+            set_optimizer_state_dict(self.names.fsdp1, self.optimizer, state, options=options)
             return
         packed = self.optimizer.state_dict()["param_groups"]
-        numbers = {name: number for number, name in enumerate(self.parameters)}
+        numbers = {name: number for number, name in enumerate(self.names.parameters)}
         by_number = {numbers[name]: values for name, values in states.items()}
         groups = [{**given, **new} for given, new in zip(packed, settings, strict=True)]
         others = {**rest, "state": {**rest.get("state", {}), **by_number}, "param_groups": groups}
@@ -159,7 +178,7 @@ class LiveOptimizer:
         for name, values in states.items():
             if not isinstance(values, Mapping):
                 continue
-            held = self.optimizer.state[self.parameters[name]]  # type: ignore[index]
+            held = self.optimizer.state[self.names.parameters[name]]  # type: ignore[index]
             for key, value in values.items():
                 if not (
                     isinstance(value, (int, float)) and isinstance(held.get(key), torch.Tensor)
@@ -172,31 +191,30 @@ class LiveOptimizer:
                 group[key] = tensor
 
 
-def _naming(
+def names_of(
     optimizer: torch.optim.Optimizer,
     models: Mapping[str, Sequence[torch.nn.Module]],
     rank: int | None,
-) -> _Naming:
-    mine = _parameters(optimizer)
+) -> Names:
+    """The names of the optimizer's parameters in these ``models``."""
+    mine = parameters_in(optimizer)
     of = rank, list(map(id, mine)), *fingerprint(models)
     found = _known.get(optimizer)
     if found is not None and found.of == of:
         return found
     owners = parameters_of(models, mine)
     # The modules may have been resharded, and have other parameters now.
-    found = _Naming((rank, list(map(id, mine)), *fingerprint(models)))
+    found = Names((rank, list(map(id, mine)), *fingerprint(models)))
     for name in owners:
         for module in models[name]:
             if Wrappers.of(module).has_fsdp1:
                 found.fsdp1, found.in_model = module, {name: name}
                 return found
     names: dict[int, str] = {}
-    every: dict[str, torch.Tensor] = {}
     for model, parameters in owners.items():
         for key, parameter in parameters.items():
             name = f"{model}.{key}" if len(owners) > 1 else key
             names.setdefault(id(parameter), name)
-            every[name] = parameter
             found.in_model[name] = f"{model}.{key}"
     for number, parameter in enumerate(mine):
         name = names.get(id(parameter), "")
@@ -205,19 +223,19 @@ def _naming(
             name = f"rank-{rank}.position-{number}" if own else f"position-{number}"
             found.unnamed.append(name)
         found.parameters[name] = parameter
-    found.elsewhere = {n: each for n, each in every.items() if n not in found.parameters}
     _known[optimizer] = found
     return found
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's parameters, in their order."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 @contextlib.contextmanager
 def _gradients_for(optimizer: torch.optim.Optimizer, *, first_state: bool) -> Iterator[None]:
     """Let torch make an optimizer's first state, or keep it from that: it does not where a parameter has a gradient."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_in(optimizer)
     wanted: dict[torch.Tensor, torch.Tensor | None] = {}
     if first_state:
         wanted = dict.fromkeys(parameters)
@@ -234,6 +252,9 @@ def _gradients_for(optimizer: torch.optim.Optimizer, *, first_state: bool) -> It
             parameter.grad = gradient
 
 
+# ---- places for what is stored -------------------------------------------------------------------
+
+
 def placements_of(
     tensor: torch.Tensor, *, like: torch.Tensor | None
 ) -> tuple[int | None, ...] | None:
@@ -246,7 +267,7 @@ def placements_of(
 
 
 class Places:
-    """Makes the places.
+    """Makes places for the tensors of parameters' states.
 
     Args:
         live: The optimizer as it is.
@@ -263,55 +284,49 @@ class Places:
         nested: Mapping[str, Structure],
     ) -> None:
         self._live = live
-        self._stored_as = {
-            name: stored.get(names.get(full, full)) for name, full in live.in_model.items()
-        }
-        self._parameters = {**live.elsewhere, **live.parameters}
+        in_model = live.names.in_model.items()
+        self._stored_as = {name: stored.get(names.get(full, full)) for name, full in in_model}
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self._placements: dict[str, dict[str, tuple[int | None, ...] | None]] = defaultdict(dict)
+        self._placements: dict[tuple[str, str], tuple[int | None, ...]] = {}
         for name, structure in nested.items():
-            noted = self._placements[name]
-            put_together(structure, lambda path, note=None, to=noted: to.update({path: note}))
+
+            def note(path: str, noted: Any = None, of: str = name) -> None:
+                self._placements[of, path] = noted
+
+            put_together(structure, note)
 
     def split(self, name: str) -> tuple[str | None, str]:
         """The parameter to which the part of its state with this name belongs, and the rest of the name."""
         for prefix in sorted(prefixes_of(name), key=len, reverse=True):
-            if prefix in self._parameters and prefix != name:
+            if prefix in self._live.names.parameters and prefix != name:
                 return prefix, name[len(prefix) + 1 :]
         return None, name
 
-    def of_state(self, parameter: str, path: str, entry: Described | None) -> Any:
-        """The place of a tensor of a parameter's state."""
+    def place(self, parameter: str, path: str, entry: Described | None) -> Any:
+        """The place of a tensor of a parameter's state. ``entry`` is None for a wrapper, which is stored as its parts.
+
+        A tensor that has the shape of its parameter is placed as the parameter is. If the parameter has changed since
+        the save, the load says so.
+        """
         held = self._held(parameter).get(path)
-        like = self._parameters[parameter]
-        if entry is None:  # a wrapper, stored as its parts
-            return self._wrapper(parameter, path, like) if held is None else held
-        if held is not None and held.shape == entry.size:
+        if held is not None and (entry is None or held.shape == entry.size):
             return held
+        like = self._live.names.parameters[parameter]
+        if entry is None:
+            return self._wrapper(parameter, path, like)
         if like is None:
-            return self.plain(entry)
-        dtype = entry.dtype
-        saved = self._stored_as.get(parameter)
-        if saved is not None and saved.size == entry.size:
-            # It is as the parameter, which may have changed: then the load says so.
-            dtype = like.dtype if dtype == saved.dtype else dtype
-            return empty_like(like, dtype)
-        if like.shape == entry.size:
-            return empty_like(like, dtype)
-        note = self._placements[parameter].get(path) if parameter in self._placements else None
+            return torch.empty(entry.size, dtype=entry.dtype, device="cpu")
+        saved = self._stored_as.get(parameter) or Described(like.shape, like.dtype)
+        if saved.size == entry.size:
+            dtype = like.dtype if entry.dtype == saved.dtype else entry.dtype
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        note = self._placements.get((parameter, path))
         if note is not None and isinstance(like, DTensor) and len(note) == like.device_mesh.ndim:
             placements = [Replicate() if each is None else Shard(each) for each in note]
             return empty_sharded(
-                *entry.size, dtype=dtype, device_mesh=like.device_mesh, placements=placements
+                *entry.size, dtype=entry.dtype, device_mesh=like.device_mesh, placements=placements
             )
-        return torch.empty(entry.size, dtype=dtype, device=self._device(path, like))
-
-    @staticmethod
-    def plain(entry: Described | None) -> torch.Tensor | None:
-        """The place of any other tensor; None for a value."""
-        if entry is None:
-            return None
-        return torch.empty(entry.size, dtype=entry.dtype, device="cpu")
+        return torch.empty(entry.size, dtype=entry.dtype, device=self._device(path, like))
 
     def _held(self, parameter: str) -> dict[str, torch.Tensor]:
         if parameter not in self._tensors:
@@ -321,12 +336,9 @@ class Places:
 
     def _device(self, path: str, like: torch.Tensor) -> torch.device:
         """As torch's ``load_state_dict()`` has it: a step is read by the host, unless the optimizer says otherwise."""
-        on_device = any(
-            settings.get(each)
-            for _, settings in self._live.groups
-            for each in ("capturable", "fused")
-        )
-        return device_of(like) if path != "step" or on_device else torch.device("cpu")
+        flags = ("capturable", "fused")
+        on_device = any(each.settings.get(flag) for each in self._live.groups for flag in flags)
+        return like.device if path != "step" or on_device else torch.device("cpu")
 
     def _wrapper(self, parameter: str, path: str, like: torch.Tensor | None) -> torch.Tensor:
         """A new wrapper subclass, such as torchao's: only the optimizer can make one. A copy of it, which has nothing
@@ -337,12 +349,10 @@ class Places:
             stand_in = torch.nn.Parameter(torch.zeros_like(like))
             stand_in.grad = torch.zeros_like(stand_in)
             clone: Any = object.__new__(type(self._live.optimizer))
-            vars(clone).update(
-                vars(self._live.optimizer)
-            )  # copy.copy() loses attributes of subclasses
+            # copy.copy() loses attributes of subclasses
+            vars(clone).update(vars(self._live.optimizer))
             clone.state = defaultdict(dict)
-            settings = self._live.groups[0][1]
-            clone.param_groups = [{**settings, "params": [stand_in]}]
+            clone.param_groups = [{**self._live.groups[0].settings, "params": [stand_in]}]
             step = type(clone).step
             getattr(step, "__wrapped__", step)(clone)  # without the hooks
             made = taken_apart(dict(clone.state.get(stand_in, {})))[0].get(path)

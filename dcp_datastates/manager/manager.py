@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, SupportsIndex
@@ -34,7 +34,6 @@ from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
-from dcp_datastates.results import SaveRecord
 from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
 
@@ -75,9 +74,6 @@ class CheckpointManager:
             ``"auto"``: 5, or one more than ``max_in_flight``. 1 if no step may go on without its checkpoint: then each
             save waits for the one before it. None if the loop must never end for that. Where the saves in flight could
             make it so many, a save that is due waits for them.
-        on_save: Called as ``on_save(step, record)`` (:class:`SaveRecord`) for each save, whatever came of it, on every
-            rank, by the next call of a method, which raises what it raises. It is told of every save, also if it raises
-            for one.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``: see :func:`latest`.
         fresh: What to do if the loop saves at a step that is not above those in the root, without a restore:
             ``"refuse"``; or ``"replace"``: move them to ``root/set-aside-TIME`` (a store copies each byte for that).
@@ -111,7 +107,6 @@ class CheckpointManager:
         deadline: float | str | None = None,
         save_last: bool = True,
         max_failures: MaxFailures = "auto",
-        on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
         fresh: Fresh = "refuse",
         rename: Rename | None = None,
@@ -139,7 +134,7 @@ class CheckpointManager:
         self._rank_set = ranks()
         self._writer = DataStatesWriter(process_group=process_group, **options)
         config = self._writer.config
-        self._saves = SaveTracker(max_failures, on_save, max_in_flight=config.max_in_flight)
+        self._saves = SaveTracker(max_failures, max_in_flight=config.max_in_flight)
         self._journal = Journal(self.root, self._rank_set, parse_flag("journal", journal))
         if self._journal.only_audits:  # which changes nothing in any tier
             publish, roots = None, roots[:1]
@@ -288,10 +283,9 @@ class CheckpointManager:
             self._continuing.before_save()
             self._keeping.check()
             parts = TrainingState(state, self._rank_set)
-            if self._newest_save is None:
-                if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
-                    self._keep.check(metrics)
-                parts.warn()
+            is_first = self._newest_save is None and not self._ending
+            if self._keep is not None and is_first and self._rank_set.rank == 0:
+                self._keep.check(metrics)
             self._journal.saving(step, state)
             path = self.path(step)
             self._keeping.make_room(self._writer.config.commit_timeout)
@@ -370,23 +364,6 @@ class CheckpointManager:
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         self._continuing.check_ranks()
         self._newest_save = self._unsaved = None
-
-    # ---- keeping -------------------------------------------------------------------------------------
-
-    @public("CheckpointManager.pin()")
-    def pin(self, step: int, name: str = "keep") -> None:
-        """Keep the checkpoint of ``step`` from deletion, as :func:`dcp_datastates.pin`. Every rank calls this.
-
-        Waits for its commit if it is in flight, and raises the save's error if it fails.
-        """
-        self._continuing.check_ranks()
-        self._keeping.pin(step, name)
-
-    @public("CheckpointManager.unpin()")
-    def unpin(self, step: int, name: str = "keep") -> None:
-        """Remove the pin. Every rank calls this."""
-        self._continuing.check_ranks()
-        self._keeping.unpin(step, name)
 
     @public("CheckpointManager.wait()")
     def wait(self) -> None:

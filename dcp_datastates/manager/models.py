@@ -8,7 +8,7 @@ matched by identity.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_datastates.errors import ConfigurationError
@@ -35,20 +34,6 @@ def names_below(names: Iterable[str], prefix: str) -> set[str]:
     """The rest of those ``names`` that lie below ``prefix``."""
     start = f"{prefix}."
     return {name.removeprefix(start) for name in names if name.startswith(start)}
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where values for ``tensor`` are to be: for one on the meta device, the default device."""
-    if not tensor.is_meta:
-        return tensor.device
-    if isinstance(tensor, DTensor):
-        return torch.device(tensor.device_mesh.device_type)
-    return torch.get_default_device()
-
-
-def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A place for values of ``tensor``, or of another dtype, on its :func:`device_of`."""
-    return torch.empty_like(tensor, dtype=dtype, device=device_of(tensor), requires_grad=False)
 
 
 def model_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -72,8 +57,7 @@ def model_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def load_model_state(
     modules: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Give the modules the values of a state by name: those of each. What is on the meta device becomes a tensor with
-    the memory of its value, and stays the same object for an optimizer.
+    """Give the modules the values of a state by name: those of each.
 
     Raises :class:`RuntimeError`, as ``load_state_dict()``, for values that do not fit: with ``strict``, also for names
     that are missing or too many.
@@ -84,7 +68,6 @@ def load_model_state(
         if wrappers.has_fsdp1:
             set_model_state_dict(module, dict(state), options=StateDictOptions(strict=strict))
             return
-        _fill_meta(module, wrappers, state)
         plain = module.state_dict()
         keys = {name: key for key, name in zip(plain, wrappers.names(plain), strict=True)}
         mine = state if len(modules) == 1 else {n: v for n, v in state.items() if n in keys}
@@ -203,20 +186,6 @@ def _without_wrapped(key: str) -> str:
     return key
 
 
-def _fill_meta(module: torch.nn.Module, wrappers: Wrappers, state: Mapping[str, Any]) -> None:
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for key, tensor in named:
-        value = state.get(wrappers.name(key))
-        if tensor.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
-            value = value.detach()  # the state keeps its own
-            if isinstance(tensor, torch.nn.Parameter):
-                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-
-
 _ONCE: Final = "_dcp_datastates_trained"
 """The attribute of the model that has them: another :class:`Trainable` of it knows them, too."""
 
@@ -298,8 +267,6 @@ class ModelPart:
     given: torch.nn.Module | Trainable | Sequence[torch.nn.Module]
     stored: Collection[str] | None = None
     """The names below this part in the checkpoint to load; None for a save."""
-    _left: frozenset[str] = field(default_factory=frozenset)
-    """The names of what is on the meta device, and not stored: it stays there."""
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -309,32 +276,27 @@ class ModelPart:
         return [self.given] if isinstance(self.given, torch.nn.Module) else list(self.given)
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's tensors by name: not copies, but of FSDP1. For a load, those on the meta device get memory.
+        """The model's tensors by name: not copies, but of FSDP1.
 
-        Raises :class:`ConfigurationError` for FSDP2 on the meta device.
+        Raises :class:`ConfigurationError` for a load of a model without memory.
         """
         if isinstance(self.given, Trainable):
             state = self.given.to_fill(self.stored or ())
         else:
             state = model_state(self.modules)
-        if self.stored is None:
-            return state
-        meta = {n for n, each in state.items() if isinstance(each, torch.Tensor) and each.is_meta}
-        if meta and any(isinstance(e, FSDPModule) for part in self.modules for e in part.modules()):
+        values = state.values() if self.stored is not None else ()
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in values):
             raise ConfigurationError(
-                "the model is on the meta device, and sharded by FSDP2; give it memory before the restore, with "
-                "model.to_empty(device=…)"
+                "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
             )
-        self._left = frozenset(meta - set(self.stored))
-        return {n: empty_like(each) if n in meta else each for n, each in state.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the model the values of a state."""
-        state = {name: value for name, value in state.items() if name not in self._left}
         if isinstance(self.given, Trainable):
             self.given.load_state_dict(state)
         else:
-            load_model_state(self.modules, state, strict=not self._left)
+            load_model_state(self.modules, state)
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:

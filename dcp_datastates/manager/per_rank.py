@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.job_log import once_per_job
-
-logger = logging.getLogger(__name__)
 
 
 class PerRank:
@@ -94,27 +89,3 @@ def _is_loader(value: Any) -> bool:
     """Whether this is a ``StatefulDataLoader`` of torchdata."""
     loaders = sys.modules.get("torchdata.stateful_dataloader")
     return loaders is not None and isinstance(value, loaders.StatefulDataLoader)
-
-
-def warn_of_order(name: str, loader: Any) -> None:
-    """Log that a ``StatefulDataLoader`` will give another order in the epochs after a restore, and why.
-
-    Does nothing for other values.
-    """
-    if not _is_loader(loader):
-        return
-    sampler = getattr(loader, "sampler", None)
-    generator = getattr(sampler, "generator", None)
-    if generator is None:
-        return
-    if generator is loader.generator:
-        cause = "its sampler has the loader's own generator, from which the loader draws, too, in each epoch"
-    elif type(sampler).__module__ == torch.utils.data.sampler.__name__:
-        cause = f"its sampler, torch's {type(sampler).__name__}, keeps no state of its generator"
-    else:
-        return
-    text = (
-        "the order of %r will not be the same after a restore: %s. Give it "
-        "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own"
-    )
-    logger.log(once_per_job(logging.WARNING), text, name, cause)

@@ -18,8 +18,6 @@ from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
-from dcp_datastates.results import SaveRecord
-from dcp_datastates.saving.outcome import record_of_call
 from dcp_datastates.storage.object_path import Location
 
 MaxFailures = int | Literal["auto"] | None
@@ -71,28 +69,23 @@ class SaveTracker:
         max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
             number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
             disks, say) always does.
-        on_save: is called with the step and the record of each save, whatever came of it.
         on_failure: is called with the path and the error of each failure, also of what follows a commit.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
 
-    Threads: one thread calls the methods, and the hooks run in it; any thread may call :meth:`failed`. Work runs in the
-    thread of :attr:`deletions`, in order.
+    Threads: one thread calls the methods; any thread may call :meth:`failed`. Work runs in the thread of
+    :attr:`deletions`, in order.
     """
 
     def __init__(
         self,
         max_failures: MaxFailures = None,
-        on_save: Callable[[int, SaveRecord], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
         *,
         max_in_flight: int = 1,
     ) -> None:
-        if on_save is not None and not callable(on_save):
-            raise ConfigurationError(f"on_save={on_save!r} must be a function, or None")
         self.most = most_failures(max_failures, max_in_flight)
-        self._on_save, self._on_failure = on_save, on_failure
-        self._records: list[SaveRecord] = []  # of which the hook is not told yet
+        self._on_failure = on_failure
         self.deletions = Deletions()
         self.failures = 0
         """How many saves have failed, without those that ``when_behind`` left out."""
@@ -112,7 +105,7 @@ class SaveTracker:
         return [handle for save, handle in list(self._open.items()) if path in (None, save.path)]
 
     def standing(self) -> str:
-        """The newest commit and the saves in flight, in words. Asks nothing, and tells no hook."""
+        """The newest commit and the saves in flight, in words. Asks nothing."""
         saves, newest = self.in_flight(), self.newest_commit
         newest = next((each.path for each in saves[::-1] if each.doing == "committed"), newest)
         flying = [each for each in saves if not each.doing.startswith(("committed", "failed"))]
@@ -126,11 +119,7 @@ class SaveTracker:
         self._newest = save = _Save(path)
         with self._lock:
             self._waiting = [each for each in self._waiting if each.deletes != path]
-        try:
-            save.handle = self._open[save] = handle = call()
-        except BaseException as error:
-            self._note(record_of_call(error))
-            raise
+        save.handle = self._open[save] = handle = call()
         when_done(handle.committed, lambda _: self._request())
         return handle
 
@@ -152,31 +141,12 @@ class SaveTracker:
             if not handle.committed.done() or self._open.pop(save, None) is None:
                 continue
             self._request()  # the callback may come later
-            self._note(handle.record)
             error = handle.committed.exception()
             if error is None:
                 self._in_a_row, self._last = 0, None
                 self.commits, self.newest_commit = self.commits + 1, save.path
             elif not isinstance(error, CheckpointSkipped):
                 self.failed(save.path, error)
-        self._tell_records()
-
-    def _note(self, record: SaveRecord | None) -> None:
-        if record is not None and self._on_save is not None:
-            self._records.append(record)
-
-    def _tell_records(self) -> None:
-        """Call the hook with each record once, also if it raises for one; then raises the first error."""
-        hook, failure = self._on_save, None
-        while hook is not None and self._records:
-            record = self._records.pop(0)
-            assert record.step is not None  # on_save is of a loop, whose checkpoints have steps
-            try:
-                hook(record.step, record)
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
 
     def drain(self, until: float | None = None) -> None:
         """Wait until the outcomes of all saves are known. Starts their reads immediately. Those that are not known at

@@ -33,7 +33,7 @@ from dcp_datastates.staging.ownership import known_optimizers
 
 logger = logging.getLogger(__name__)
 
-_ON_HOST: Final = 32
+ON_HOST: Final = 32
 """How many tensors of the models, and of the optimizers, a step samples, in turns: each takes 0.35 us."""
 _ON_DEVICE: Final = 16
 """The same where some are on a device: each takes a few kernels."""
@@ -49,6 +49,7 @@ _SLOW: Final = ((0.005, 256), (0.0002, 16), (0.0, 1))
 
 _VALUES: Final = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor})
 _PYTHON: Final = struct.Struct("625I")
+_LOW_BYTE: Final = (255).__and__
 _IS_CPU, _NBYTES, _TRAINED = map(operator.attrgetter, ("is_cpu", "nbytes", "requires_grad"))
 
 Words = Callable[[], Sequence[int]]
@@ -67,6 +68,12 @@ class Record(NamedTuple):
     generators: int
     loader: int | None
     """None: there is none, or it was not asked at this step."""
+    tensors: bytes = bytes(2 * ON_HOST)
+    """A byte of the digest of each tensor of the models that was sampled, then of the optimizers'; each in
+    :data:`ON_HOST` bytes.
+    """
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+    """Of these tensors. They are not stored."""
 
 
 class _Places:
@@ -75,23 +82,33 @@ class _Places:
     def __init__(self) -> None:
         self.dicts: list[Any] = []
         self.keys: list[Any] = []
+        self.names: list[str] = []
         self.on_host = True
         self._pointers: dict[tuple[int, int], list[int]] = {}
 
-    def add(self, inside: Any, key: Any) -> None:
+    def add(self, inside: Any, key: Any, name: str) -> None:
         local = local_tensor(inside[key])
         if is_unusual(local):
             return
         if _is_whole(local):
             self.dicts.append(inside)
             self.keys.append(key)
+            self.names.append(name)
             self.on_host = self.on_host and _IS_CPU(local)
+
+    def _turn(self, step: int, most: int | None) -> slice:
+        """Those that are sampled at this step."""
+        most = most or (ON_HOST if self.on_host else _ON_DEVICE)
+        turns = max(1, -(-len(self.keys) // most))
+        return slice(step % turns, None, turns)
+
+    def named(self, step: int) -> list[str]:
+        """The names of those whose turn is ``step``, in the order of their words; none if some are on a device."""
+        return self.names[self._turn(step, None)] if self.on_host else []
 
     def words(self, step: int, trained: bool, most: int | None = None) -> Words:
         """Words of those whose turn is ``step``; with ``trained``, of those that require a gradient."""
-        most = most or (_ON_HOST if self.on_host else _ON_DEVICE)
-        turns = max(1, -(-len(self.keys) // most))
-        turn = slice(step % turns, None, turns)
+        turn = self._turn(step, most)
         found: list[Any] = list(map(operator.getitem, self.dicts[turn], self.keys[turn]))
         needed = list(map(_TRAINED, found)) if trained else [True] * len(found)
         tensors = local_tensors(found)  # held until the words are read
@@ -101,7 +118,7 @@ class _Places:
         host = list(compress(tensors, is_host))
         sizes = map(operator.mul, map(_NBYTES, host), compress(needed, is_host))
         pointers = list(map(torch.Tensor.data_ptr, host))
-        if pointers != self._pointers.get(key := (turns, turn.start)):
+        if pointers != self._pointers.get(key := (turn.step, turn.start)):
             if not all(map(_is_whole, host)):
                 raise ValueError("the memory of a tensor was freed")
             self._pointers[key] = pointers
@@ -185,12 +202,16 @@ class StateSamples:
         self._look(state, step)
         model = self._models.words(step, trained=True)
         moments = self._moments.words(step, trained=False)
+        names = self._models.named(step), self._moments.named(step)
         generators, loader = _generators(step), self._places(step) if loaders else None
 
         def record() -> Record:
-            of_model, of_moments = (digest_of(array("Q", each())) for each in (model, moments))
-            world = self._rank_set.world
-            return Record(world, step, loss, of_model, of_moments, generators(), loader)
+            words = [array("Q", each()) for each in (model, moments)]
+            of_model, of_moments = map(digest_of, words)
+            parts = (bytes(map(_LOW_BYTE, each))[:ON_HOST].ljust(ON_HOST, b"\0") for each in words)
+            world, tensors = self._rank_set.world, b"".join(parts)
+            digests = of_model, of_moments, generators(), loader
+            return Record(world, step, loss, *digests, tensors, names)
 
         return record
 
@@ -234,7 +255,7 @@ class StateSamples:
         return [entry for each in self.optimizers for entry in map(id, each.state.values())]
 
     def _look_through(self, found: TrainingState) -> None:
-        seen: set[int] = set()
+        seen: dict[int, str] = {}
         optimizers: list[Optimizer] = []
         for name, part in found.parts.items():
             if isinstance(part, OptimizerPart):
@@ -242,21 +263,25 @@ class StateSamples:
             if not isinstance(part, ModelPart):
                 continue
             self.models.append(name)
-            for module in (each for whole in part.modules for each in whole.modules()):
+            for prefix, module in (
+                each for whole in part.modules for each in whole.named_modules()
+            ):
                 for key, tensor in module._parameters.items():
                     if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        self._models.add(module._parameters, key)
+                        seen[id(tensor)] = ".".join(filter(None, (prefix, key)))
+                        self._models.add(module._parameters, key, seen[id(tensor)])
         for each in known_optimizers():
-            if each not in optimizers and not seen.isdisjoint(map(id, _parameters(each))):
+            if each not in optimizers and not seen.keys().isdisjoint(map(id, _parameters(each))):
                 optimizers.append(each)
         self._optimizers = list(map(ref, optimizers))
         for each in optimizers:
-            for entry in map(each.state.get, _parameters(each)):
+            for parameter in _parameters(each):
+                entry = each.state.get(parameter)
                 moments = entry if type(entry) is dict else {}
                 for key in sorted(moments):
                     if isinstance(moments[key], torch.Tensor):
-                        self._moments.add(moments, key)
+                        name = f"{key} of {seen.get(id(parameter), 'a parameter')}"
+                        self._moments.add(moments, key, name)
         differing = found.per_rank()
         self._loaders = [each for each in differing if not isinstance(each, RngState)]
         self.has_generators = len(self._loaders) < len(differing)

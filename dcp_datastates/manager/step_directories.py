@@ -9,7 +9,6 @@ from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification, flaw, newest_whole
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
@@ -88,14 +87,6 @@ class StepDirectories:
         named = [path for path in self._paths() if number_of(path, PREFIX) == step]
         newest = next(newest_first(named), None)
         return f"{PREFIX}{step}" if newest is None else newest.path.name
-
-    def on_each(self, step: int, work: Callable[[Location], object]) -> None:
-        """Call ``work`` with the place of the checkpoint of ``step`` on each tier that has it; on the nearest if none
-        has.
-        """
-        places = self.places(self.name_of(step))
-        for path in list(filter(is_committed, places)) or places[:1]:
-            work(path)
 
     @staticmethod
     def is_one(path: Location) -> bool:

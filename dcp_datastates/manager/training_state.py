@@ -30,7 +30,7 @@ from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs, warn_of_order
+from dcp_datastates.manager.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -143,12 +143,6 @@ class TrainingState:
         """The objects whose states differ between ranks."""
         return [part.marked.wrapped for part in self.parts.values() if isinstance(part, _Own)]
 
-    def warn(self) -> None:
-        """Log what will not go on as it would have, after a restore."""
-        for name, part in self.parts.items():
-            if isinstance(part, _Own):
-                warn_of_order(name, part.marked.wrapped)
-
     def load(
         self,
         session: LoadSession,
@@ -249,7 +243,7 @@ def load_options(
     """
     stored = list(stored)
     for each in optimizers:
-        each.fit, each.renamed = fit, None
+        each.fit, each.renamed = fit, str
         fit = _following(fit, stored, each)
     needed: dict[str, str] = {}
     names = fit.names(stored)
@@ -269,7 +263,7 @@ def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
     of_models = renamed(stored, given)
     live, start = part.live(), f"{part.name}.state."
     by_old: dict[str, str] = {}
-    for name, full in sorted(live.in_model.items(), key=lambda each: each[1].count(".")):
+    for name, full in sorted(live.names.in_model.items(), key=lambda each: each[1].count(".")):
         for place, letter in enumerate(old := f".{of_models.get(full, full)}"):
             if letter == ".":
                 by_old.setdefault(old[place + 1 :], name)

@@ -30,7 +30,15 @@ import numpy.typing as npt
 
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints, fingerprints, leaders, positions, starts_of
-from dcp_datastates.planning.messages import LocalPlan, RankPlan, sliced
+from dcp_datastates.planning.messages import (
+    CUT,
+    KINDS,
+    UNDECLARED,
+    WHOLE,
+    LocalPlan,
+    RankPlan,
+    sliced,
+)
 from dcp_datastates.planning.replicas import Holdings, gather
 
 SPLIT_FROM = 1 << 20
@@ -216,19 +224,18 @@ class _Dealer:
 def _compared(
     holdings: Holdings, sets: Sequence[tuple[_HolderSet, _Chunks]]
 ) -> list[tuple[Ints, Ints]]:
-    """For each variant, the items to compare with other ranks, and the number of each item's set, which is even if
-    these are declared equal.
-    """
+    """For each variant, the items to compare with other ranks, and the number of each item's set."""
     found: list[list[tuple[int, Ints]]] = [[] for _ in holdings.ranks]
     number = 0
     for holders, chunks in sets:
         rows = holdings.order[holders.begins[chunks.undeclared]]
         is_object = holdings.names.properties[holdings.name[rows]] < 0
         undeclared = chunks.undeclared[is_object | (holdings.nbytes[rows] > 0)]
-        for which, is_undeclared in ((undeclared, True), (chunks.large, False)):
+        kinds = ((UNDECLARED, undeclared), (CUT, chunks.large), (WHOLE, chunks.small))
+        for kind, which in kinds:
             for copy, variant in enumerate(holders.variants.tolist()):
                 items = holdings.item[holdings.order[holders.begins[which] + copy]]
-                found[variant].append((2 * number + is_undeclared, items))
+                found[variant].append((KINDS * number + kind, items))
             number += len(which) > 0
     none: tuple[int, Ints] = (0, np.zeros(0, np.int64))
     columns = []

@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_table import Catalog, Compose
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
+from dcp_datastates.planning.comparison import Sums, Turn, in_turn
 from dcp_datastates.planning.flat_state import FlatState, declared
 from dcp_datastates.planning.messages import (
     OBJECT,
@@ -119,6 +120,7 @@ class ColumnPlanning(SavePlanning):
         self._reported = b""  # digest of this rank's report that the coordinator has
         self._known: KnownState | None = None  # by which the state need not be flattened
         self._composing: Callable[..., bytes] | None = None
+        self._turn: Turn | None = None
 
     @property
     def items(self) -> Sequence[WriteItem]:
@@ -153,7 +155,14 @@ class ColumnPlanning(SavePlanning):
         )
         reports = plan.reports
         self._composing = functools.partial(plan.compose, reports)
-        answers = plan.answers([offer.share for offer in offers], reports)
+        if self.compare_replicas:
+            if options.to_lowest_rank:
+                raise ConfigurationError(
+                    "compare_replicas compares what several ranks write, and dedup_save_to_lowest_rank has one write "
+                    "all: leave one of the two out"
+                )
+            self._turn = plan.comparison.next_turn(self.compare_replicas)
+        answers = plan.answers([offer.share for offer in offers], reports, self._turn)
         return [answer.encode() for answer in answers]
 
     @collection_paused()
@@ -171,6 +180,7 @@ class ColumnPlanning(SavePlanning):
         if self._options.cache:
             self._cache.end(offered.group, offered.agreed)
         self._taken, self._reported = share, decoded.report
+        self._turn = None if decoded.turn is None else Turn(*decoded.turn)
 
     def left_out(self) -> None:
         if (offered := self._offered) is not None:
@@ -183,13 +193,22 @@ class ColumnPlanning(SavePlanning):
             return None
         return known.files(self._share, self._rank)
 
+    @collection_paused()
+    def compared(self) -> Mapping[int, KnownFiles | Sequence[WriteItem]]:
+        if self._turn is None:
+            return {}
+        if self._known is not None and self._to_plan.staged.is_plain():
+            return self._known.compared(self._share, self._turn, self._rank)
+        parts = in_turn(self._plan, self._share, self._turn)
+        return {number: part.write_items(self._plan) for number, part in parts.items()}
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
             return self._flat().tensor(write_item)
         return io.BytesIO(serialize(self._object(write_item.index)))
 
     def sample(self, attempt: Attempt) -> None:
-        if len(self._share.shared):
+        if len(self._share.sampled[0]):
             held, _keep = self._replicas()
             seed = attempt.incarnation ^ attempt.sequence
             self._samples = sample(self._share, held, seed, self._words())
@@ -197,11 +216,23 @@ class ColumnPlanning(SavePlanning):
     def release(self) -> None:
         self._state = self._flattened = None
 
-    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
+    def report(
+        self,
+        places: Report,
+        metrics: Mapping[str, float],
+        save: str = "",
+        checksums: Callable[[], Mapping[int, bytes]] = dict,
+    ) -> tuple[Callable[[], bytes], Compose | None]:
         data = b"" if places.digest == self._reported else places.encoded
-        report = RankReport(places.digest, self._samples, data).encode()
-        composing = self._composing
-        return report, None if composing is None else functools.partial(composing, metrics)
+        samples, turn, composing = self._samples, self._turn, self._composing
+
+        def report() -> bytes:
+            sums = b"" if turn is None else Sums.of(checksums()).encode()
+            return RankReport(places.digest, samples, data, sums).encode()
+
+        if composing is None:
+            return report, None
+        return report, functools.partial(composing, metrics, turn=turn, save=save)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -238,23 +269,24 @@ class ColumnPlanning(SavePlanning):
         return self._flat().object(index)
 
     def _words(self) -> dict[int, int | None]:
-        """Digests of the objects among the shared items, by position. If another rank writes one of which this rank has
-        nothing, nothing is lost.
+        """Digests of the objects among the sampled items, by position. If another rank writes one of which this rank
+        has nothing, nothing is lost.
         """
         head, share = self._plan.head, self._share
-        at = np.flatnonzero(head.kinds[share.shared] == OBJECT)
+        sampled, _ = share.sampled
+        at = np.flatnonzero(head.kinds[sampled] == OBJECT)
         mine = set(share.items.tolist())
         words: dict[int, int | None] = {}
-        for position, item in zip(at.tolist(), share.shared[at].tolist(), strict=True):
+        for position, item in zip(at.tolist(), sampled[at].tolist(), strict=True):
             value = self._object(MetadataIndex(head.names[item]))
             words[position] = None if item not in mine and is_nothing(value) else word_of(value)
         return words
 
     def _replicas(self) -> tuple[Held, list[Any]]:
-        known, shared, staged = self._known, self._share.shared, self._to_plan.staged
+        known, (sampled, _), staged = self._known, self._share.sampled, self._to_plan.staged
         if known is not None and staged.is_plain():
-            return known.held(staged, shared), []
-        tensors = list(map(self._on_host, self._plan.whole_items(shared)))
+            return known.held(staged, sampled), []
+        tensors = list(map(self._on_host, self._plan.whole_items(sampled)))
         addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
         sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
         return Held(addresses, sizes), tensors

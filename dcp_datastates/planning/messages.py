@@ -11,6 +11,7 @@ The rest is the places of this rank's chunks. The coordinator decodes each disti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,6 +32,10 @@ from dcp_datastates.format.values import carried
 from dcp_datastates.planning.packing import Message, Named
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
+CUT, UNDECLARED, WHOLE = 0, 1, 2
+KINDS: Final = 3
+"""The remainder of a set's number says why its ranks compare: each writes a part; one writes, and nothing declares the
+others' equal; one writes, and all declare them equal."""
 _KINDS: Final = {
     WriteItemType.BYTE_IO: OBJECT,
     WriteItemType.TENSOR: TENSOR,
@@ -209,17 +214,24 @@ class RankPlan(Named):
     hints: Ints
     """(M,): position in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
     shared: Ints
-    """(K,): the items that this rank compares with other ranks that hold them: several ranks write parts of them, so
-    their replicas must be equal, or one writes them, and nothing declares them equal. Sorted by the set of ranks that
-    hold them, in the same order on all of these ranks.
+    """(K,): the items that other ranks hold, too. Sorted by the set of ranks that hold them, in the same order on all
+    of these ranks.
     """
     sets: Ints
-    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. Even: several write parts."""
+    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. See :data:`KINDS`."""
 
     def __post_init__(self) -> None:
         counts = [len(each) for each in (self.items, self.begins, self.ends, self.hints)]
         if len(set(counts)) > 1 or len(self.shared) != len(self.sets):
             raise ValueError("the columns of a share have different lengths")
+
+    @functools.cached_property
+    def sampled(self) -> tuple[Ints, Ints]:
+        """Of ``shared`` and ``sets``, what ranks compare at each save, by samples: parts that ranks write of replicas
+        must be of equal ones; and of what nothing declares equal, the others' would be lost.
+        """
+        which = self.sets % KINDS != WHOLE
+        return self.shared[which], self.sets[which]
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:
         """The share as ``WriteItem`` objects, for DCP's planners and other writers.
@@ -264,6 +276,8 @@ class Answer(Message):
     digest: bytes
     report: bytes
     """Digest of the rank's report that the coordinator has; empty if none."""
+    turn: tuple[int, int] | None = None
+    """Which part of the replicas all ranks compare, of how many (``comparison.py``); None: no part."""
     data: bytes = b""
     """The encoded share."""
 
@@ -294,6 +308,8 @@ class RankReport(Message):
     """Samples of the replicas that this rank shares with others; see ``samples.py``."""
     data: bytes = b""
     """The encoded report."""
+    sums: bytes = b""
+    """What the rank tells of the replicas in this save's turn; see ``comparison.py``."""
 
 
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from dcp_datastates.format.key_paths import key_of
 from dcp_datastates.format.layout import FileLayout, LayoutItem, SealedFile, lay_out
 from dcp_datastates.format.ragged import Ints
 from dcp_datastates.io.devices import HOST
+from dcp_datastates.planning.comparison import Turn, in_turn
 from dcp_datastates.planning.messages import OBJECT, LocalPlan, RankPlan, Report
 from dcp_datastates.planning.samples import Held
 from dcp_datastates.staging.stage import StagedState
@@ -114,6 +115,8 @@ class KnownFiles(PartFiles):
         }
         """The items that are objects, by their numbers."""
         self._columns = [_columns(layout, positions, begins) for layout in self.layouts]
+        self.in_turns: dict[Turn, dict[int, KnownFiles]] = {}
+        """What the rank compares in each turn, for each set of ranks."""
 
     def add_tensors(
         self, addresses: Ints, groups: Ints, devices: Ints | None, content: Transfer, file: int
@@ -214,6 +217,21 @@ class KnownState:
             files = KnownFiles(items, rank, self.positions[share.items], begins)
             self.files_of_shares.put(share.digest, files)
         return files
+
+    def compared(self, share: RankPlan, turn: Turn, rank: int) -> dict[int, KnownFiles]:
+        """The streams that the rank with this share compares, for each set of ranks, laid out once."""
+        known = self.files(share, rank).in_turns
+        if turn not in known:
+            known[turn] = {
+                number: KnownFiles(
+                    part.layout_items(self.plan),
+                    0,
+                    self.positions[part.items],
+                    part.begins.tolist(),
+                )
+                for number, part in in_turn(self.plan, share, turn).items()
+            }
+        return known[turn]
 
     def held(self, staged: StagedState, items: Ints) -> Held:
         """The addresses of the tensors of these items, after waiting for their eager copies; of objects, none."""

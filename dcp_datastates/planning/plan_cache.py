@@ -20,6 +20,7 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.metadata import encode
 from dcp_datastates.format.metadata_table import (
     Catalog,
+    Compared,
     FileRecord,
     MetadataTable,
     Note,
@@ -27,6 +28,7 @@ from dcp_datastates.format.metadata_table import (
     Trace,
 )
 from dcp_datastates.format.ragged import Ints
+from dcp_datastates.planning.comparison import Comparison, Turn
 from dcp_datastates.planning.messages import (
     Answer,
     Head,
@@ -107,7 +109,11 @@ class PlanCache:
 
 
 def note_of(
-    claim: Claim, reports: Sequence[Report], metrics: Mapping[str, float], trace: Trace
+    claim: Claim,
+    reports: Sequence[Report],
+    metrics: Mapping[str, float],
+    trace: Trace,
+    compared: Compared | None = None,
 ) -> Note:
     """What the metadata tell of the attempt and its files, which all ranks have reported."""
     files = {}
@@ -115,7 +121,7 @@ def note_of(
         for name, nbytes, table_offset in report.files:
             path = f"{claim.attempt.name}/{name}"
             files[path] = FileRecord(path, nbytes, table_offset)
-    return Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
+    return Note(claim.attempt, files, claim.after, metrics, time.time(), trace, compared)
 
 
 class GlobalPlan:
@@ -134,12 +140,15 @@ class GlobalPlan:
         """The latest report of each rank, as they are now."""
         return tuple(self._reports)
 
-    def answers(self, known: Sequence[bytes], reports: Sequence[Report | None]) -> list[Answer]:
+    def answers(
+        self, known: Sequence[bytes], reports: Sequence[Report | None], turn: Turn | None = None
+    ) -> list[Answer]:
         """The answers to ranks that have the shares with these digests, where the coordinator has the ``reports``."""
         return [
             Answer(
                 share.digest,
                 b"" if report is None else report.digest,
+                turn and (turn.number, turn.of),
                 b"" if share.digest == digest else share.encoded,
             )
             for share, digest, report in zip(self.shares, known, reports, strict=True)
@@ -150,6 +159,11 @@ class GlobalPlan:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
+    @functools.cached_property
+    def comparison(self) -> Comparison:
+        """Compares the ranks' replicas byte for byte."""
+        return Comparison(self._locals, self.shares)
+
     def compose(
         self,
         known: Sequence[Report | None],
@@ -157,15 +171,23 @@ class GlobalPlan:
         sent: Sequence[bytes],
         claim: Claim,
         trace: Trace,
+        *,
+        turn: Turn | None = None,
+        save: str = "",
     ) -> bytes:
-        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``. The last three arguments
-        are those of :data:`Compose`. Raises :class:`DataStatesError` if replicas differ, say.
+        """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``.
+
+        ``sent``, ``claim`` and ``trace`` are those of :data:`Compose`; ``turn``: what is compared of the replicas, in
+        the save to the path ``save``. Raises :class:`DataStatesError` if replicas differ, say.
         """
         reports = list(map(RankReport.decode, sent))
         pairs = enumerate(zip(reports, known, strict=True))
         places = [self._take(rank, *pair) for rank, pair in pairs]
         self._samples.check([each.samples for each in reports])
-        note = note_of(claim, places, metrics, trace)
+        compared = None
+        if turn is not None:
+            compared = self.comparison.check(turn, [each.sums for each in reports], save)
+        note = note_of(claim, places, metrics, trace, compared)
         placement = self._placement(places, claim.attempt.name)
         return encode(MetadataTable(self.catalog, placement, note))
 

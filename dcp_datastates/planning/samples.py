@@ -28,7 +28,7 @@ import torch
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.messages import LocalPlan, RankPlan
+from dcp_datastates.planning.messages import CUT, KINDS, LocalPlan, RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ _SHOWN: Final = (3, 20)
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The memory of a share's ``shared`` items, in their order, with the bytes as stored."""
+    """The memory of a share's ``sampled`` items, in their order, with the bytes as stored."""
 
     addresses: Ints
     sizes: Ints
@@ -120,8 +120,9 @@ def sample(
     final: RankPlan, held: Held, seed: int, words_of: Mapping[int, int | None] | None = None
 ) -> bytes:
     """The digests of this rank's replicas. ``seed``: the same on all ranks, below 2**64. ``words_of``: by position
-    among the shared items, the digest of an object; None: not to be compared.
+    among the sampled items, the digest of an object; None: not to be compared.
     """
+    _, sets = final.sampled
     quarter = held.sizes // _PARTS
     parts = np.arange(_PARTS)
     addresses = held.addresses[:, None] + quarter[:, None] * parts
@@ -137,7 +138,7 @@ def sample(
     for at, word in (words_of or {}).items():
         data[at, 0], is_known[at] = word or 0, word is not None
     digests = []
-    for begin, end in _runs(final.sets):
+    for begin, end in _runs(sets):
         known = bool(is_known[begin:end].all())
         digests.append(_digest(data[begin:end].tobytes()) if known else _UNKNOWN)
     return b"".join(digests)
@@ -149,13 +150,13 @@ def _digest(data: bytes) -> bytes:
 
 
 def _runs(sets: Ints) -> list[tuple[int, int]]:
-    """Begin and end of each run of ``shared`` items: up to as many as ``_RUNS`` says for each set."""
+    """Begin and end of each run of ``sampled`` items: up to as many as ``_RUNS`` says for each set."""
     if not len(sets):
         return []
     edges = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist(), len(sets)]
     runs: list[tuple[int, int]] = []
     for begin, end in pairwise(edges):
-        count = min(end - begin, _RUNS[sets[begin] % 2])
+        count = min(end - begin, _RUNS[sets[begin] % KINDS])
         runs += pairwise([begin + (end - begin) * cut // count for cut in range(count + 1)])
     return runs
 
@@ -166,7 +167,7 @@ class Samples:
     def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
         self._locals = locals_
         self._shares = shares
-        self._spans = [_spans(share.sets) for share in shares]
+        self._spans = [_spans(share.sampled[1]) for share in shares]
 
     def check(self, samples: Sequence[bytes]) -> None:
         """Raise :class:`ReplicasDifferError` if two ranks hold different replicas of what several write, and name other
@@ -178,15 +179,15 @@ class Samples:
                 mine = said[begin:end] or _UNKNOWN * ((end - begin) // _DIGEST_BYTES)
                 other, theirs = seen.setdefault(number, (rank, mine))
                 if mine != theirs:
-                    self._compare(rank, mine, other, theirs, begin, is_cut=not number % 2)
+                    self._compare(rank, mine, other, theirs, begin, number % KINDS == CUT)
                     if _UNKNOWN in theirs:
                         seen[number] = rank, mine
 
     def _compare(
         self, rank: int, mine: bytes, other: int, theirs: bytes, begin: int, is_cut: bool
     ) -> None:
-        share = self._shares[rank]
-        runs = _runs(share.sets)[begin // _DIGEST_BYTES :]
+        shared, sets = self._shares[rank].sampled
+        runs = _runs(sets)[begin // _DIGEST_BYTES :]
         differ = []
         for place, run in zip(range(0, len(mine), _DIGEST_BYTES), runs, strict=False):
             pair = {each[place : place + _DIGEST_BYTES] for each in (mine, theirs)}
@@ -197,7 +198,7 @@ class Samples:
         names = self._locals[rank].head.names
         most = _SHOWN[not is_cut]
         shown = "; ".join(
-            _named([names[item] for item in share.shared[slice(*run)]]) for run in differ[:most]
+            _named([names[item] for item in shared[slice(*run)]]) for run in differ[:most]
         )
         more = f"; and {len(differ) - most} more" if len(differ) > most else ""
         if not is_cut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,10 +22,12 @@ class SavePlanning(Protocol):
     Attributes:
         kind: how the save is planned; all ranks must plan it alike.
         is_cached: whether the plan of the state was known before.
+        compare_replicas: in how many saves the coordinator has all replicas compared; 0: not at all.
     """
 
     kind: str
     is_cached: bool = False
+    compare_replicas: int = 0
 
     @property
     def items(self) -> Sequence[WriteItem]:
@@ -52,6 +54,10 @@ class SavePlanning(Protocol):
         """The files of the part, if it is known where their tensors are in the staged state."""
         return None
 
+    def compared(self) -> Mapping[int, KnownFiles | Sequence[WriteItem]]:
+        """What this rank compares with others in this save, for each set of ranks: to be summed, and not written."""
+        return {}
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item."""
 
@@ -64,7 +70,19 @@ class SavePlanning(Protocol):
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
 
-    def report(self, places: Report, metrics: Mapping[str, float]) -> tuple[bytes, Compose | None]:
-        """What the coordinator must know of this rank's files, whose items have these ``places``; and on the
-        coordinator, what makes the metadata of all ranks' reports, with its ``metrics``.
+    def report(
+        self,
+        places: Report,
+        metrics: Mapping[str, float],
+        save: str = "",
+        checksums: Callable[[], Mapping[int, bytes]] = dict,
+    ) -> tuple[Callable[[], bytes], Compose | None]:
+        """What makes this rank's message to the coordinator, once its files are durable; and on the coordinator, what
+        makes the metadata of all ranks' messages.
+
+        Args:
+            places: where the items are in this rank's files.
+            metrics: the coordinator's count.
+            save: the path, for messages.
+            checksums: gives those of what was compared, for each set of ranks.
         """

@@ -54,28 +54,22 @@ def work(units: Iterable[Unit], total: int, threads: int, progress: Progress | N
             raise _Stopped
 
     def run() -> None:
-        try:
-            while not stopped.is_set():
-                with lock:
-                    unit = next(waiting, None)
-                if unit is None:
-                    return
-                unit(count)
-        except _Stopped:
-            return
-        except BaseException:
-            stopped.set()
-            raise
+        while not stopped.is_set():
+            with lock:
+                unit = next(waiting, None)
+            if unit is None:
+                return
+            unit(count)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp_datastates-work") as executor:
-        workers = [executor.submit(run) for _ in range(threads)]
+        running = {executor.submit(run) for _ in range(threads)}
         try:
-            while progress is not None:
-                progress(done, total)
-                if not wait(workers, _PROGRESS_SECONDS, FIRST_EXCEPTION).not_done:
-                    break
-            for worker in workers:
-                worker.result()
+            while running:
+                if progress is not None:
+                    progress(done, total)
+                ended, running = wait(running, _PROGRESS_SECONDS, FIRST_EXCEPTION)
+                for worker in ended:
+                    worker.result()
         finally:
             stopped.set()
     if progress is not None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
@@ -24,6 +24,17 @@ _END_SECONDS: Final = 30.0
 """How long the end of the process waits for requests: longer than a connection that cannot be made takes to fail. torch
 tries twice for five seconds, with a pause of some seconds between.
 """
+
+
+def pauses(world: int) -> Iterator[float]:
+    """How long one of ``world`` ranks that wait pauses before it asks the store again: ever longer, in seconds.
+
+    A request takes 11.3 us of the store's only thread: 16,384 ranks, each asking every 1.2 s, take 15 % of it.
+    """
+    pause, longest = 0.002, max(0.1, 75e-6 * world)
+    while True:
+        yield pause
+        pause = min(longest, 2 * pause)
 
 
 class Client:

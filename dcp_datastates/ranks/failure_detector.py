@@ -23,13 +23,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.incarnation import is_gone, is_near
+from dcp_datastates.ranks.incarnation import is_gone
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ _ACTIVE_SECONDS: Final = 1.0
 
 _IDLE_SECONDS: Final = 4.0
 """Time between two beats while no save is in flight."""
+
+_LEAST_SECONDS: Final = 0.1
+"""Least time between two beats."""
 
 _SECONDS_PER_RANK: Final = 1.2e-4
 """Least time between two beats, per rank: two requests of 11.3 us each then take a fifth of the store's only thread."""
@@ -164,19 +168,17 @@ class FailureDetector:
         self._looked_at = time.monotonic()
         # The coordinator's beat from before the save: its losses are out of date.
         self._old_news = b""
-        self._near: dict[int, str] = {}  # the identities of the processes that this one can see
-        self._gone: list[Loss] = []
+        self._gone: list[Loss] = []  # those that were gone at _visited
         self._visited = 0.0
         self._count = 0  # how many beats this rank has written
         self._interval = _ACTIVE_SECONDS  # between two beats
         self._active: list[Listener | None] = []  # for each save in flight
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
-        name = "dcp_datastates-heartbeat"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.is_started = False
+        self._worker = Worker("dcp_datastates-heartbeat")
         # The thread's:
         self._has_keys = False  # the store has a key for each watched rank's beat
-        self._processes: Mapping[int, str] = {}  # those that this rank has met, when it last looked
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -204,8 +206,7 @@ class FailureDetector:
         or after ``seconds``.
         """
         with self._lock:
-            if self._thread.ident is None and not self._stopping:
-                self._thread.start()
+            self.is_started = self.is_started or self._worker.post(self._run)
         self._rank_set.incarnation.await_known(seconds)
 
     def _expect_unheard(self) -> None:
@@ -232,19 +233,16 @@ class FailureDetector:
     @property
     def misses_store(self) -> bool:
         """Whether the store did not answer the latest beat."""
-        with self._lock:
-            return self._store_error is not None
+        return self._store_error is not None
 
     def ended(self, round_number: int) -> dict[int, str]:
         """The watched ranks that know the outcome of the round, and why they gave it up; empty if they did not."""
-        with self._lock:
-            beats = {rank: each.beat for rank, each in self._watched.items()}
-        return {rank: beat.gave_up for rank, beat in beats.items() if beat.ended >= round_number}
+        beats = self._beats()
+        return {rank: beat.gave_up for rank, beat in beats if beat.ended >= round_number}
 
     def newest_generation(self) -> int:
         """The newest generation of connections that a watched rank is in, or comes to."""
-        with self._lock:
-            return max(each.beat.generation for each in self._watched.values())
+        return max(beat.generation for _, beat in self._beats())
 
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""
@@ -252,7 +250,8 @@ class FailureDetector:
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                self._gone = [_death(rank, who) for rank, who in self._near.items() if is_gone(who)]
+                near = self._rank_set.incarnation.near
+                self._gone = [_death(rank, who) for rank, who in near.items() if is_gone(who)]
             certain = {loss.rank for loss in self._gone}
             others = [loss for loss in self._told() + self._silent() if loss.rank not in certain]
             if self._store_error is not None:
@@ -305,24 +304,23 @@ class FailureDetector:
         """The ranks whose latest beat counts fewer than ``calls`` calls of this package's ``async_save``, or (not
         ``own``) saves that DCP runs.
         """
-        with self._lock:
-            beats = [(rank, each.beat) for rank, each in self._watched.items()]
+        beats = self._beats()
         return [rank for rank, beat in beats if (beat.calls if own else beat.dcp_calls) < calls]
+
+    def _beats(self) -> list[tuple[int, Beat]]:
+        return [(rank, each.beat) for rank, each in self._watched.items()]
 
     @property
     def said_by_coordinator(self) -> str:
         """The phase that the coordinator's latest beat names; empty on the coordinator, and before its first beat."""
-        with self._lock:
-            coordinator = self._watched.get(0, Watched())
-            return coordinator.beat.doing if coordinator.value else ""
+        coordinator = self._watched.get(0, Watched())
+        return coordinator.beat.doing if coordinator.value else ""
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
-        with self._lock:
-            self._stopping = True
+        self._stopping = True
         self._wake.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS)  # the thread may be waiting for a store that is gone
+        self._worker.close(_CLOSE_SECONDS)  # the thread may be waiting for a store that is gone
 
     # ---- the failure detector's thread -------------------------------------------------------------------
 
@@ -355,15 +353,8 @@ class FailureDetector:
                     except Exception:  # it may fail to start a thread; this thread must go on
                         logger.exception("a loss could not be told")
             del listeners
-            self._pause(began + self._interval)
-
-    def _pause(self, until: float) -> None:
-        """Wait until that time, or until :attr:`_wake` is set."""
-        while not self._stopping and (left := until - time.monotonic()) > 0:
-            if self._wake.wait(left):
-                # A round wants news. Still, never beat more than ten times a second.
-                self._wake.clear()
-                until = min(until, time.monotonic() + 0.1)
+            if self._wake.wait(began + self._interval - time.monotonic()) and not self._stopping:
+                time.sleep(_LEAST_SECONDS)  # a round wants news, and not more often
 
     def _beat(self) -> None:
         beat = self._status()
@@ -371,7 +362,8 @@ class FailureDetector:
             # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
             beat = beat.with_losses([loss for loss in self.losses() if loss.rank != 0])
         if self._count == 0:
-            self._rank_set.incarnation.delete_of_former(f"commit/beat/{self._rank_set.rank}")
+            former = f"commit/1/beat/{self._rank_set.rank}"  # jobs seldom make more groups of the same ranks
+            self._rank_set.incarnation.delete_of_former(former)
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 
@@ -381,13 +373,7 @@ class FailureDetector:
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        incarnation = self._rank_set.incarnation
-        values = self._values() if incarnation.await_known(0.0) else {}
-        processes = incarnation.processes
-        if processes is not self._processes:
-            self._processes = processes
-            near = {rank: who for rank, who in processes.items() if rank in self._watched}
-            self._near = {rank: who for rank, who in near.items() if is_near(who)}
+        values = self._values() if self._rank_set.incarnation.await_known(0.0) else {}
         with self._lock:
             for watched in self._watched.values():
                 watched.silent += passed

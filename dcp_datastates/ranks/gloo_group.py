@@ -17,13 +17,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.connection import Connection, pauses
 from dcp_datastates.ranks.meetings import Check, poll
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,6 @@ _CONNECT_TIMEOUT: Final = timedelta(seconds=20)
 
 _OPERATION_TIMEOUT: Final = timedelta(days=1)
 """gloo must not time out: a late rank is not a lost rank, and ``check`` knows the difference."""
-
-_FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.1
-"""Longest time between two calls of ``check``, in seconds. A pause ends early when the operation ends."""
 
 _LETTING_GO_SECONDS: Final = 5.0
 """How long an operation may take to end once its connections have failed."""
@@ -54,12 +51,26 @@ torch 2.13 loses the send, which then ends only by its timeout. This was seen af
 _alive: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in one group of the tree.
+
+    Attributes:
+        name: the group's name within the tree.
+        rank: the rank within the group; the leader is 0.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+
 class GroupBroken(Exception):
     """A connection of the group failed; this does not say which rank is at fault."""
 
 
 @contextlib.contextmanager
-def said_as_broken(what: str) -> Iterator[None]:
+def _said_as_broken(what: str) -> Iterator[None]:
     """Turn torch's errors into :class:`GroupBroken`. Never wrap a call of ``check``: it may raise RuntimeError, too."""
     try:
         yield
@@ -132,8 +143,8 @@ class GlooGroup:
     The operations raise :class:`GroupBroken`, or what their ``check`` raises. The caller must then call :meth:`leave`.
 
     Args:
-        rank, world: this rank's place in the group, and how many ranks it has. They enter at the same time.
-        rendezvous: the store at which they find each other.
+        place: this rank's.
+        rendezvous: the store at which the ranks find each other.
         plain_store: makes a c10d store under the group's own prefix, in case a release of torch asks for more than
             ``rendezvous`` offers.
         address: returns this machine's address for the other ranks. Raises OSError if it is not known: then it is
@@ -144,20 +155,24 @@ class GlooGroup:
 
     def __init__(
         self,
-        rank: int,
-        world: int,
+        place: Place,
         rendezvous: Rendezvous,
         plain_store: Callable[[], Any],
         address: Callable[[], str],
     ) -> None:
-        self._rank, self._world = rank, world
-        self._address = address
+        self._place = place
         self._pending: Any = None
         _alive.add(self)
-        # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
-        # The caller holds the rendezvous until it returns: C++ does not keep the Python object alive.
+
+        def connected(store: Any) -> Any:
+            # Not dist.new_group, which is a collective of the job's default group. This waits without the GIL.
+            gloo = dist.ProcessGroupGloo(store, place.rank, place.size, _options_at(address))
+            gloo.set_timeout(_OPERATION_TIMEOUT)
+            return gloo
+
+        # The caller holds the rendezvous until this returns: C++ does not keep the Python object alive.
         try:
-            self._gloo = self._connected(rendezvous)
+            self._gloo = connected(rendezvous)
         except Exception as error:
             if isinstance(rendezvous.error, RuntimeError):
                 raise GroupBroken(f"the store fails: {rendezvous.error}") from error
@@ -167,13 +182,8 @@ class GlooGroup:
             if not ("pure virtual" in str(error) or "NotImplementedError" in str(error)):
                 raise GroupBroken(f"the ranks could not connect: {error}") from error
             logger.info("gloo meets by torch's own rendezvous: %s", error)
-            with said_as_broken("the ranks could not connect"):
-                self._gloo = self._connected(plain_store())
-
-    def _connected(self, store: Any) -> Any:
-        gloo = dist.ProcessGroupGloo(store, self._rank, self._world, _options_at(self._address))
-        gloo.set_timeout(_OPERATION_TIMEOUT)
-        return gloo
+            with _said_as_broken("the ranks could not connect"):
+                self._gloo = connected(plain_store())
 
     def leave(self) -> None:
         """Close the connections, so that the other ranks' operations fail. Returns soon. No other call may follow."""
@@ -181,7 +191,7 @@ class GlooGroup:
         pending, self._pending = self._pending, None
         if gloo is not None:
             # Not left to the destructor: a traceback's frames may keep the group alive.
-            _unblock(gloo, self._rank, self._world)
+            _unblock(gloo, self._place)
             if pending is not None:
                 let_go(gloo, pending)
 
@@ -197,33 +207,33 @@ class GlooGroup:
 
     def gather(self, data: bytes, check: Check) -> bytes:
         """All ranks' bytes on rank 0, one after another; elsewhere nothing."""
+        leads, size = self._place.rank == 0, self._place.size
         mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        sizes = [] if self._rank else [torch.empty_like(mine) for _ in range(self._world)]
-        everyone = [] if self._rank else [sizes]
+        sizes = [torch.empty_like(mine) for _ in range(size)] if leads else []
         # Each rank sends one message; gloo's all-reduce is a ring.
+        everyone = [sizes] if leads else []
         self._do(lambda gloo: gloo.gather(everyone, [mine], dist.GatherOptions()), check)
         # Rank 0 does not send its own bytes.
-        coming = [0, *(int(size) for size in sizes[1:])] if sizes else [0] * self._world
-        going = [len(data) if self._rank else 0] + [0] * (self._world - 1)
+        coming = [0, *map(int, sizes[1:])] if leads else [0] * size
+        going = [0 if leads else len(data)] + [0] * (size - 1)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if going[0] else _EMPTY
         got = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
         self._do(lambda gloo: gloo.alltoall_base(got, sent, coming, going), check)
-        return b"" if self._rank else data + got.numpy().tobytes()
+        return data + got.numpy().tobytes() if leads else b""
 
     def _do(self, start: Callable[[Any], Any], check: Check) -> None:
         gloo = self._gloo
         if gloo is None:
             raise GroupBroken("these connections were given up")
-        with said_as_broken("gloo"):
+        with _said_as_broken("gloo"):
             self._pending = work = start(gloo)
         del gloo  # a traceback may retain this frame
         try:
-            pause = _FIRST_PAUSE
-            while not _ended(work, pause):
+            pause = pauses(1)
+            while not _ended(work, next(pause)):
                 check()
-                pause = min(_LONGEST_PAUSE, 2 * pause)
             self._pending = None
-            with said_as_broken("gloo"):
+            with _said_as_broken("gloo"):
                 work.wait()  # returns immediately; raises the operation's error
         finally:
             del work  # it holds the group, and a traceback may retain this frame
@@ -241,9 +251,7 @@ def _options_at(address: Callable[[], str]) -> Any:
         options = gloo._Options()
         options._timeout = _CONNECT_TIMEOUT
         options._devices = [gloo.create_device(hostname=address())]
-    except (
-        Exception
-    ) as error:  # an unknown address, one that gloo cannot listen at, or another release of torch
+    except Exception as error:  # an unknown address, or another release of torch
         logger.info("gloo chooses its address: %s", error)
         return _CONNECT_TIMEOUT
     return options
@@ -285,20 +293,17 @@ def _keep(objects: Iterable[Any]) -> None:
 os.register_at_fork(after_in_child=lambda: _keep(_alive))
 
 
-def _unblock(backend: Any, rank: int, world: int) -> None:
+def _unblock(backend: Any, place: Place) -> None:
     """Make every pending operation of a gloo ``backend`` fail now; the backend is unusable afterwards.
 
     ``abort`` of torch 2.13 leaves operations waiting. A receive that times out does not: gloo then closes all pairs of
     the context, and every pending operation fails ("Application timeout caused pair closure"). This needs an intact
     pair; on a broken pair the receive fails immediately, for another reason.
     """
-    for offset in range(1, world):
+    unused = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    for other in {*range(place.size)} - {place.rank}:
         try:
-            work = backend.recv(
-                [torch.zeros(1, dtype=torch.uint8, device="cpu")],
-                (rank + offset) % world,
-                _UNUSED_TAG,
-            )
+            work = backend.recv([unused], other, _UNUSED_TAG)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "imed out" in str(error):

@@ -18,11 +18,10 @@ import functools
 import logging
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
+from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Place, Rendezvous
 from dcp_datastates.ranks.meetings import Check, GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -30,20 +29,6 @@ logger = logging.getLogger(__name__)
 
 _WIDTH: Final = 8
 """Ranks in a group: consecutive ranks share a host, and most hosts have 8."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place in one group of the tree.
-
-    Attributes:
-        name: the group's name within the tree.
-        rank: the rank within the group; the leader is 0.
-    """
-
-    name: str
-    rank: int
-    size: int
 
 
 def places(rank: int, world: int) -> Iterator[Place]:
@@ -204,17 +189,10 @@ class GlooTree:
         for place in places(self._rank_set.rank, self._rank_set.world):
             name = f"{self.generation}/{place.name}"
             rendezvous = Rendezvous(self._store, name, place.size, check)
-            plain_store = functools.partial(
-                self._rank_set.raw_store, f"{self._meetings.name}/{name}/gloo"
-            )
+            prefix = f"{self._meetings.name}/{name}/gloo"
+            plain_store = functools.partial(self._rank_set.raw_store, prefix)
             try:
-                group = GlooGroup(
-                    place.rank,
-                    place.size,
-                    rendezvous,
-                    plain_store,
-                    lambda: self._rank_set.address,
-                )
+                group = GlooGroup(place, rendezvous, plain_store, lambda: self._rank_set.address)
             finally:
                 self._keys += rendezvous.keys
             self._groups.append((place, group))

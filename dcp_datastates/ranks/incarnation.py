@@ -32,19 +32,14 @@ import socket
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
+from dcp_datastates.process.futures import Worker
+from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection, pauses
 
 logger = logging.getLogger(__name__)
-
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.2
-_LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests of a rank that waits, in seconds: see ``gloo_tree.py``."""
 
 _LINGER_SECONDS: Final = 10.0
 """How long rank 0 still admits ranks after its process group was destroyed: they may still want an answer of it."""
@@ -57,7 +52,7 @@ class Incarnation:
 
     Args:
         prefix: of these ranks' keys in the store, in any incarnation.
-        is_gone: whether the job has destroyed the process group, and whether it has another one since.
+        is_gone: whether the job has destroyed the process group.
     """
 
     def __init__(
@@ -66,25 +61,29 @@ class Incarnation:
         prefix: str,
         rank: int,
         world: int,
-        is_gone: Callable[[], tuple[bool, bool]],
+        is_gone: Callable[[], bool],
     ) -> None:
         self._store = Connection(client, lambda: prefix)
         self._prefix = prefix
         self._rank, self._world = rank, world
         self._is_gone = is_gone
-        self._lock = threading.RLock()  # guards _thread and _counts
-        self._thread: threading.Thread | None = None
-        self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._lock = threading.RLock()  # guards _begun
+        self._begun = False
+        self._counts: dict[str, Iterator[int]] = {}
         self._known = threading.Event()  # the incarnation's name is known
         self._over = threading.Event()  # the thread has no more to do
         self.problem = "it has not begun"
         """Why the ranks have not met yet."""
         self.store_error: str | None = None
         """Why the store could not be asked when this rank last tried to meet rank 0."""
+        self.processes: Mapping[int, str] = {}
+        """The :func:`identity` of the processes that this one has met in this incarnation, by rank: on rank 0 all that
+        have come, elsewhere rank 0's. It is replaced, never changed.
+        """
+        self.near: Mapping[int, str] = {}
+        """Those of :attr:`processes` that this process can see."""
         # Written by the thread:
         self._name = self._former = ""
-        self._processes: dict[int, str] = {}
-        self._last_pause: Final = max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
         self._gone_since: float | None = None
         # On rank 0:
         self._read = 0  # how many requests were read
@@ -94,13 +93,6 @@ class Incarnation:
         self._nonce: Final = secrets.token_hex(8)
         self._asked = ""  # the incarnation that this rank last asked to be admitted to
         self._request = ""  # the key of that request
-
-    @property
-    def processes(self) -> Mapping[int, str]:
-        """The :func:`identity` of the processes that this one has met in this
-        incarnation: on rank 0 all that have come, elsewhere rank 0's.
-        """
-        return self._processes
 
     def await_known(self, seconds: float) -> bool:
         """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has, so
@@ -123,8 +115,7 @@ class Incarnation:
 
     def count(self, kind: str) -> int:
         """How often this was called for ``kind``. Ranks that make the same calls get the same numbers."""
-        with self._lock:
-            return next(self._counts[kind])
+        return next(self._counts.setdefault(kind, itertools.count(1)))
 
     def delete_of_former(self, key: str) -> None:
         """Delete a ``key`` of the incarnation before, if there was one: the keys of jobs that were killed would add up.
@@ -136,17 +127,14 @@ class Incarnation:
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is not None:
+            if self._begun:
                 return
-            thread = threading.Thread(
-                target=_run, args=(weakref.ref(self),), name="dcp_datastates-meeting", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process is ending, or has too many threads
-                self.problem = str(error)
-                return
-            self._thread = thread
+            worker = Worker("dcp_datastates-meeting")
+            run = functools.partial(_run, weakref.ref(self), pauses(self._world))
+            self._begun = worker.post(run)
+            if not self._begun:
+                self.problem = worker.refusal
+            worker.finish()
 
     # ---- the thread ----------------------------------------------------------------------------------
 
@@ -165,11 +153,10 @@ class Incarnation:
         return False
 
     def _has_ended(self) -> bool:
-        gone, replaced = self._is_gone()
-        if not gone:
+        if not self._is_gone():
             return False
         self._gone_since = self._gone_since or time.monotonic()
-        return replaced or time.monotonic() - self._gone_since > _LINGER_SECONDS
+        return time.monotonic() - self._gone_since > _LINGER_SECONDS
 
     def _admit(self) -> bool:
         if not self._name:
@@ -188,7 +175,7 @@ class Incarnation:
                 logger.warning("%s: rank 0 of a former job admits no more ranks", self.problem)
                 return True
             self._answer()
-        return len(self._processes) >= self._world - 1
+        return len(self.processes) >= self._world - 1
 
     def _answer(self) -> None:
         found = self._store.find([f"{self._name}/asked/{number}" for number in self._late])
@@ -203,7 +190,7 @@ class Incarnation:
                 answers[f"{self._name}/admitted/{rank}"] = json.dumps([nonce, who])
         if answers:
             self._store.multi_set(answers)
-        self._processes = {**self._processes, **coming}
+        self._meet(coming)
 
     def _ask(self) -> bool:
         name, leader, former = self._leader()
@@ -230,13 +217,17 @@ class Incarnation:
             return False
         if self._leader()[0] != name:
             return False
-        self._processes = {0: leader}
+        self._meet({0: leader})
         with contextlib.suppress(RuntimeError):
             for key in (answer, self._request):
                 self._store.delete_key(key)
         self._name, self._former = name, former
         self._known.set()
         return True
+
+    def _meet(self, coming: Mapping[int, str]) -> None:
+        self.processes = {**self.processes, **coming}
+        self.near = {**self.near, **{rank: who for rank, who in coming.items() if is_near(who)}}
 
     def _leader(self) -> tuple[str, str, str]:
         """The incarnation that leads, the process of its rank 0, and the incarnation before."""
@@ -248,14 +239,11 @@ class Incarnation:
         return name, who, former
 
 
-def _run(incarnation: weakref.ref[Incarnation]) -> None:
+def _run(incarnation: weakref.ref[Incarnation], pause: Iterator[float]) -> None:
     """The thread. While it sleeps, it holds no reference: dropping the incarnation ends it."""
-    pause = _FIRST_PAUSE
     while (this := incarnation()) is not None and not this._look():
-        longest = this._last_pause
         del this
-        time.sleep(pause)
-        pause = min(longest, 2 * pause)
+        time.sleep(next(pause))
 
 
 # ---- the identity of a process -----------------------------------------------------------------------

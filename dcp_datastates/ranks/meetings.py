@@ -26,12 +26,12 @@ import logging
 import struct
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from dcp_datastates.config import MAX_IN_FLIGHT
+from dcp_datastates.ranks.connection import pauses
 from dcp_datastates.ranks.rank_set import RankSet
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Check = Callable[[], None]
-
-_FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.1
-_LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests for a key, in seconds. A request takes 11.3 us of the store's only thread: 16,384
-ranks that wait, each asking every 1.2 s, take 15 % of it.
-"""
 
 _STORE_PAUSE: Final = 0.2
 """Time before a request that has failed is repeated, in seconds."""
@@ -104,11 +97,10 @@ def poll(is_there: Callable[[], bool], check: Check, world: int) -> None:
     """Return when ``is_there()``; call ``check`` in between, which may raise. Of ``world`` ranks, many may wait at the
     same time.
     """
-    pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
+    pause = pauses(world)
     while not is_there():
         check()
-        time.sleep(pause)
-        pause = min(longest, 2 * pause)
+        time.sleep(next(pause))
 
 
 class Meetings:
@@ -122,13 +114,15 @@ class Meetings:
         """The prefix of the keys."""
         self._rank_set = rank_set
         self._store = rank_set.connect(self.name)
-        self._waits = False  # whether this rank waits for others in the present meeting
+        # Of the present meeting: what this rank calls while it waits, and whether it has waited for others.
+        self._check: Check = _fail
+        self._waits = False
         # On the first rank: the keys of the messages that it waits for, by rank.
         self._awaited: dict[int, str] = {}
         self._unsaid: dict[int, str] = {}  # by meeting
-        self._words: dict[int, None] = {}  # the meetings whose words may be in the store
-        # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more.
-        self._spent: dict[int, list[str]] = defaultdict(list)
+        # The keys that this rank deletes at the end of a meeting, or when no rank can come to it any more. On the first
+        # rank the word's is the first, which is deleted then only.
+        self._spent: dict[int, list[str]] = {}
 
     def meet(
         self,
@@ -147,18 +141,18 @@ class Meetings:
 
         Raises :class:`GivenUp` if another rank has given the meeting up; and what ``check`` and ``answer`` raise.
         """
-        self._waits = False
+        self._check, self._waits = check, False
         try:
             while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
                 check()
             self._say_unsaid()
-            self._forget(number)
+            self._note(number)
             if self._rank_set.rank == 0:
-                self._lead(number, message, answer, check)
+                self._lead(number, message, answer)
             else:
                 mine = {_message(number, self._rank_set.rank): message}
-                self._ask(lambda: self._put(number, mine), check)
-            met = Met(self._hear(number, check))
+                self._ask(lambda: self._put(number, mine))
+            met = Met(self._hear(number))
         except GivenUp as stop:
             stop.early = not self._waits
             raise
@@ -166,14 +160,18 @@ class Meetings:
             if (late := self._leave(number, name, error)) is None:
                 raise
             met = late
-        self._delete(self._spent.pop(number, []))
+        finally:
+            self._check = _fail  # release what it refers to
+        first = 1 if self._rank_set.rank == 0 else 0  # late ranks look for the word
+        self._delete(self._spent[number][first:])
+        del self._spent[number][first:]
         return met
 
     def give_up(self, number: int, why: str, name: str = "") -> bool:
         """Say that this rank does not come to a meeting, or leaves it; the first reason counts. Returns whether rank 0
         has answered.
         """
-        self._words[number] = None
+        self._note(number)
         while len(self._unsaid) >= _KEPT:
             del self._unsaid[next(iter(self._unsaid))]
         self._unsaid.setdefault(number, json.dumps([name, why]))
@@ -186,19 +184,15 @@ class Meetings:
     # ---- the first rank ------------------------------------------------------------------------------
 
     def _lead(
-        self,
-        number: int,
-        message: bytes,
-        answer: Callable[[Sequence[bytes]], Sequence[bytes]],
-        check: Check,
+        self, number: int, message: bytes, answer: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> None:
         messages = [message]
         for at in range(1, self._rank_set.world, _MANY):
             others = range(at, min(at + _MANY, self._rank_set.world))
             self._awaited = {rank: _message(number, rank) for rank in others}
             some = list(self._awaited.values())
-            self._await(functools.partial(self._are_there, some, number), check)
-            found = self._ask(functools.partial(self._get, some), check)
+            self._await(functools.partial(self._are_there, some, number))
+            found = self._ask(functools.partial(self._get, some))
             messages += [value for value, _ in found]
         self._awaited = {}
         answers = answer(messages)
@@ -206,10 +200,9 @@ class Meetings:
         if len(set(answers)) > 1 or len(word) > _FIRST_PIECE:
             word = _FOR_EACH
             own = {_own(number, rank): each for rank, each in enumerate(answers)}
-            self._ask(lambda: self._put(number, own), check)
-        first = self._ask(lambda: self._store.compare_set(_word(number), "", word), check)
-        if first == word:
-            self._spent.pop(number, None)  # each rank deletes its answer
+            self._ask(lambda: self._put(number, own))
+        if self._ask(lambda: self._store.compare_set(_word(number), "", word)) == word:
+            del self._spent[number][1:]  # each rank deletes its answer
 
     def _are_there(self, keys: Sequence[str], number: int) -> bool:
         """Whether all ``keys`` are there. Raises :class:`GivenUp` if not, and a rank has given the meeting up."""
@@ -221,13 +214,13 @@ class Meetings:
 
     # ---- all -----------------------------------------------------------------------------------------
 
-    def _hear(self, number: int, check: Check) -> bytes:
-        self._await(lambda: self._store.check([_word(number)]), check)
-        word = _heed(self._ask(lambda: self._store.get(_word(number)), check))
+    def _hear(self, number: int) -> bytes:
+        self._await(lambda: self._store.check([_word(number)]))
+        word = _heed(self._ask(lambda: self._store.get(_word(number))))
         if not word.startswith(_FOR_EACH):
             return word[len(_FOR_ALL) :]
         key = _own(number, self._rank_set.rank)
-        ((answer, pieces),) = self._ask(lambda: self._get([key]), check)
+        ((answer, pieces),) = self._ask(lambda: self._get([key]))
         self._spent[number] += pieces
         return answer
 
@@ -235,8 +228,9 @@ class Meetings:
         """Give the meeting up. If it is too late for that, returns what came of it."""
         if not self.give_up(number, str(error) or type(error).__name__, name):
             return None
+        self._check = _fail
         try:
-            return Met(self._hear(number, _fail), error)
+            return Met(self._hear(number), error)
         except (RuntimeError, GivenUp):
             return None
 
@@ -254,34 +248,29 @@ class Meetings:
             logger.info("the ranks' store fails: %s", error)
         return answered
 
-    def _ask(self, request: Callable[[], T], check: Check) -> T:
-        """What ``request`` returns. Repeats it while the store fails, as long as ``check`` allows."""
+    def _ask(self, request: Callable[[], T]) -> T:
+        """What ``request`` returns. Repeats it while the store fails, as long as the check allows."""
         while True:
             try:
                 return request()
             except RuntimeError as error:
                 logger.info("the ranks' store fails: %s", error)
-            check()
+            self._check()
             time.sleep(_STORE_PAUSE)
 
-    def _await(self, is_there: Callable[[], bool], check: Check) -> None:
+    def _await(self, is_there: Callable[[], bool]) -> None:
         def waiting() -> None:
             self._waits = True
-            check()
+            self._check()
 
-        poll(lambda: self._ask(is_there, check), waiting, self._rank_set.world)
+        poll(lambda: self._ask(is_there), waiting, self._rank_set.world)
 
-    def _forget(self, number: int) -> None:
-        """Delete what no rank asks for any more at the meeting ``number``, of meetings that were given up."""
-        old = [each for each in self._spent if each <= number - _KEPT]
-        spent = [key for each in old for key in self._spent.pop(each)]
-        self._words[number] = None
-        while len(self._words) > _KEPT:
-            oldest = next(iter(self._words))
-            del self._words[oldest]
-            if self._rank_set.rank == 0:
-                spent.append(_word(oldest))
-        self._delete(spent)
+    def _note(self, number: int) -> None:
+        """This rank has keys of the meeting ``number``. Delete those of an old one, which was given up."""
+        if number not in self._spent:
+            self._spent[number] = [_word(number)] if self._rank_set.rank == 0 else []
+        while len(self._spent) > _KEPT:
+            self._delete(self._spent.pop(next(iter(self._spent))))
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import os
 import socket
 import threading
@@ -114,10 +113,9 @@ class _Address:
         self.store: Final = weakref.ref(store)
         self._newest: Any = None  # a clone in use: it keeps the address when the store is gone
 
-    def is_gone(self) -> tuple[bool, bool]:
-        """Whether the store is gone, and with it the default group; and whether there is another group since."""
-        gone = self.store() is None
-        return gone, gone and dist.is_initialized()
+    def is_gone(self) -> bool:
+        """Whether the store is gone, and with it the default group."""
+        return self.store() is None
 
     def connect(self) -> Any:
         """A new connection, to keep for many requests. Raises RuntimeError as :meth:`client` does."""
@@ -184,17 +182,20 @@ class _Base:
         self.client: Final = Client(self.address.connect)  # must not hold this: see connection.py
         self._kept = kept
         self._lock = threading.RLock()  # guards _incarnations
-        self._incarnations: dict[tuple[int, str], Incarnation] = {}
+        self._incarnations: dict[tuple[int, ...], Incarnation] = {}
 
-    def incarnation(self, rank_set: RankSet) -> Incarnation:
-        key = (rank_set.rank, rank_set.digest)
+    def incarnation(self, ranks: RankSet) -> Incarnation:
         with self._lock:
-            if key not in self._incarnations:
-                prefix = f"dcp_datastates/{rank_set.digest}"
-                self._incarnations[key] = Incarnation(
-                    self.client, prefix, rank_set.rank, rank_set.world, self.address.is_gone
+            found = self._incarnations.get(ranks.ranks)
+            if found is None:
+                found = self._incarnations[ranks.ranks] = Incarnation(
+                    self.client,
+                    f"dcp_datastates/{ranks.digest}",
+                    ranks.rank,
+                    ranks.world,
+                    self.address.is_gone,
                 )
-            return self._incarnations[key]
+            return found
 
 
 def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> RankSet:
@@ -228,18 +229,14 @@ def rank_set_of(process_group: Any, alone: bool = False) -> RankSet:
     check_group(process_group)
     if alone or not dist.is_available() or not dist.is_initialized():
         return ALONE
-    me = dist.get_rank()
-    if process_group is None:
-        ranks = tuple(range(dist.get_world_size()))
-    elif process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigurationError(
-            f"process_group does not contain this process (rank {me}): only its members save to it"
-        )
-    else:
-        ranks = tuple(dist.get_process_group_ranks(process_group))
+    me, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    if process_group is not None:
+        outside = process_group == dist.GroupMember.NON_GROUP_MEMBER
+        ranks = () if outside else tuple(dist.get_process_group_ranks(process_group))
     if me not in ranks:
+        named = f" of ranks {list(ranks)}" if ranks else ""
         raise ConfigurationError(
-            f"process_group has ranks {list(ranks)}, and not this process's rank {me}"
+            f"process_group{named} does not contain this process (rank {me}): only its members save to it"
         )
     if len(ranks) == 1:
         return ALONE
@@ -277,7 +274,7 @@ def own_address(store_host: str) -> str:
     host = store_host or socket.gethostname()
     family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     own = _source(family, address)
-    if _is_loopback(own) and host != "localhost" and not _is_loopback(host):
+    if _is_loopback(own) and not _is_loopback(host):
         with contextlib.suppress(OSError):  # no network
             own = _source(family, (_ELSEWHERE[family], 1))
     return own
@@ -290,7 +287,4 @@ def _source(family: socket.AddressFamily, address: Any) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:  # a name
-        return False
+    return host in ("localhost", "::1") or host.startswith("127.")

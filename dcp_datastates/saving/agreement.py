@@ -20,8 +20,8 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.ranks.meetings import Met
-from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
-from dcp_datastates.storage.attempt import Ticket
+from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation, Ticket
+from dcp_datastates.storage.attempt import Attempt
 
 _OTHER_PLANNERS: Final = (
     "some ranks plan with a planner that has hooks of its own, and some do not: pass planners of one class on all "
@@ -58,8 +58,8 @@ class Proposal(Message):
 class Assignment(Message):
     """The coordinator's message to a rank."""
 
-    ticket: tuple[int, ...] | None
-    """As of :meth:`Ticket.encode`."""
+    numbers: tuple[int, ...] = ()
+    """Of the :attr:`ticket`: the attempt's two, and its own."""
     plan: bytes = b""
     refused: tuple[tuple[int, str, str], ...] = ()
     """Why there is no such save: ranks, and the fields of their :class:`Reason`."""
@@ -70,7 +70,12 @@ class Assignment(Message):
     def refusing(reasons: Mapping[int, Reason], paths: Sequence[str] = ()) -> Assignment:
         """The answer to each rank, for these ``reasons`` by rank."""
         refused = tuple([(rank, *astuple(reason)) for rank, reason in reasons.items()])
-        return Assignment(None, refused=refused, paths=tuple(paths))
+        return Assignment(refused=refused, paths=tuple(paths))
+
+    @property
+    def ticket(self) -> Ticket:
+        incarnation, sequence, number = self.numbers
+        return Ticket(Attempt(incarnation, sequence), number)
 
     @property
     def reasons(self) -> dict[int, Reason]:
@@ -97,7 +102,7 @@ Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 def agree(
     meet: Callable[[bytes, Answer], Met],
     propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
-    draw: Callable[[], Ticket | None],
+    draw: Callable[[], Ticket],
 ) -> tuple[SavePlanning, Assignment, BaseException | None]:
     """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
 
@@ -142,7 +147,7 @@ def agree(
 
 
 def _assign(
-    gathered: Sequence[bytes], planning: SavePlanning | None, draw: Callable[[], Ticket | None]
+    gathered: Sequence[bytes], planning: SavePlanning | None, draw: Callable[[], Ticket]
 ) -> list[Assignment]:
     proposals = list(map(Proposal.decode, gathered))
     reasons = {
@@ -157,8 +162,8 @@ def _assign(
     assert planning is not None
     plans = planning.assign([each.plan for each in proposals])
     ticket = draw()
-    encoded = None if ticket is None else ticket.encode()
-    return [Assignment(encoded, plan) for plan in plans]
+    numbers = (*astuple(ticket.attempt), ticket.number)
+    return [Assignment(numbers, plan) for plan in plans]
 
 
 def _difference(saves: Sequence[SaveName]) -> Reason | None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -42,7 +43,7 @@ from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, re
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import Attempt, Ticket
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
@@ -54,6 +55,15 @@ T = TypeVar("T")
 _POLL_SECONDS: Final = 0.1
 
 LEFT_OUT: Final = "earlier saves are late: all ranks skip this one (skip)"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The coordinator's choices for a save, which every rank must know."""
+
+    attempt: Attempt
+    number: int
+    """Of the commit round. Newer saves of a group have greater numbers."""
 
 
 class SaveOperation:
@@ -246,7 +256,7 @@ class SaveOperation:
         place, group = Place(self.resolved_path()), self.group
         claim = functools.partial(place.claim, group.neighbours, self.config.overwrite)
         claimed = self.on_storage("claiming", claim)
-        ticket = Ticket(claimed.attempt, group.draw(), group.first)
+        ticket = Ticket(claimed.attempt, group.draw())
         self.agree(ticket, claimed)
         return ticket
 
@@ -271,7 +281,9 @@ class SaveOperation:
                 self.group.reading(self, True)
         return self._ticket
 
-    def submit(self, part: Part, report: bytes = b"", compose: Compose | None = None) -> None:
+    def submit(
+        self, part: Part, report: Callable[[], bytes] = bytes, compose: Compose | None = None
+    ) -> None:
         """Hand this rank's part, in progress or failed, to the commit thread. Any thread.
 
         The first part counts; any further part is cancelled. ``report`` and ``compose`` as in :class:`Round`.
@@ -292,7 +304,6 @@ class SaveOperation:
             path=self.path,
             claim=claim,
             overwrite=self.config.overwrite,
-            first=ticket.first,
             report=report,
             compose=compose,
             archives=self.archived is not None,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
 from dcp_datastates.process.futures import Listeners, call_back
@@ -146,24 +146,14 @@ def _note(root: Location, note: Note, pause: float) -> None:
     leave(root, FAILURE_NAME, note)
 
 
-_RECORD: Final = "_dcp_datastates_record"
-
-
 def conclude_call(
     origin: SaveOrigin, rank_set: RankSet, path: object, stats: SaveStats, error: BaseException
 ) -> None:
     """A call raises ``error``, and no save has begun. The caller has the error, so the log has it at DEBUG only."""
     if stats.timeline.end():  # else there was a save, which has its record
         record = record_of(origin, rank_set, path, None, stats, error)
-        vars(error)[_RECORD] = record
         logger.debug(
             "the call for %r raised %s", record.path, record.error, extra={"save_record": record}
         )
         listeners.tell(record)
         note_failure(record, path if isinstance(path, Path | ObjectPath) else None)
-
-
-def record_of_call(error: BaseException) -> SaveRecord | None:
-    """The record of the call that raised ``error``; None if it was none for a save."""
-    found: Any = vars(error).get(_RECORD)
-    return found if isinstance(found, SaveRecord) else None

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, NoReturn
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
@@ -49,7 +49,6 @@ from dcp_datastates.saving.agreement import (
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.start import check_path, finish_saves
 from dcp_datastates.saving.write import begin_write
-from dcp_datastates.storage.attempt import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +113,13 @@ class RankContext:
             return
         name = _last_part(path)
 
-        def fail() -> tuple[SaveName, SavePlanning, bytes]:
+        def fail() -> NoReturn:
             raise error
 
         def run() -> None:
             try:
                 watch = self._watch(f"the save to {str(path)!r}", _REFUSING_SECONDS, number)
-                agree(functools.partial(self._meet, watch, name), fail, lambda: None)
+                agree(functools.partial(self._meet, watch, name), fail, fail)
             except NotAgreed:
                 pass  # expected: this is how the ranks learn of it
             except Exception as failed:
@@ -159,9 +158,7 @@ class RankContext:
             agreed, assignment, failure = agree(
                 functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
             )
-            ticket = Ticket.decode(assignment.ticket)
-            assert ticket is not None
-            save.agree(ticket)
+            save.agree(assignment.ticket)
         except NotAgreed as refused:
             refusal = refused.told(repr(str(save.path)), group.rank_set.world)
             if save.own:
@@ -323,6 +320,7 @@ def _propose(
         raise save.error  # also if this rank leaves the save out
     assert planning is not None
     check_path(save)
+    planning.compare_replicas = save.config.compare_replicas or 0
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
     name = SaveName(save.directory().name, planning.kind, save.unused_writers)
     return name, planning, plan

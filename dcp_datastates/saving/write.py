@@ -15,7 +15,7 @@ import operator
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress, count
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates._native import Engine, SaveFile, Transfer, Window
+from dcp_datastates._native import Engine, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -34,11 +34,12 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
+from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.messages import Report
-from dcp_datastates.planning.part_files import PartFiles
+from dcp_datastates.planning.part_files import KnownFiles, PartFiles
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
@@ -76,10 +77,12 @@ class Content:
         step: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._planning, self._reads = native, planning, reads
-        self._folder, self._step = folder, step
+        self._folder, self._rank, self._step = folder, rank, step
         self.files: list[SaveFile] = []
         self.sizes: dict[str, int] = {}
-        """The bytes of each file, by name, in the order of :attr:`files`."""
+        """The bytes of each file that is written, by name, in the order of :attr:`files`; they come first."""
+        self.compared: dict[int, range] = {}
+        """For each set of ranks, the numbers of those that are summed, to be compared with the others'."""
         self.keep: list[Any] = []
         """Objects that must stay alive until they have been read."""
         self._devices: set[int] = set()
@@ -87,20 +90,29 @@ class Content:
         known = planning.known_files()
         self.is_known = known is not None
         """Whether it was known where the tensors are in the state."""
+        self.report = self._add(planning.items if known is None else known, is_written=True)
+        for number, each in planning.compared().items():
+            begin = len(self.files)
+            self._add(each, is_written=False)
+            self.compared[number] = range(begin, len(self.files))
+        self.readers = fences(native, self._devices)
+        """Events of the kernels that this thread has launched to resolve tensors."""
+
+    def _add(self, what: KnownFiles | Sequence[WriteItem], is_written: bool) -> Report:
+        """Add the files of these items. Returns where the items are in them."""
         part: PartFiles
         item_of: Callable[[int], WriteItem]
-        if known is not None:
-            part, item_of = known, known.objects.__getitem__
-            add_tensors = functools.partial(known.add_tensors, *reads.staged.bases())
+        if isinstance(what, KnownFiles):
+            part, item_of = what, what.objects.__getitem__
+            add_tensors = functools.partial(what.add_tensors, *self._reads.staged.bases())
         else:
-            items = planning.items
-            part, item_of = PartFiles(list(map(LayoutItem.of, items)), rank), items.__getitem__
-            add_tensors = functools.partial(self._add_tensors, items, part)
+            part, item_of = PartFiles(list(map(LayoutItem.of, what)), self._rank), what.__getitem__
+            add_tensors = functools.partial(self._add_tensors, what, part)
         objects = [
             [self._object(item_of(entry.item)) for entry in layout.objects]
             for layout in part.layouts
         ]
-        sealed, self.report = part.seal(tuple([tuple(map(len, of_file)) for of_file in objects]))
+        sealed, report = part.seal(tuple([tuple(map(len, of_file)) for of_file in objects]))
         for number, (layout, file) in enumerate(zip(part.layouts, sealed, strict=True)):
             transfer = Transfer()
             transfer.add_buffer(0, file.header, STABLE)
@@ -109,10 +121,11 @@ class Content:
                 if len(data):
                     transfer.add_buffer(offset, data, STABLE)
             self.keep.append((file.header, objects[number]))
-            self.files.append(SaveFile(str(folder / layout.name), file.table_offset, transfer))
-            self.sizes[layout.name] = file.nbytes
-        self.readers = fences(native, self._devices)
-        """Events of the kernels that this thread has launched to resolve tensors."""
+            path = str(self._folder / layout.name) if is_written else None
+            self.files.append(SaveFile(path, file.table_offset, transfer))
+            if is_written:
+                self.sizes[layout.name] = file.nbytes
+        return report
 
     def begin(self, stats: SaveStats, order: int, window: Window, synced: list[str]) -> WrittenPart:
         """Begin to read the files, and to write them. ``synced``: the directories to sync with those of a directory."""
@@ -123,7 +136,7 @@ class Content:
             check_fits(self.sizes.values(), native)
             job = native.save_streamed(files, *further)
             return StorePart(job, stats, self._folder, self.sizes)
-        job = native.save(files, synced if files else [], *further)
+        job = native.save(files, synced if self.sizes else [], *further)
         return LocalPart(job, stats, self._folder, self.sizes)
 
     def _object(self, item: WriteItem) -> memoryview:
@@ -212,7 +225,9 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         save.job = part.job
         reads.hand_over(part.job)
         stats.timeline.begin("window")
-        return functools.partial(_finish, save, planning, part, content.keep, content.report)
+        checksums = functools.partial(_checksums, part.job, content.compared)
+        told = planning.report(content.report, save.metrics, str(save.path), checksums)
+        return functools.partial(_finish, save, part, content.keep, told)
     finally:
         planning.release()
 
@@ -229,10 +244,9 @@ def _fit_cache(save: SaveOperation, content: Content) -> None:
 
 def _finish(
     save: SaveOperation,
-    planning: SavePlanning,
     part: WrittenPart,
     keep: list[Any],
-    places: Report,
+    told: tuple[Callable[[], bytes], Compose | None],
 ) -> None:
     try:
         try:
@@ -248,7 +262,12 @@ def _finish(
     save.stats.timeline.begin("reading", part.job.read_seconds)
     save.stats.timeline.begin("flushing")
     keep.clear()  # all is read: release the copies and the tensors
-    save.submit(part, *planning.report(places, save.metrics))
+    save.submit(part, *told)
+
+
+def _checksums(job: SaveJob, compared: Mapping[int, range]) -> dict[int, bytes]:
+    """Of what is compared, for each set of ranks: the checksums of all blocks."""
+    return {number: b"".join(map(job.checksums, files)) for number, files in compared.items()}
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:

@@ -8,13 +8,14 @@ that it needs, and derives units and owners from them: so the coordinator sends 
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_datastates._native import BLOCK_BYTES, SEGMENT_BYTES
 from dcp_datastates.format.metadata_table import FileRecord
@@ -44,34 +45,25 @@ class FileBlocks(NamedTuple):
     nbytes: int
 
 
-class Blocks:
-    """The numbers of the blocks of all data files: the same on all ranks that load the same attempt.
+def blocks_of(files: Mapping[str, FileRecord]) -> dict[str, FileBlocks]:
+    """The numbers of the blocks of all data files, in order: the same on all ranks that load the same attempt.
 
     Between the last block of a file and the first of the next one, a number stays free: so no span lies in two files.
     """
-
-    def __init__(self, files: Mapping[str, FileRecord]) -> None:
-        self.files: Final[dict[str, FileBlocks]] = {}
-        first = 0
-        for name in sorted(files):
-            nbytes = files[name].table_offset
-            self.files[name] = FileBlocks(name, first, nbytes)
-            first += -(-nbytes // BLOCK_BYTES) + 1
-        self._in_order: Final = list(self.files.values())
-        self._firsts: Final = [each.first for each in self._in_order]
-
-    def file_of(self, block: int) -> FileBlocks:
-        """The file that has ``block``."""
-        return self._in_order[bisect_right(self._firsts, block) - 1]
+    found, first = {}, 0
+    for name in sorted(files):
+        found[name] = FileBlocks(name, first, files[name].table_offset)
+        first += -(-files[name].table_offset // BLOCK_BYTES) + 1
+    return found
 
 
-def needed_blocks(reads: Reads, blocks: Blocks) -> Ints:
+def needed_blocks(reads: Reads, blocks: Mapping[str, FileBlocks]) -> Ints:
     """(n, 2): the runs of blocks with bytes of ``reads``, the first block and the last plus 1; in order, and not
     adjacent. A file that the metadata do not describe has none: :mod:`restore` raises the error.
     """
     found = [np.empty((0, 2), np.int64)]
     for rows in groups(reads.files):
-        file = blocks.files.get(reads.paths[reads.files[rows[0]]])
+        file = blocks.get(reads.paths[reads.files[rows[0]]])
         if file is not None:
             begin, end = (np.clip(each, 0, file.nbytes) for each in _ranges(reads.take(rows)))
             found.append(
@@ -145,68 +137,67 @@ class Unit(NamedTuple):
     owner: int
     readers: int
 
+    @property
+    def nbytes(self) -> int:
+        """That it has at most: the last block of a file may be shorter."""
+        return (self.end - self.begin) * BLOCK_BYTES
+
 
 @dataclass(frozen=True, eq=False)
 class Share(Message):
     """What rank ``rank`` shares.
 
     Attributes:
-        columns: :attr:`spans`, one after the other.
+        spans: four numbers for each span, in order: the first block, the last plus 1, the number of its first unit, and
+            its place in ``readers``. Unit u of a span belongs to reader u modulo their number.
         readers: the ranks that share a span, in order.
         others: the other ranks in ``readers``, each with the fields of its address.
     """
 
     rank: int
-    columns: Ints
+    spans: Ints
     readers: list[tuple[int, ...]]
     others: list[tuple[Any, ...]]
-
-    @functools.cached_property
-    def spans(self) -> Ints:
-        """(n, 4), in order: the first block, the last plus 1, the number of its first unit, and its place in
-        ``readers``. Units are numbered so that unit u of a span belongs to reader u modulo their number.
-        """
-        return self.columns.reshape(-1, 4)
 
     @property
     def addresses(self) -> dict[int, Address]:
         """Of the other ranks in ``readers``."""
         return {rank: Address(*address) for rank, *address in self.others}
 
+    @functools.cached_property
+    def units(self) -> list[Unit]:
+        """What the rank shares, in order."""
+        found = []
+        for begin, end, number, place in self.spans.reshape(-1, 4).tolist():
+            readers = self.readers[place]
+            for at, start in enumerate(range(begin, end, UNIT_BLOCKS), number):
+                owner, stop = readers[at % len(readers)], min(start + UNIT_BLOCKS, end)
+                found.append(Unit(start, stop, owner, len(readers)))
+        return found
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return [unit.begin for unit in self.units]
+
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, Unit | None]]:
         """The blocks [begin, end), cut where another unit begins: first block, last plus 1, and the unit; None if no
         other rank needs them.
         """
-        at = bisect_right(self.spans[:, 0], begin) - 1
-        while begin < end:
-            if at >= 0 and begin < self.spans[at, 1]:
-                unit = self._unit(at, begin)
-                stop = min(unit.end, end)
-                yield begin, stop, unit
-            else:
-                following = int(self.spans[at + 1, 0]) if at + 1 < len(self.spans) else end
-                stop = min(following, end)
-                yield begin, stop, None
-            begin = stop
-            if at + 1 < len(self.spans) and begin >= self.spans[at + 1, 0]:
-                at += 1
+        at = max(0, bisect_right(self._begins, begin) - 1)
+        for unit in itertools.islice(self.units, at, bisect_left(self._begins, end)):
+            if begin < unit.begin:
+                yield begin, unit.begin, None
+            begin = max(begin, unit.begin)
+            if begin < unit.end:
+                yield begin, min(unit.end, end), unit
+                begin = min(unit.end, end)
+        if begin < end:
+            yield begin, end, None
 
-    def _unit(self, at: int, block: int) -> Unit:
-        begin, end, first, group = self.spans[at].tolist()
-        number = (block - begin) // UNIT_BLOCKS
-        start = begin + number * UNIT_BLOCKS
-        readers = self.readers[group]
-        owner = readers[(first + number) % len(readers)]
-        return Unit(start, min(start + UNIT_BLOCKS, end), owner, len(readers))
-
-    def own_units(self, runs: Ints) -> Iterator[Unit]:
+    def own_units(self, runs: Ints) -> list[Unit]:
         """The units of this rank's that have a block of ``runs``, in order."""
-        last = -1
-        for begin, end in runs.tolist():
-            for _, _, unit in self.pieces(begin, end):
-                if unit is not None and unit.owner == self.rank and unit.begin > last:
-                    last = unit.begin
-                    yield unit
+        every = (unit for begin, end in runs.tolist() for *_, unit in self.pieces(begin, end))
+        return [unit for unit in dict.fromkeys(every) if unit and unit.owner == self.rank]
 
 
 def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
@@ -214,63 +205,55 @@ def assign(offers: Mapping[int, Offer]) -> dict[int, Share]:
 
     None has one if that would save less than :data:`LEAST_REPEATED` of what they read.
     """
-    ranks = np.array(sorted(offers), np.int64)
-    counts = [len(offers[rank].runs) for rank in ranks.tolist()]
-    runs = np.concatenate([np.empty((0, 2), np.int64), *(offers[r].runs for r in ranks.tolist())])
-    who = np.repeat(ranks, counts)
-    begins, ends, sets, repeated = _shared_spans(runs, who)
-    if repeated <= LEAST_REPEATED * (runs[:, 1] - runs[:, 0]).sum():
+    shared = _shared_spans(offers)
+    repeated = sum((len(ranks) - 1) * int(np.diff(spans).sum()) for ranks, spans in shared)
+    if repeated <= LEAST_REPEATED * sum(int(np.diff(each.runs).sum()) for each in offers.values()):
         return {}
-    parts: dict[int, list[tuple[Ints, tuple[int, ...]]]] = {}
-    by_set = groups(sets)
-    needed = _needing(begins[[chosen[0] for chosen in by_set]], [offers[r].runs for r in ranks])
-    for number, chosen in enumerate(by_set):
-        needing = ranks[needed[:, number]]
-        units = -(-(ends[chosen] - begins[chosen]) // UNIT_BLOCKS)
+    parts = defaultdict[int, list[tuple[Ints, tuple[int, ...]]]](list)
+    for number, (ranks, spans) in enumerate(shared):
+        units = -(-np.diff(spans)[:, 0] // UNIT_BLOCKS)
         first = number + np.cumsum(units) - units  # not every set begins with its first reader
-        spans = np.stack([begins[chosen], ends[chosen], first, np.zeros_like(first)], axis=1)
-        for readers in np.array_split(needing, -(-len(needing) // MOST_READERS)):
-            for rank in readers.tolist():
-                parts.setdefault(rank, []).append((spans, tuple(readers.tolist())))
+        numbered = np.column_stack([spans, first])
+        for group in np.array_split(ranks, -(-len(ranks) // MOST_READERS)):
+            readers = tuple(group.tolist())
+            for rank in readers:
+                parts[rank].append((numbered, readers))
     return {rank: _share(rank, of_rank, offers) for rank, of_rank in parts.items()}
 
 
-def _shared_spans(runs: Ints, who: Ints) -> tuple[Ints, Ints, npt.NDArray[np.uint64], int]:
-    """The spans that two ranks or more need: begins, ends, and a number for the set of their readers; and how many
-    blocks are read again if each rank reads all that it needs.
-
-    Each rank has a random number; a set has the sum of its ranks' (modulo 2**64), so that equal sums mean equal sets,
-    but for a probability of about sets**2 / 2**64.
+def _shared_spans(offers: Mapping[int, Offer]) -> list[tuple[Ints, Ints]]:
+    """For each set of two ranks or more that need the same: the ranks, in order; and (n, 2), the spans that they need
+    and no other does, in order.
     """
-    edges, where = np.unique(runs, return_inverse=True)
-    where = where.reshape(runs.shape)
-    random = np.random.default_rng().integers(1, 1 << 63, int(who.max(initial=0)) + 1, np.uint64)
-    sums, readers = np.zeros(len(edges), np.uint64), np.zeros(len(edges), np.int64)
-    for column, add in ((0, np.add), (1, np.subtract)):
-        add.at(sums, where[:, column], random[who])
-        add.at(readers, where[:, column], 1)
-    counts = np.cumsum(readers)[:-1]
-    shared = counts > 1
-    begins, ends = edges[:-1][shared], edges[1:][shared]
-    repeated = int(((counts[shared] - 1) * (ends - begins)).sum())
-    return begins, ends, np.cumsum(sums)[:-1][shared], repeated
+    alike = defaultdict[bytes, int](
+        int
+    )  # of each offer the ranks, a bit for each: replicas offer the same
+    for rank, offer in offers.items():
+        alike[offer.edges.tobytes()] |= 1 << rank
+    each_edges = [np.frombuffer(edges, np.int64) for edges in alike]
+    edges, bits = np.concatenate([*each_edges, np.empty(0, np.int64)]), [*alike.values()]
+    who = np.repeat(np.arange(len(alike)), [*map(len, each_edges)])
+    order = np.argsort(edges, kind="stable")
+    by_set = defaultdict[int, list[tuple[int, int]]](list)
+    begin = needing = 0  # the bits of the ranks that need the blocks from ``begin`` on
+    for edge, number in zip(edges[order].tolist(), who[order].tolist(), strict=True):
+        if edge > begin and needing & (needing - 1):
+            by_set[needing].append((begin, edge))
+        begin = edge
+        needing ^= bits[number]
+    return [(_ranks_in(needing), np.array(spans)) for needing, spans in by_set.items()]
 
 
-def _needing(blocks: Ints, runs_of: Sequence[Ints]) -> npt.NDArray[np.bool_]:
-    """(ranks, blocks): whether the rank with these runs needs the block."""
-    needed = np.zeros((len(runs_of), len(blocks)), np.bool_)
-    for row, runs in zip(needed, runs_of, strict=True):
-        if len(runs):
-            at = np.searchsorted(runs[:, 0], blocks, "right") - 1
-            row[:] = (at >= 0) & (blocks < runs[at, 1])
-    return needed
+def _ranks_in(bits: int) -> Ints:
+    data = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(data, bitorder="little"))
 
 
 def _share(
     rank: int, parts: list[tuple[Ints, tuple[int, ...]]], offers: Mapping[int, Offer]
 ) -> Share:
-    spans = np.concatenate([spans for spans, _ in parts])
-    spans[:, 3] = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
+    places = np.repeat(np.arange(len(parts)), [len(spans) for spans, _ in parts])
+    spans = np.column_stack([np.concatenate([spans for spans, _ in parts]), places])
     readers = [readers for _, readers in parts]
     others = {each for group in readers for each in group if each != rank}
     addresses = [(each, *offers[each].address) for each in sorted(others)]

@@ -20,8 +20,11 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +38,12 @@ from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.sharing.assignment import (
-    Blocks,
     FileBlocks,
     Offer,
     Share,
     Unit,
     assign,
+    blocks_of,
     needed_blocks,
 )
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -53,14 +56,8 @@ logger = logging.getLogger(__name__)
 _MOST_KEPT_BYTES: Final = 256 << 20
 """Units that wait for their readers take at most 256 MiB, and in all ranks of a machine a 64th of its memory."""
 
-_AHEAD_THREADS: Final = 8
-"""Reads ahead of need at once: enough for the bandwidth of a store, and few beside those of ``download.fetch``."""
-
-_NO_ROOM_SECONDS: Final = 0.01
-
-_CONNECT_SECONDS: Final = 3.0
 _ANSWER_SECONDS: Final = 10.0
-"""For one unit: some time above what a busy store takes. A rank that takes longer is asked no more."""
+"""For a connection, and for one unit: some time above what a busy store takes. A slower rank is asked no more."""
 
 _KEPT_SECONDS: Final = 15.0
 """How long a rank whose own load has ended keeps what the others have not taken: longer than they wait for an answer.
@@ -80,39 +77,41 @@ _NETWORK: Final = (
 """Types of file systems whose files lie on other machines; ``fuse``: so do most of those in user space."""
 
 
+@dataclass(eq=False)
 class _Kept:
-    """One unit: its bytes, when they are read (None: they could not be), and how many of them are still to be taken."""
+    """What is kept of a unit: its bytes, when they are read (None: they could not be)."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes: Final = nbytes
-        self.data: Final[Future[memoryview | None]] = Future()
-        self.taken = 0
-        self.in_use = 0  # by so many readers now
+    data: Future[memoryview | None] = field(default_factory=Future)
+    taken: int = 0
+    """Bytes, by all readers together."""
+    in_use: int = 0
+    """By so many readers now."""
 
 
 class OwnUnits:
-    """``count`` units, which are read by ``read``; at most ``most_bytes`` of them are kept. Any thread.
+    """``units``, which are read by ``read``; at most ``most_bytes`` of them are kept. Any thread.
 
     A unit goes when all of its readers have taken it, when a reader needs the room, or if it could not be read. It does
     not come back: a reader that still needs it reads storage.
     """
 
-    def __init__(self, read: Callable[[Unit], Buffer], count: int, most_bytes: int) -> None:
+    def __init__(
+        self, read: Callable[[Unit], Buffer], units: Iterable[Unit], most_bytes: int
+    ) -> None:
         self.are_gone: Final = threading.Event()
         """Whether all have been read, and are kept no more."""
         self._read = read
-        self._count = count
         self._lock = threading.RLock()  # guards what follows
         self._room: float = most_bytes
-        self._kept: dict[int, _Kept] = {}  # by their first blocks, the oldest first
-        self._gone: set[int] = set()
-        if not count:
+        self._left = set(units)
+        self._kept: dict[Unit, _Kept] = {}  # the oldest first
+        if not self._left:
             self.are_gone.set()
 
     def read_ahead(self, unit: Unit) -> bool:
         """Read the unit, unless that was done before. False: there is no room now."""
         with self._lock:
-            if unit.begin in self._kept or unit.begin in self._gone:
+            if unit in self._kept or unit not in self._left:
                 return True
             new = self._new(unit)
         if new is not None:
@@ -126,67 +125,64 @@ class OwnUnits:
         no such bytes. Waits for a read that has begun.
         """
         with self._lock:
-            kept, new = self._kept.get(unit.begin), None
-            if kept is None and unit.begin not in self._gone:
+            kept, new = self._kept.get(unit), None
+            if kept is None and unit in self._left:
                 self._make_room(unit)
                 kept = new = self._new(unit)
             if kept is not None:
                 kept.in_use += 1
-        data = whole = None
+        if kept is None:
+            yield None
+            return
+        whole, part = None, None
         try:
             if new is not None:
                 self._fill(unit, new)
-            whole = None if kept is None else kept.data.result()
+            whole = kept.data.result()
             if whole is not None and 0 <= begin < end <= whole.nbytes:
-                data = whole[begin:end]
-            yield data
+                part = whole[begin:end]
+            yield part
         finally:
-            if kept is not None:
-                with self._lock:
-                    kept.in_use -= 1
-                    if data is not None and whole is not None:
-                        kept.taken += data.nbytes
-                        if kept.taken >= unit.readers * whole.nbytes:
-                            self._drop(unit.begin)
+            with self._lock:
+                kept.in_use -= 1
+                kept.taken += 0 if part is None else part.nbytes
+                if whole is not None and kept.taken >= unit.readers * whole.nbytes:
+                    self._drop(unit)
 
     def close(self) -> None:
         """Keep nothing any more."""
         with self._lock:
             self._room = -math.inf
-            for begin in list(self._kept):
-                self._drop(begin)
+            for unit in list(self._kept):
+                self._drop(unit)
 
     def _new(self, unit: Unit) -> _Kept | None:
-        nbytes = (unit.end - unit.begin) * BLOCK_BYTES
-        if nbytes > self._room:
+        if unit.nbytes > self._room:
             return None
-        new = self._kept[unit.begin] = _Kept(nbytes)
-        self._room -= nbytes
+        self._room -= unit.nbytes
+        self._kept[unit] = new = _Kept()
         return new
 
     def _make_room(self, unit: Unit) -> None:
-        for begin, each in list(self._kept.items()):
-            if (unit.end - unit.begin) * BLOCK_BYTES <= self._room:
-                return
-            if each.data.done() and not each.in_use:
-                self._drop(begin)
+        for other, each in list(self._kept.items()):
+            if unit.nbytes > self._room and each.data.done() and not each.in_use:
+                self._drop(other)
 
     def _fill(self, unit: Unit, new: _Kept) -> None:
         try:
             new.data.set_result(memoryview(self._read(unit)).cast("B"))
         except BaseException as error:
             with self._lock:
-                self._drop(unit.begin)
+                self._drop(unit)
             new.data.set_result(None)
             if not isinstance(error, Exception):
                 raise
 
-    def _drop(self, begin: int) -> None:
-        kept = self._kept.pop(begin, None)
-        if kept is not None:
-            self._room += kept.nbytes
-        self._gone.add(begin)
-        if len(self._gone) >= self._count:
+    def _drop(self, unit: Unit) -> None:
+        if self._kept.pop(unit, None) is not None:
+            self._room += unit.nbytes
+        self._left.discard(unit)
+        if not self._left:
             self.are_gone.set()
 
 
@@ -194,8 +190,7 @@ class _Peer(Client):
     """Another rank. Up to ``lines`` threads ask it at the same time; others wait for their turn."""
 
     def __init__(self, address: Address, lines: int) -> None:
-        times = {"connect_seconds": _CONNECT_SECONDS, "answer_seconds": _ANSWER_SECONDS}
-        super().__init__([address], most_idle=lines, **times)
+        super().__init__([address], most_idle=lines)
         self.turns: Final = threading.BoundedSemaphore(lines)
         self.is_left = False
 
@@ -219,43 +214,29 @@ class SharedReads:
         self, share: Share, listening: socket.socket, address: Address, note: Note, place: Location
     ) -> None:
         self._share: Final = share
-        self._blocks: Final = Blocks(note.files)
-        self._paths: Final = {str(place / file.name): file for file in self._blocks.files.values()}
-        self._place: Final = place
-        self._storage: Final = range_reader(place / name for name in self._blocks.files)
+        self._blocks: Final = blocks_of(note.files)
+        self._files: Final = {str(place / name): file for name, file in self._blocks.items()}
+        self._in_order: Final = list(self._files.items())
+        self._storage: Final = range_reader(place / name for name in self._blocks)
         self._peers: Final = _peers_at(share.addresses)
+        self._own: Final = {unit.begin: unit for unit in share.units if unit.owner == share.rank}
         most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
-        count = sum(1 for _ in share.own_units(share.spans[:, :2]))
-        self._units: Final = OwnUnits(self._read_unit, count, most)
+        self._units: Final = OwnUnits(self._read_unit, self._own.values(), most)
+        self._ahead: deque[Unit] = deque()
+        """What is still to be read ahead. No lock: single operations are atomic."""
         self._left: set[str] = set()
         self._server: Final = Server(listening, address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
     def reading(self, reads: Reads) -> Iterator[ReadRange]:
-        """A function that returns ranges of data files, for a restore of ``reads``; until the end of the block, this
-        rank's units are read ahead, in the order in which the engine asks for them.
+        """A function that returns ranges of data files, for a restore of ``reads``. With each range, it reads one of
+        this rank's units ahead, in the order in which the engine asks for them.
         """
-        runs = needed_blocks(reads, self._blocks)
-        units, lock = self._share.own_units(runs), threading.Lock()  # guards units
-        stop = threading.Event()
-
-        def read_ahead() -> None:
-            while not stop.is_set():
-                with lock:
-                    unit = next(units, None)
-                if unit is None:
-                    return
-                while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
-                    pass
-
-        with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:
-            try:
-                with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
-                    for _ in range(_AHEAD_THREADS):
-                        executor.submit(read_ahead)
-                yield self._read_range
-            finally:
-                stop.set()
+        self._ahead.extend(self._share.own_units(needed_blocks(reads, self._blocks)))
+        try:
+            yield self._read_range
+        finally:
+            self._ahead.clear()
 
     def leave(self, files: Collection[str]) -> bool:
         """Read ``files`` from storage from now on, each block for this rank alone; returns whether this is new."""
@@ -269,23 +250,25 @@ class SharedReads:
         """
         for peer in self._peers.values():
             peer.close()
-
-        def end(seconds: float) -> None:
-            self._units.are_gone.wait(seconds)
-            self._server.close()
-            self._units.close()
-
-        later = threading.Thread(target=end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True)
-        with contextlib.suppress(RuntimeError):  # the system gives no thread
-            if not all_have_read:
+        if not all_have_read:
+            later = threading.Thread(target=self._end_later, name=_THREAD_NAME, daemon=True)
+            with contextlib.suppress(RuntimeError):  # the system gives no thread
                 later.start()
                 return
-        end(0)
+        self._end()
+
+    def _end_later(self) -> None:
+        self._units.are_gone.wait(_KEPT_SECONDS)
+        self._end()
+
+    def _end(self) -> None:
+        self._server.close()
+        self._units.close()
 
     # ---- this rank's own load ------------------------------------------------------------------------
 
     def _read_range(self, path: str, begin: int, end: int) -> Buffer:
-        file = self._paths[path]
+        file = self._files[path]
         if end > file.nbytes or file.name in self._left:  # the table of checksums; or all
             return self._storage(path, begin, end)
         pieces = list(self._pieces(path, file, begin, end))
@@ -294,16 +277,24 @@ class SharedReads:
     def _pieces(self, path: str, file: FileBlocks, begin: int, end: int) -> Iterator[memoryview]:
         first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         for start, stop, unit in self._share.pieces(file.first + first, file.first + last):
+            self._read_ahead()
             low = max((start - file.first) * BLOCK_BYTES, begin)
             high = min((stop - file.first) * BLOCK_BYTES, end)
-            found = None if unit is None else self._shared(unit, file, low, high)
-            yield memoryview(self._storage(path, low, high) if found is None else found).cast("B")
+            data = None
+            if unit is not None:
+                at = (unit.begin - file.first) * BLOCK_BYTES
+                ask = self._taken if unit.owner == self._share.rank else self._asked
+                data = ask(unit, low - at, high - at)
+            yield memoryview(self._storage(path, low, high) if data is None else data).cast("B")
 
-    def _shared(self, unit: Unit, file: FileBlocks, begin: int, end: int) -> Buffer | None:
-        start = (unit.begin - file.first) * BLOCK_BYTES
-        if unit.owner != self._share.rank:
-            return self._asked(unit, begin - start, end - start)
-        with self._units.taken(unit, begin - start, end - start) as data:
+    def _read_ahead(self) -> None:
+        with contextlib.suppress(IndexError):  # there is no more
+            unit = self._ahead.popleft()
+            if not self._units.read_ahead(unit):
+                self._ahead.appendleft(unit)
+
+    def _taken(self, unit: Unit, begin: int, end: int) -> Buffer | None:
+        with self._units.taken(unit, begin, end) as data:
             return data
 
     def _asked(self, unit: Unit, begin: int, end: int) -> Buffer | None:
@@ -314,7 +305,8 @@ class SharedReads:
         try:
             if peer.is_left:
                 return None
-            _, data = peer.ask(["unit", unit.begin, begin, end], most=end - begin)
+            words = ["unit", unit.begin, begin, end]
+            _, data = peer.ask(words, most=end - begin, seconds=_ANSWER_SECONDS)
             if data.nbytes != end - begin:
                 raise DamagedError
             return data
@@ -334,10 +326,11 @@ class SharedReads:
             peer.turns.release()
 
     def _read_unit(self, unit: Unit) -> Buffer:
-        file = self._blocks.file_of(unit.begin)
+        at = bisect_right(self._in_order, unit.begin, key=lambda each: each[1].first) - 1
+        path, file = self._in_order[at]
         begin = (unit.begin - file.first) * BLOCK_BYTES
-        end = min((unit.end - file.first) * BLOCK_BYTES, file.nbytes)
-        data = self._storage(str(self._place / file.name), begin, end)
+        end = min(begin + unit.nbytes, file.nbytes)
+        data = self._storage(path, begin, end)
         if memoryview(data).nbytes != end - begin:
             raise OSError(errno.EIO, "storage has returned another number of bytes")
         return data
@@ -346,17 +339,13 @@ class SharedReads:
 
     def _serve(self, line: Line) -> None:
         for words, _ in line.requests():
-            with contextlib.ExitStack() as stack:
-                data = None
-                match words:
-                    case ["unit", int(block), int(begin), int(end)] if 0 <= block < 1 << 62:
-                        _, _, unit = next(self._share.pieces(block, block + 1))
-                        if unit and (unit.begin, unit.owner) == (block, self._share.rank):
-                            data = stack.enter_context(self._units.taken(unit, begin, end))
-                if data is None:
-                    line.refuse(OSError(errno.ENOENT, "it is not kept"))
-                else:
-                    line.answer(None, data)
+            match words:
+                case ["unit", int(block), int(begin), int(end)] if block in self._own:
+                    with self._units.taken(self._own[block], begin, end) as data:
+                        if data is not None:
+                            line.answer(None, data)
+                            continue
+            line.refuse(OSError(errno.ENOENT, "it is not kept"))
 
 
 # ---- what the ranks tell each other before ------------------------------------------------------------
@@ -387,7 +376,7 @@ class JointReads:
         self.close()
         if not self._wanted:
             return b""
-        runs = needed_blocks(reads(), Blocks(table.note.files))
+        runs = needed_blocks(reads(), blocks_of(table.note.files))
         try:
             self._own = _, address = listen(self._rank_set.address)
         except OSError as error:

@@ -1,8 +1,7 @@
 """The attempt: the name of one save's directory, ordered, unique at its path, and the same on all ranks.
 
 Every save writes into a separate directory, ``<incarnation>-<sequence>``, so it never touches a byte of the committed
-checkpoint beside it. The coordinator chooses the name, and sends it to the other ranks with their plans
-(:class:`Ticket`).
+checkpoint beside it. The coordinator chooses the name, and sends it to the other ranks with their plans.
 """
 
 from __future__ import annotations
@@ -72,25 +71,3 @@ def next_attempt(after: Attempt | None) -> Attempt:
         if after is not None and after >= Attempt(_incarnation, _sequence):
             _incarnation = max(after.incarnation, time.time_ns()) + 1 + secrets.randbits(30)
         return Attempt(_incarnation, _sequence)
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """The coordinator's choices for a save, which every rank must know."""
-
-    attempt: Attempt
-    number: int
-    """Of the commit round. Newer saves of a group have greater numbers."""
-    first: int
-    """The number of the commit group's first round."""
-
-    def encode(self) -> tuple[int, ...]:
-        """The ticket as plain data."""
-        return (self.attempt.incarnation, self.attempt.sequence, self.number, self.first)
-
-    @staticmethod
-    def decode(data: object) -> Ticket | None:
-        """The ticket that :meth:`encode` encoded; None for anything else."""
-        if not isinstance(data, tuple) or len(data) != 4 or {*map(type, data)} != {int}:
-            return None
-        return Ticket(Attempt(*data[:2]), *data[2:])

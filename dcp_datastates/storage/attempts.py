@@ -208,14 +208,13 @@ def remove_folders(
     for attempt in there if directory.is_local else ():
         folder = directory / attempt.name
         names = folder.store.list(folder.key).names
-        if names == [DECISION_NAME]:
-            # No process may decide anew between its removal and the folder's.
-            if local_store.discard_folder(folder.key) or attempt not in decided:
-                continue
-            folder.store.delete([(folder / DECISION_NAME).key])
-        elif names:
-            continue
-        local_store.remove_folder(folder.key)
+        # In one step: no process may decide anew between the decision's removal and the folder's.
+        if names == [DECISION_NAME] and not local_store.discard_folder(folder.key):
+            if attempt in decided:
+                folder.store.delete([(folder / DECISION_NAME).key])
+                local_store.remove_folder(folder.key)
+        elif not names:
+            local_store.remove_folder(folder.key)
 
 
 # ---- the index of a directory of checkpoints in an object store -----------------------------------

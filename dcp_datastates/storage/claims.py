@@ -8,9 +8,9 @@ each may commit, and the newer one is what the path holds.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
 from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.self_test import what_works_for
 
 _CLAIMS: Final = 100
 """How many numbers are tried: if a server's reply is lost, a directory just made looks like another process's."""
@@ -33,7 +34,7 @@ class Claim:
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
             directory cannot be listed.
         older: the attempts that were at the path at the claim, oldest first.
-        alone: whether there was no sign of another save to the path.
+        alone: whether a store's index has no sign of another save to the path. A directory's claim cannot tell.
     """
 
     attempt: Attempt
@@ -54,8 +55,8 @@ class Neighbours:
         self._known: dict[str, tuple[int, int] | None] = {}
         self.newest: Attempt | None = None
         """The newest attempt that was seen by :meth:`look`, and those of :meth:`note`."""
-        self._device: int | None = None
-        self._saved: set[str] = set()
+        self._home: tuple[int, str] | None = None
+        """The number of the file system of the latest :meth:`note_saved`, and the name there."""
 
     def check_mounted(self, root: ObjectPath) -> int:
         """A checkpoint is about to be saved in the directory ``root``: returns the number of the file system there.
@@ -65,37 +66,35 @@ class Neighbours:
         A file system that was unmounted and mounted again may have another number; what lies there tells it.
         """
         self._enter(root)
-        device, before = _device_of(Path(str(root))), {*self._known, *self._saved}
-        if self._device not in (None, device) and before.isdisjoint(presence.names_in(str(root))):
-            raise StorageError(
-                errno.ENODEV,
-                f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
-                f"{min(before)!r} on it: mount it again, or begin a new job with another root",
-                str(root),
-            )
+        device = _device_of(Path(str(root)))
+        if self._home is not None and self._home[0] != device:
+            before = {*self._known, self._home[1]}
+            if before.isdisjoint(presence.names_in(str(root))):
+                raise StorageError(
+                    errno.ENODEV,
+                    f"the file system that was mounted at or above {str(root)!r} at the save before is gone, with "
+                    f"{min(before)!r} on it: mount it again, or begin a new job with another root",
+                    str(root),
+                )
         return device
 
     def note_saved(self, name: str, device: int) -> None:
         """Note that there is a directory ``name`` in the root of :meth:`check_mounted`, which returned ``device``."""
-        self._device, self._saved = device, {name}
+        self._home = device, name
 
     def look(self, root: ObjectPath) -> set[str] | None:
-        """Look for the checkpoints in ``root``, for :attr:`newest`. Returns the names of those that are there or may
-        come to be there soon; None if the directory cannot be listed. Raises :class:`StorageError` for an object store,
-        which has an index of them.
+        """Look for the checkpoints in ``root``, for :attr:`newest`. Raises :class:`StorageError` for an object store,
+        which has an index of them: returns the names of those that are there or may come to be there soon.
         """
         self._enter(root)
-        if root.is_local:
-            return self._look_around(root)
-        entries = attempts.entries(root)
-        for entry in entries:
-            self.note(entry.attempt)
-        return {entry.name for entry in entries}
-
-    def _look_around(self, root: ObjectPath) -> set[str] | None:
+        if not root.is_local:
+            entries = attempts.entries(root)
+            for entry in entries:
+                self.note(entry.attempt)
+            return {entry.name for entry in entries}
         try:
-            with os.scandir(str(root)) as entries:
-                names = [entry.name for entry in entries if local.is_directory(entry)]
+            with os.scandir(str(root)) as there:
+                names = [entry.name for entry in there if local.is_directory(entry)]
         except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
@@ -109,18 +108,14 @@ class Neighbours:
                 found = None
             self._known[name] = found
             if found is None or known.get(name) != found:
-                try:  # other users' directories may not be readable
-                    there = attempts.present(root / name)
-                except OSError:
-                    continue
-                for attempt in there[-1:]:
-                    self.note(attempt)
-        return set(self._known)
+                with contextlib.suppress(OSError):  # other users' directories may not be readable
+                    for attempt in attempts.present(root / name)[-1:]:
+                        self.note(attempt)
+        return None
 
     def _enter(self, root: ObjectPath) -> None:
         if root != self._root:
-            self._root, self._known, self.newest = root, {}, None
-            self._device, self._saved = None, set()
+            self._root, self._known, self.newest, self._home = root, {}, None, None
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest root."""
@@ -134,15 +129,10 @@ def _device_of(path: Path) -> int:
     return status.st_dev
 
 
-def claim(
-    directory: ObjectPath,
-    neighbours: Neighbours,
-    overwrite: bool,
-    self_test: Callable[[], object] = lambda: None,
-) -> Claim:
+def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
     """Claim a new attempt at ``directory``: steps 1 and 2 of docs/design/commit.md. In an object store, this is one
     LIST if no save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is
-    made. Calls ``self_test`` when the directory exists.
+    made. The first claim in a root tries what storage can do, now that nothing waits for it.
 
     Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """
@@ -150,31 +140,26 @@ def claim(
     if directory.is_local:
         device = neighbours.check_mounted(directory.parent)
         local.make_directories(Path(str(directory)))
-    self_test()
+    what_works_for(directory)
     for _ in range(_CLAIMS):
-        claimed = _choose(directory, neighbours, overwrite)
-        neighbours.note(claimed.attempt)
-        if not directory.is_local:
-            return claimed
-        if make_folder((directory / claimed.attempt.name).key, "plan"):
+        beside = neighbours.look(directory.parent)
+        alone = beside is not None and directory.name not in beside
+        if not overwrite:
+            check_absent(directory)
+        there = [] if alone and overwrite else attempts.present(directory)
+        after = max([*there, *filter(None, [neighbours.newest])], default=None)
+        attempt = next_attempt(after)
+        neighbours.note(attempt)
+        if directory.is_local:
+            if not make_folder((directory / attempt.name).key, "plan"):
+                continue
             neighbours.note_saved(directory.name, device)
-            return claimed
+        return Claim(attempt, after, tuple(there), alone)
     raise StorageError(
         errno.EEXIST,
         f"the directories of {_CLAIMS} new attempts exist already; is this a file system?",
         str(directory),
     )
-
-
-def _choose(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
-    beside = neighbours.look(directory.parent)
-    alone = beside is not None and directory.name not in beside
-    if not overwrite:
-        check_absent(directory)
-    there = [] if alone and overwrite else attempts.present(directory)
-    newest = neighbours.newest
-    after = max([*there, *([] if newest is None else [newest])], default=None)
-    return Claim(next_attempt(after), after, tuple(there), alone)
 
 
 def check_absent(directory: ObjectPath) -> None:

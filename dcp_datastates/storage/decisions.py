@@ -150,7 +150,6 @@ def decide_alone(
     :func:`decide`.
     """
     path = decision_path(directory, attempt)
-    failure: OSError | None = None
     try:
         if creates_once:
             created = path.store.put_if_absent(path.key, data)
@@ -158,13 +157,13 @@ def decide_alone(
             path.store.put(path.key, data)
         if created:
             return State.COMMITTED
+        failure: OSError = StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
     except NotDurableError:
         raise
-    except OSError as error:
+    except OSError as error:  # the request may still be carried out
         failure = error
-    state = state_of(directory, attempt)
-    if state is None:  # the request may still be carried out
-        raise failure or StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
+    if (state := state_of(directory, attempt)) is None:
+        raise failure
     if state is State.COMMITTED:
         _check_same(directory, attempt, data)
     return state

@@ -30,11 +30,7 @@ class FsspecStore(LibraryStore):
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         super().__init__(url, options)
-        self._root = str(self._files._strip_protocol(url)).strip("/")
-
-    @property
-    def _files(self) -> Any:
-        return self._client
+        self._root = str(self._client._strip_protocol(url)).strip("/")
 
     def _open(self) -> Any:
         scheme = self.url.partition("://")[0]
@@ -69,7 +65,7 @@ class FsspecStore(LibraryStore):
     ) -> None:
         def begin() -> Any:
             # Without autocommit=False: it keeps each file for good, in the list of an unused transaction.
-            return self._files.open(self._path(key), "wb", block_size=part_bytes)
+            return self._client.open(self._path(key), "wb", block_size=part_bytes)
 
         file = self._ask("storing", key, lambda: self._in_directory(key, begin))
         try:
@@ -92,14 +88,14 @@ class FsspecStore(LibraryStore):
             self.delete([key])
 
     def get(self, key: str) -> bytes:
-        return self._ask("reading", key, lambda: bytes(self._files.cat_file(self._path(key))))
+        return self._ask("reading", key, lambda: bytes(self._client.cat_file(self._path(key))))
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         if end <= begin:
             return b""
         data = memoryview(
             self._ask(
-                "reading", key, lambda: self._files.cat_file(self._path(key), start=begin, end=end)
+                "reading", key, lambda: self._client.cat_file(self._path(key), start=begin, end=end)
             )
         )
         if len(data) > end - begin:
@@ -111,7 +107,7 @@ class FsspecStore(LibraryStore):
         return data
 
     def size(self, key: str) -> int:
-        about = self._ask("looking at", key, lambda: self._files.info(self._path(key)))
+        about = self._ask("looking at", key, lambda: self._client.info(self._path(key)))
         if about["type"] == "directory":
             raise ObjectMissingError(self._url(key))
         return int(about["size"])
@@ -119,7 +115,7 @@ class FsspecStore(LibraryStore):
     def list(self, prefix: str) -> Listing:
         try:
             found = self._ask(
-                "listing", prefix, lambda: self._files.ls(self._path(prefix), detail=True)
+                "listing", prefix, lambda: self._client.ls(self._path(prefix), detail=True)
             )
         except ObjectMissingError:
             return Listing((), ())
@@ -142,11 +138,11 @@ class FsspecStore(LibraryStore):
                 self._ask("deleting", key, functools.partial(self._remove, key))
 
     def _remove(self, key: str) -> None:
-        self._files.rm_file(self._path(key))
+        self._client.rm_file(self._path(key))
 
     def _pipe(self, key: str, data: Buffer, mode: str) -> None:
         content = bytes(data)
-        self._in_directory(key, lambda: self._files.pipe_file(self._path(key), content, mode=mode))
+        self._in_directory(key, lambda: self._client.pipe_file(self._path(key), content, mode=mode))
 
     def _in_directory(self, key: str, store: Any) -> Any:
         """``store()``; once more with the key's directory, if the file system has such and it was missing."""
@@ -154,13 +150,13 @@ class FsspecStore(LibraryStore):
             return store()
         except FileNotFoundError:
             # Below a bucket that is missing, some would make the bucket.
-            if not self._files.exists(self._path("")):
+            if not self._client.exists(self._path("")):
                 raise
-            self._files.makedirs(self._path(key.rpartition("/")[0]), exist_ok=True)
+            self._client.makedirs(self._path(key.rpartition("/")[0]), exist_ok=True)
             return store()
 
     def _path(self, key: str) -> str:
-        return str(self._files._strip_protocol(self._url(key)))
+        return str(self._client._strip_protocol(self._url(key)))
 
     def _key(self, name: str) -> str:
         return str(name).strip("/").removeprefix(self._root).strip("/")

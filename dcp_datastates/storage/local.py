@@ -26,16 +26,6 @@ METADATA_NAME: Final = ".metadata"
 _SCHEME: Final = re.compile("(s3a?|gs|gcs|az|azure|adl|abfss?|hdfs|memory):")
 
 
-def _no_path(given: object, name: str) -> ConfigurationError:
-    said, hint = f"={reprlib.repr(given)}", ""
-    if isinstance(given, Mapping):
-        said = f" is a {type(given).__name__}, and"
-        hint = "; it is load(path, state) and save(state, path)"
-    return ConfigurationError(
-        f"{name}{said} must be a str or os.PathLike of a directory, or a URL{hint}"
-    )
-
-
 def local_path(path: str | os.PathLike[str], below: str | None = None, name: str = "path") -> Path:
     """``path`` as an absolute :class:`~pathlib.Path`; refuses URLs, also those that a ``Path`` has made of one, and
     other types.
@@ -45,8 +35,15 @@ def local_path(path: str | os.PathLike[str], below: str | None = None, name: str
 
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise _no_path(path, name)
+    given: object = path
+    if not isinstance(given, (str, os.PathLike)):
+        said, hint = f"={reprlib.repr(given)}", ""
+        if isinstance(given, Mapping):
+            said = f" is a {type(given).__name__}, and"
+            hint = "; it is load(path, state) and save(state, path)"
+        raise ConfigurationError(
+            f"{name}{said} must be a str or os.PathLike of a directory, or a URL{hint}"
+        )
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{name}={path!r} must name a directory")
@@ -92,21 +89,12 @@ def check_writable(directory: Path) -> None:
         raise ConfigurationError(
             f"path {str(directory)!r} cannot be a checkpoint directory: {str(nearest)!r} is a file"
         )
-    if os.access(nearest, os.W_OK | os.X_OK):
-        return
-    if _is_read_only(nearest):
-        raise StorageError(
-            errno.EROFS, f"{str(nearest)!r} is on a read-only file system", str(directory)
-        )
-    raise StorageError(
-        errno.EACCES, f"no permission to create a checkpoint below {str(nearest)!r}", str(directory)
-    )
-
-
-def _is_read_only(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    return False
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        number, why = errno.EACCES, f"no permission to create a checkpoint below {str(nearest)!r}"
+        with contextlib.suppress(OSError):
+            if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+                number, why = errno.EROFS, f"{str(nearest)!r} is on a read-only file system"
+        raise StorageError(number, why, str(directory))
 
 
 def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
@@ -202,7 +190,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     Raises OSError: :class:`NotAFileError` if there is something other than a file.
     """
     try:
-        _check_regular(os.stat(path), path)
+        _check_regular(_status_of(path), path)
     except OSError as error:
         if error.errno == errno.ELOOP and presence.is_link(path):
             raise _not_a_file("a symbolic link that leads back to itself", path) from None
@@ -214,6 +202,16 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _status_of(path: str | os.PathLike[str]) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
+        parent = os.path.dirname(os.path.abspath(path))
+        os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return os.stat(path)
 
 
 def read_at(descriptor: int, offset: int, into: memoryview) -> int:

@@ -331,25 +331,10 @@ def _sync_name(path: Path, created: bool = False) -> None:
 @contextlib.contextmanager
 def _opened(key: str) -> Iterator[int]:
     path = _path(key)
-    try:
-        descriptor = presence.asked(lambda: _open(path))
-    except StorageError:
-        raise
-    except OSError as error:
-        if presence.is_missing(error, path):
-            raise ObjectMissingError(str(path)) from None
-        raise presence.unjudged(error, path) from error
+    if (descriptor := presence.judged(local.open_regular, path)) is None:
+        raise ObjectMissingError(str(path))
     try:
         with local.explained("reading", path):
             yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    try:
-        return local.open_regular(path)
-    except FileNotFoundError:
-        # An NFS client may remember for half a minute that there was none; opening the directory asks the server.
-        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        return local.open_regular(path)

@@ -226,7 +226,7 @@ def check_opens(location: Location) -> None:
 
 
 def check_prefix(path: ObjectPath) -> None:
-    """Raise :class:`ConfigurationError` if it is the bucket itself, or its store cannot be opened. Asks no server."""
+    """:func:`check_opens`; the bucket itself is an error, too."""
     if not path.key:
         raise ConfigurationError(
             f"path={str(path)!r} is a bucket: a checkpoint needs a prefix, such as {path / 'run/step-100'}"
@@ -274,22 +274,17 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
 
 
 def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:
-    scheme = root.partition("://")[0]
-    # Imported here: the libraries are in the extra "cloud".
-    if scheme in _OBSTORE_SCHEMES and not options:
-        try:
+    by_obstore = root.partition("://")[0] in _OBSTORE_SCHEMES and not options
+    library = "obstore" if by_obstore else "fsspec"
+    try:  # the libraries are in the extra "cloud"
+        if by_obstore:
             from dcp_datastates.storage.obstore_adapter import ObstoreStore
-        except ImportError as error:
-            raise _missing(root, "obstore", error) from error
-        return ObstoreStore(root)
-    try:
+
+            return ObstoreStore(root)
         from dcp_datastates.storage.fsspec_adapter import FsspecStore
+
+        return FsspecStore(root, options)
     except ImportError as error:
-        raise _missing(root, "fsspec", error) from error
-    return FsspecStore(root, options)
-
-
-def _missing(root: str, library: str, error: ImportError) -> ConfigurationError:
-    return ConfigurationError(
-        f"{root} needs the package {library} ({error}): pip install 'dcp_datastates[cloud]'"
-    )
+        raise ConfigurationError(
+            f"{root} needs the package {library} ({error}): pip install 'dcp_datastates[cloud]'"
+        ) from error

@@ -62,10 +62,10 @@ _REASON: Final = re.compile(r".*status code: |.*HTTP error: ", re.DOTALL)
 class _Clients:
     calls: Any
     """Gives up early."""
-    streams: Any
-    """Repeats the parts of an upload by itself: the pieces cannot be sent again from the beginning."""
-    single: Any
-    """As ``calls``, and deletes one object by a request."""
+    patient: Any
+    """Repeats requests by itself: the pieces of an upload cannot be sent again from the beginning. Deletes each object
+    by a request of its own.
+    """
 
 
 class ObstoreStore(LibraryStore):
@@ -77,8 +77,8 @@ class ObstoreStore(LibraryStore):
         super().__init__(url)
         self._most_deleted: Final = 1000 if url.startswith("s3") else 256
         """The most objects that one request deletes."""
-        self._deletes_many: bool | None = None
-        """Whether one request deletes several; None: that shows at the first deletion."""
+        self._deletes_many = True
+        """Whether one request deletes several. False once the server has refused that, and has deleted one by one."""
 
     def _open(self) -> _Clients:
         client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
@@ -94,13 +94,11 @@ class ObstoreStore(LibraryStore):
         short, long = _retries(_LIBRARY_TRIES, ASKED_SECONDS), _retries(10_000, _WRITE_SECONDS)
         try:
             calls: Any = from_url(self.url, retry_config=short, **options)
-            streams: Any = from_url(self.url, retry_config=long, **options)
             if self.url.startswith("s3"):
                 options["config"] = {"disable_bulk_delete": True}
-            single: Any = from_url(self.url, retry_config=short, **options)
+            return _Clients(calls, from_url(self.url, retry_config=long, **options))
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigurationError(f"{self.url} cannot be opened: {self._said(error)}") from None
-        return _Clients(calls, streams, single)
 
     def put(self, key: str, data: Buffer) -> None:
         content = bytes(data)  # the library takes other buffers for iterables
@@ -142,7 +140,7 @@ class ObstoreStore(LibraryStore):
             with self._explained("storing", key):
                 try:
                     obstore.put(
-                        client.streams,
+                        client.patient,
                         key,
                         noted(),
                         use_multipart=True,
@@ -191,21 +189,15 @@ class ObstoreStore(LibraryStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
-        if not names:
+        if not self._deletes_many:
+            self._delete(names, lambda: self._client.patient)
             return
-        if self._deletes_many is not False:
-            seconds = _WRITE_SECONDS if self._deletes_many else 0.0
-            try:
-                self._delete(names, lambda: self._client.calls, seconds)
-            except StorageError as error:
-                if self._deletes_many:
-                    raise
-                refusal = error
-            else:
-                self._deletes_many = True
-                return
-        self._delete(names, lambda: self._client.single, _WRITE_SECONDS)
-        if self._deletes_many is None and not isinstance(refusal, BusyError):
+        try:
+            self._delete(names, lambda: self._client.calls)
+        except (BusyError, ExpiredError):
+            raise
+        except StorageError as refusal:
+            self._delete(names, lambda: self._client.patient)
             self._deletes_many = False
             logger.info(
                 "%s does not take requests that delete several objects, so each is deleted by one of its own: %s",
@@ -213,10 +205,10 @@ class ObstoreStore(LibraryStore):
                 refusal.strerror,
             )
 
-    def _delete(self, names: Sequence[str], client: Callable[[], Any], seconds: float) -> None:
+    def _delete(self, names: Sequence[str], client: Callable[[], Any]) -> None:
         for at in range(0, len(names), self._most_deleted):
             batch = names[at : at + self._most_deleted]
-            self._ask("deleting", batch[0], partial(_delete, client, batch), seconds)
+            self._ask("deleting", batch[0], partial(_delete, client, batch), _WRITE_SECONDS)
 
     def _storage_error(self, error: Exception, doing: str, url: str) -> StorageError:
         # What is missing when an object is stored is the bucket, or the upload.

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import itertools
 import json
+import logging
 import os
 import shutil
 import threading
@@ -26,6 +27,8 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
+
+logger = logging.getLogger(__name__)
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 """Has the path of the trace; empty, or unset, if there is no trace."""
@@ -43,6 +46,8 @@ _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
 
 _sync_ids = itertools.count(1)
+_unsynced: Final[set[int]] = set()
+"""The devices of which the log has said that they have no fsync of a directory."""
 
 
 def _trace(operation: str, path: Path, **more: Any) -> None:
@@ -83,29 +88,24 @@ def during(phase: str, folder: Path | None = None) -> Iterator[None]:
     Below ``folder`` they reach what is in that directory now, whatever takes its name meanwhile, and follow no symbolic
     link. Raises :class:`StorageError` if it is no directory.
     """
-    before = vars(_current).copy()
-    if folder is not None:
-        try:
-            descriptor = os.open(folder, _DIRECTORY)
-        except OSError as error:
-            why = f"opening {folder} failed: {error.strerror}"
-            raise StorageError(error.errno, why, str(folder)) from error
-        if not presence.is_directory(
-            _path_of(descriptor)
-        ):  # else all below would look as if it were gone
-            os.close(descriptor)
-            raise StorageError(
-                errno.ENOENT, "/proc is not mounted, which deletions need", str(folder)
-            )
-        _current.held = folder, descriptor
-    _current.phase = phase
-    try:
-        yield
-    finally:
-        vars(_current).clear()
-        vars(_current).update(before)
+    before = _current.phase, _current.held
+    with contextlib.ExitStack() as opened:
         if folder is not None:
-            os.close(descriptor)
+            try:
+                descriptor = os.open(folder, _DIRECTORY)
+            except OSError as error:
+                why = f"opening {folder} failed: {error.strerror}"
+                raise StorageError(error.errno, why, str(folder)) from error
+            opened.callback(os.close, descriptor)
+            if not presence.is_directory(_path_of(descriptor)):  # all below would look as if gone
+                why = "/proc is not mounted, which deletions need"
+                raise StorageError(errno.ENOENT, why, str(folder))
+            _current.held = folder, descriptor
+        _current.phase = phase
+        try:
+            yield
+        finally:
+            _current.phase, _current.held = before
 
 
 @contextlib.contextmanager
@@ -150,14 +150,11 @@ def make_directory(path: Path, phase: str = "") -> None:
 def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> None:
     """Create ``path``, which must not exist, of ``pieces``, and make its bytes (not its name) durable."""
     phase = phase or _current.phase
-    step()
-    hit(f"{phase}.create.before")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with reached(path) as name:
-        descriptor = os.open(name, flags, 0o644)
-    try:
-        _trace("create", path)
-        hit(f"{phase}.create.after")
+    with contextlib.ExitStack() as opened:
+        with _operation(phase, "create", path) as name:
+            descriptor = os.open(name, flags, 0o644)
+            opened.callback(os.close, descriptor)
         offset = 0
         for piece in pieces:
             step()
@@ -171,8 +168,6 @@ def write_new_file(path: Path, pieces: Iterable[Buffer], phase: str = "") -> Non
             del piece, left  # its memory is free before the next is made
         hit(f"{phase}.write.after")
         _sync(descriptor, path, phase, "sync_file")
-    finally:
-        os.close(descriptor)
 
 
 def rename(path: Path, target: Path, phase: str = "") -> None:
@@ -237,6 +232,14 @@ def sync_directory(path: Path, phase: str = "") -> None:
     except OSError as error:
         if error.errno not in _NO_DIRECTORY_SYNC:
             raise
+        if (device := os.fstat(descriptor).st_dev) not in _unsynced:
+            _unsynced.add(device)
+            logger.warning(
+                "%s: the file system there has no fsync of a directory (%s), and saves go without it: after a crash of "
+                "the server, the newest checkpoint may be missing",
+                path,
+                error.strerror,
+            )
     finally:
         os.close(descriptor)
 

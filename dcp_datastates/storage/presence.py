@@ -10,6 +10,7 @@ forbids ``exists``, ``lexists``, ``is_file`` and their like elsewhere, for these
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -17,7 +18,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -53,25 +53,6 @@ class NotAFileError(StorageError):
     """There is something other than a file: a pipe, a device, a cycle of links. So it is certainly no checkpoint's."""
 
 
-def asked(operation: Callable[[], T]) -> T:
-    """The result of a look at storage, tried again after errors that pass. Raises OSError. Any thread.
-
-    A :class:`StorageError` is final: whoever raised it, an object store for one, has tried as often as it should.
-    """
-    global _failed_at
-    pauses = iter(() if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES)
-    while True:
-        try:
-            return operation()
-        except OSError as error:
-            if error.errno not in _PASSING or isinstance(error, StorageError):
-                raise
-            if (pause := next(pauses, None)) is None:
-                _failed_at = time.monotonic()
-                raise
-        time.sleep(pause)
-
-
 def look_at_each(look: Callable[[K], T], places: Iterable[K], few: int = _FEW) -> list[T]:
     """What ``look`` returns for each of ``places``, in their order. Several threads look at more than ``few``: a shared
     file system takes a millisecond for each, and a store some dozens.
@@ -83,46 +64,44 @@ def look_at_each(look: Callable[[K], T], places: Iterable[K], few: int = _FEW) -
         return list(executor.map(look, them))
 
 
-def is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:
-    """Whether ``error``, of a look at ``path``, means that there is nothing.
+def judged(look: Callable[[Any], T], path: str | os.PathLike[str]) -> T | None:
+    """What ``look`` tells of ``path``, tried again after errors that pass; None if there is nothing. Any thread.
 
-    It does if there is no such name; or if a parent of ``path`` is a file, and not only said to be none.
+    Raises :class:`StorageError`. One of ``look`` itself is final: whoever raised it, has tried as often as it should.
     """
-    if isinstance(error, FileNotFoundError):
-        return True
-    if not isinstance(error, NotADirectoryError):
-        return False
-    for parent in (Path(path), *Path(path).parents):
+    global _failed_at
+    pauses = iter(() if time.monotonic() - _failed_at < _REST_SECONDS else _PAUSES)
+    while True:
         try:
-            return not stat.S_ISDIR(os.stat(parent).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            return False
-    return False
+            return look(path)
+        except StorageError:
+            raise
+        except OSError as error:
+            if _is_missing(error, path):
+                return None
+            passes = error.errno in _PASSING
+            if not passes or (pause := next(pauses, None)) is None:
+                _failed_at = time.monotonic() if passes else _failed_at
+                cause = os.strerror(error.errno or 0)
+                way_out = _WAYS_OUT.get(error.errno or 0, _WAIT)
+                why = f"what is there is unknown: {cause}; {way_out}"
+                raise StorageError(error.errno, why, str(path)) from error
+        time.sleep(pause)
 
 
-def unjudged(error: OSError, path: str | os.PathLike[str]) -> StorageError:
-    """The error for a place at which ``error`` hides what is there."""
-    way_out = _WAYS_OUT.get(error.errno or 0, _WAIT)
-    cause = os.strerror(error.errno or 0)
-    return StorageError(error.errno, f"what is there is unknown: {cause}; {way_out}", str(path))
-
-
-def _judged(look: Callable[[Any], T], path: str | os.PathLike[str]) -> T | None:
-    """What ``look`` tells of ``path``; None for nothing. Raises :class:`StorageError`."""
-    try:
-        return asked(partial(look, path))
-    except OSError as error:
-        if is_missing(error, path):
-            return None
-        raise unjudged(error, path) from error
+def _is_missing(error: OSError, path: str | os.PathLike[str]) -> bool:
+    """Whether there is no such name; or a parent of ``path`` is a file, and not only said to be none."""
+    if isinstance(error, NotADirectoryError):
+        for each in (Path(path), *Path(path).parents):
+            with contextlib.suppress(OSError):
+                return not stat.S_ISDIR(os.stat(each).st_mode)
+    return isinstance(error, FileNotFoundError)
 
 
 def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
     """The status of what ``path`` leads to; None for nothing, and a circle of links. Raises :class:`StorageError`."""
     try:
-        return _judged(os.stat, path)
+        return judged(os.stat, path)
     except StorageError as error:
         if error.errno == errno.ELOOP and is_link(path):
             return None
@@ -131,7 +110,7 @@ def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a name of anything, a symbolic link that leads nowhere too. Raises :class:`StorageError`."""
-    return _judged(os.lstat, path) is not None
+    return judged(os.lstat, path) is not None
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
@@ -148,7 +127,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 def is_link(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a symbolic link. Raises :class:`StorageError`."""
-    status = _judged(os.lstat, path)
+    status = judged(os.lstat, path)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
@@ -186,12 +165,12 @@ def web_page(path: object) -> StorageError:
 
 def names_in(directory: str | os.PathLike[str]) -> list[str]:
     """The names in a directory; none if there is no directory. Raises :class:`StorageError`."""
-    return _judged(os.listdir, directory) or []
+    return judged(os.listdir, directory) or []
 
 
 def entries_in(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
     """:func:`names_in`, with what the system tells of each."""
-    return _judged(_scanned, directory) or []
+    return judged(_scanned, directory) or []
 
 
 def _scanned(directory: str | os.PathLike[str]) -> list[os.DirEntry[str]]:

@@ -85,7 +85,7 @@ class Archive:
         """A checkpoint that is committed while :meth:`open` looks comes twice, on all ranks."""
         self._lock = threading.RLock()  # guards what follows
         self._items: list[_Item] = []
-        self._opened: dict[Location, Future[None]] = {}
+        self._opened: dict[Location, SharedFuture] = {}
 
     def open(self, fast: Location) -> None:
         """Go on with the checkpoints below ``fast`` that are still to be archived. Every rank calls this, in the same
@@ -94,9 +94,9 @@ class Archive:
         with self._lock:
             if fast in self._opened:
                 return
-            opened = self._opened[fast] = Future()
+            opened = self._opened[fast] = SharedFuture()
         if not self._worker.post(lambda: self._open(fast, opened)):
-            opened.set_exception(SaveAbandonedError(self._worker.refusal))
+            opened.settle(SaveAbandonedError(self._worker.refusal))
 
     @property
     def items(self) -> list[_Item]:
@@ -110,16 +110,14 @@ class Archive:
         What a former job has left to archive counts, too.
         """
         began = time.monotonic()
-        with self._lock:
-            opened = list(self._opened.values())
-        if wait(opened, seconds).not_done:
+        if wait(list(self._opened.values()), seconds).not_done:
             return False
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
         return not wait([item.archived for item in self.items], left).not_done
 
     def close(self) -> None:
         """Give up what is not archived: a pin keeps it for the next start."""
-        self._carrier.closing.set()
+        self._carrier.close()
         self._worker.close(_CLOSE_SECONDS)
 
     def add(
@@ -147,7 +145,7 @@ class Archive:
 
     # ---- the archive's thread ----------------------------------------------------------------------
 
-    def _open(self, fast: Location, opened: Future[None]) -> None:
+    def _open(self, fast: Location, opened: SharedFuture) -> None:
         try:
             found = from_first_of(
                 self._rank_set,
@@ -158,12 +156,12 @@ class Archive:
             )
         except BaseException as error:
             logger.error("nothing of %s is archived: %s", fast, error)
-            opened.set_exception(error)
+            opened.settle(error)
             return
         items = [_Item(fast / name, Attempt(*numbers)) for name, *numbers in found]
         with self._lock:
             self._items += items  # before the future is done: who waits for both misses none
-        opened.set_result(None)
+        opened.settle(None)
         # Here and now: all ranks carry the same checkpoints in the same order.
         for item in items:
             logger.info("%s is not archived yet: going on", item.path)
@@ -173,34 +171,27 @@ class Archive:
         """On the first rank: the checkpoints that an earlier process has pinned, the oldest first, by their names and
         the numbers of their attempts. Removes the rests of copies that no fast tier has any more.
         """
-        pinned = []
-        for found in newest_first(checkpoints(fast)):
-            for name in pins(found.path):
-                attempt = Attempt.parse(name.removeprefix("archive."))
-                if attempt == found.attempt:
-                    pinned.append(found)
-                elif attempt is not None and attempt < found.attempt:
-                    unpin(found.path, name)  # the checkpoint that it kept was replaced
-        self._sweep({found.path.name for found in pinned})
         held = {item.path for item in self.items}
-        return [
-            (found.path.name, *dataclasses.astuple(found.attempt))
-            for found in reversed(pinned)
-            if found.path not in held
-        ]
-
-    def _sweep(self, unfinished: set[str]) -> None:
+        pinned, left = set(), []
+        for found in newest_first(checkpoints(fast)):
+            for attempt, name in _pins(found.path):
+                if attempt == found.attempt:
+                    pinned.add(found.path.name)
+                    if found.path not in held:
+                        left.append((found.path.name, *dataclasses.astuple(attempt)))
+                elif attempt < found.attempt:
+                    unpin(found.path, name)  # the checkpoint that it kept was replaced
         for path in directories(self.slow):
-            if path.name in unfinished or is_committed(path) or not attempts_at(path):
-                continue
-            with _logged(f"the rest of a copy stays in {path}"):
-                if delete_rest(path):
-                    logger.info("removed the rest of a copy from %s", path)
+            if path.name not in pinned and not is_committed(path) and attempts_at(path):
+                with _logged(f"the rest of a copy stays in {path}"):
+                    if delete_rest(path):
+                        logger.info("removed the rest of a copy from %s", path)
+        return left[::-1]
 
     def _carry(self, item: _Item) -> None:
         began = time.monotonic()
         try:
-            if (failure := self._opened[item.path.parent].exception()) is not None:
+            if (failure := self._opened[item.path.parent].peek()) is not None:
                 raise failure
             if item.attempt not in self._carried:
                 self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
@@ -213,9 +204,8 @@ class Archive:
             self._end(item, error)
             return
         if self._rank_set.rank == 0:
-            logger.info(
-                "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
-            )
+            seconds = time.monotonic() - began
+            logger.info("archived %s in %s in %.1f s", item.path, self.slow, seconds)
             with _logged(f"{item.path} stays pinned"):
                 if all(_has(slow, item.path, item.attempt) for slow in self.beside):
                     self._unpin(item)
@@ -227,15 +217,20 @@ class Archive:
     def _unpin(self, item: _Item) -> None:
         """Remove the pin, and those of older attempts, which were never committed."""
         with _logged(f"{item.path} stays pinned"):
-            for name in pins(item.path):
-                attempt = Attempt.parse(name.removeprefix("archive."))
-                if attempt is not None and attempt <= item.attempt:
+            for attempt, name in _pins(item.path):
+                if attempt <= item.attempt:
                     unpin(item.path, name)
 
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:
             self._items.remove(item)
         item.archived.settle(error)
+
+
+def _pins(path: Location) -> list[tuple[Attempt, str]]:
+    """The archives' pins of the checkpoint: of which attempt, and the pin's name."""
+    found = [(Attempt.parse(name.removeprefix("archive.")), name) for name in pins(path)]
+    return [(attempt, name) for attempt, name in found if attempt is not None]
 
 
 def _has(slow: Location, path: Location, attempt: Attempt) -> bool:
@@ -314,26 +309,22 @@ def make_room(fast: Location, archives: Sequence[Archive], nbytes: int, seconds:
     Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
     until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
     """
-    if _free(fast) >= nbytes:
-        return
-    log = WaitLog(logger, f"the save to {fast}", 0.0)
-    deadline = time.monotonic() + seconds
-    while True:
-        is_over = all(each.wait(0.0) for each in archives)  # before the look at what is archived
-        older = [*newest_first(checkpoints(fast))][1:]
-        while older and _free(fast) < nbytes:
-            _evict(older.pop(), archives)
-        if _free(fast) >= nbytes:
+    log, deadline = WaitLog(logger, f"the save to {fast}", 0.0), time.monotonic() + seconds
+    while _free(fast) < nbytes:
+        waiting = [each for each in archives if not each.wait(0.0)]  # before what is archived
+        for found in reversed([*newest_first(checkpoints(fast))][1:]):
+            if _free(fast) < nbytes:
+                _evict(found, archives)
+        if (free := _free(fast)) >= nbytes:
             return
-        if is_over or time.monotonic() >= deadline:
+        if not waiting or time.monotonic() >= deadline:
             logger.warning(
                 "%s has room for %s, and a save needs about %s; what is archived is deleted there already",
-                *(fast, size(_free(fast)), size(nbytes)),
+                *(fast, size(free), size(nbytes)),
             )
             return
-        archive = next((each for each in archives if not each.wait(0.0)), archives[0])
-        log.look(f"it needs room, which comes when more is archived in {archive.slow}")
-        archive.wait(_LOOK_SECONDS)
+        log.look(f"it needs room, which comes when more is archived in {waiting[0].slow}")
+        waiting[0].wait(_LOOK_SECONDS)
 
 
 def _free(fast: Location) -> float:

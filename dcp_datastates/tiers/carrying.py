@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from dcp_datastates.checkpoints.copy import CopyTarget, committed_at, copies
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.vote import Decision
+from dcp_datastates.commit.joint_work import JointWork
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CheckpointSupersededError,
-    RankLostError,
-    SaveAbandonedError,
+    DataStatesError,
     StorageError,
 )
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import Loss
-from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
@@ -41,10 +36,6 @@ _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
 """Between two tries, if storage fails. In seconds."""
 
-_LOOK_SECONDS: Final = 0.2
-"""Between two looks for news of the other ranks; longer with many ranks (``_LOOK_SECONDS_PER_RANK``)."""
-_LOOK_SECONDS_PER_RANK: Final = 1e-3
-
 T = TypeVar("T")
 
 
@@ -52,15 +43,12 @@ class Carrier:
     """Carries checkpoints, one after another, in one thread."""
 
     def __init__(self, group: CommitGroup, number: int) -> None:
-        self._rank, self._world = group.rank_set.rank, group.rank_set.world
-        self._detector = group.detector
-        self._meetings: Meetings | None = None
-        if self._world > 1:
-            self._meetings = Meetings(group.rank_set, f"archive{number}")
-        self._pause = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._world)
-        self.closing: Final = threading.Event()
-        """Whether to give up: the process ends."""
+        self._work = JointWork(group, f"archive{number}")
         self.pace: Final = Pace()
+
+    def close(self) -> None:
+        """Give up: the process ends. Any thread."""
+        self._work.closing.set()
 
     def carry(self, source: Location, attempt: Attempt, target: Location) -> None:
         """Carry the checkpoint that ``attempt`` has committed at ``source``. Returns when the copy is committed.
@@ -75,45 +63,19 @@ class Carrier:
                 type on every rank.
         """
         place, number = CopyTarget(target, attempt), (attempt.incarnation << 64) + attempt.sequence
-        with self._telling(number):
+        with self._work.telling(number):
             committed = self.until_done(lambda: self._write(source, attempt, target, place), target)
 
-        def commit(messages: Sequence[bytes]) -> Sequence[bytes]:
-            with self._telling(number):
-                self.until_done(lambda: self._commit(committed, target, place), target)
-            return messages
-
-        if self._meetings is None:
-            commit([])
-            return
-        log = WaitLog(logger, f"archiving to {target}", 60.0)
-
-        def check() -> None:
-            log.look("the files of the other ranks")
-            with self._telling(number):
-                self._wait(self._pause)
-                if lost := [] if self._detector is None else self._detector.losses():
-                    raise Loss.error_of(lost)
+        def commit(_: Sequence[bytes]) -> bytes:
+            self.until_done(lambda: self._commit(committed, target, place), target)
+            return b""
 
         try:
-            self._meetings.meet(number, b"", commit, check)
-        except (GivenUp, RankLostError) as failure:
+            self._work.meet(number, b"", commit, "archiving to", target)
+        except DataStatesError:
             with contextlib.suppress(StorageError):
-                if _is_carried(target, attempt):  # the first rank has ended since
-                    return
-            if not isinstance(failure, GivenUp):
-                raise
-            told = Decision.decode(failure.why.encode())
-            raise told.error(repr(str(target)), self._world) from None
-
-    @contextlib.contextmanager
-    def _telling(self, number: int) -> Iterator[None]:
-        """Tells the other ranks of an error in the block, which fails them, too."""
-        try:
-            yield
-        except BaseException as error:
-            if self._meetings is not None:
-                self._meetings.give_up(number, Decision.failed(self._rank, error).encode())
+                if self._work.world > 1 and _is_carried(target, attempt):
+                    return  # the first rank has ended since
             raise
 
     def _write(
@@ -132,13 +94,13 @@ class Carrier:
         place.claim()
         for copy in copies(committed, place, mine):
             hit("archive.write.before")
-            copy(lambda nbytes: self._wait(self.pace.delay(nbytes)))
+            copy(lambda nbytes: self._work.wait(self.pace.delay(nbytes)))
             hit("archive.write.after")
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
         rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
-        return (rank or 0) % self._world == self._rank
+        return (rank or 0) % self._work.world == self._work.rank
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
         if not _is_carried(target, committed.note.attempt):
@@ -158,14 +120,10 @@ class Carrier:
             except OSError as error:
                 logger.warning(
                     "archiving to %s fails on rank %d, and is tried again in %g s: %s",
-                    *(target, self._rank, pause, error),
+                    *(target, self._work.rank, pause, error),
                 )
-            self._wait(pause)
+            self._work.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _wait(self, seconds: float) -> None:
-        if self.closing.wait(max(0.0, seconds)):
-            raise SaveAbandonedError("the process was ending; the next start goes on")
 
 
 def _is_carried(target: Location, attempt: Attempt) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -21,12 +22,13 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
-from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.process.futures import Worker
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt
 from dcp_datastates.storage.decisions import decision_path
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import ObjectPath, stored
+from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.tiers import nodes
 from dcp_datastates.tiers.node_store import NodeStore, is_data
 from dcp_datastates.tiers.pace import Pace
@@ -62,103 +64,89 @@ class Copies:
         store.on_loss = self.add
         self._pace = Pace(_RATE)
         self._closing = threading.Event()
-        self._changed = threading.Condition()  # guards what follows
-        self._roots: list[str] = []
+        self._worker = Worker("dcp_datastates-copies")
+        self._pause = _FIRST_PAUSE
+        self._lock = threading.RLock()  # guards _due
         self._due: dict[str, float] = {}  # by key: until when it is tried
-        self._thread: threading.Thread | None = None
 
     def add(self, key: str) -> None:
         """A copy of this object is damaged or missing."""
-        with self._changed:
+        with self._lock:
+            if not self._due:
+                self._post(self._mend)
             self._due.setdefault(key, time.monotonic() + _PATIENCE_SECONDS)
-            self._begin()
 
     def look(self, key: str) -> None:
         """The job uses the checkpoint, or the checkpoints, at ``key``."""
-        with self._changed:
-            self._roots.append(key)
-            self._begin()
+        self._post(lambda: self._look(key))
 
     def close(self) -> None:
         """Stop: the next start goes on. Idempotent."""
         self._closing.set()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _begin(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._run, name="dcp_datastates-copies", daemon=True
-            )
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                self._thread.start()
-        self._changed.notify_all()
+        self._worker.finish()
 
     # ---- the thread --------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause, nodes.background.job = _FIRST_PAUSE, self._job
-        with contextlib.suppress(_Ending):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._roots or self._due or self._closing.is_set()
-                    )
-                    roots, self._roots = self._roots, []
+    def _post(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            nodes.background.job = self._job
+            with contextlib.suppress(_Ending):
                 self._wait(0)
-                copied = [key for root in roots for key in self._look(root)]
-                with self._changed:
-                    due = [*self._due.items()]
-                for key, ends_at in due:
-                    if self._is_done(key) or time.monotonic() > ends_at:
-                        with self._changed:
-                            self._due.pop(key, None)
-                self._settle(copied)
-                if self._due:
-                    pause = min(2 * pause, _LONGEST_PAUSE)
-                    with self._changed:
-                        self._changed.wait(_FIRST_PAUSE if len(self._due) < len(due) else pause)
+                work()
 
-    def _look(self, root: str) -> list[str]:
+        self._worker.post(run)
+
+    def _mend(self) -> None:
+        """Send what is due, and what is not done once more after a pause."""
+        due = [*self._due.items()]
+        done = [key for key, ends_at in due if self._is_done(key) or time.monotonic() > ends_at]
+        self._pause = _FIRST_PAUSE if done else min(2 * self._pause, _LONGEST_PAUSE)
+        with self._lock:
+            for key in done:
+                del self._due[key]
+            if not self._due:
+                return
+        self._wait(self._pause)
+        self._post(self._mend)
+
+    def _look(self, root: str) -> None:
         """Note the data files that lack copies, of the checkpoint at ``root`` or of those below it, and copy the small
-        objects that do; returns the keys of these.
+        objects that do.
         """
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
-        copied: list[str] = []
+        store, copied = self.store, list[str]()
         try:
-            if self._job.nodes().is_first:
-                place = ObjectPath(self.store.url, root)
-                names = [each[:-1] for each in self.store.places(root) if each.endswith("/")]
-                is_one = any(Attempt.parse(name) for name in names)
-                for folder in [] if is_one else [place, place / INDEX_NAME]:
-                    copied += self._spread(folder)
-                for path in [place] if is_one else [place / name for name in names]:
-                    copied += self._spread(path)
-                    with contextlib.suppress(CheckpointNotFoundError):
-                        copied += self._look_at(open_committed(path))
+            if not self._job.nodes().is_first:
+                return
+            place = ObjectPath(store.url, root)
+            names = [each[:-1] for each in store.places(root) if each.endswith("/")]
+            is_one = any(Attempt.parse(name) for name in names)
+            for folder in [] if is_one else [place, place / INDEX_NAME]:
+                copied += self._spread(folder)
+            for path in [place] if is_one else [place / name for name in names]:
+                copied += self._spread(path)
+                with contextlib.suppress(CheckpointNotFoundError):
+                    note = open_committed(path).note
+                    copied += self._spread(path / note.attempt.name)
+                    for record in note.files.values():
+                        key = (path / record.relative_path).key
+                        whole, lacking = store.copies_of(key, record.nbytes)
+                        if lacking and whole and whole[0] is self._job.own:
+                            self.add(key)
         except (DataStatesError, OSError) as error:
             self._say_failed(root, error)
-        return copied
+        if copied:
+            self._post(lambda: self._settle(copied))
 
     def _settle(self, copied: list[str]) -> None:
         """Delete what was copied while another process deleted it."""
-        if copied:
-            self._wait(_SETTLE_SECONDS)
-            try:
-                own, name_of = self._job.own, self.store.name_of
-                self.store.delete(key for key in copied if own.find(name_of(key)) is None)
-            except OSError as error:
-                self._say_failed(copied[0], error)
-
-    def _look_at(self, committed: Committed) -> list[str]:
-        place = stored(committed.directory)
-        for record in committed.note.files.values():
-            key = (place / record.relative_path).key
-            whole, lacking = self.store.copies_of(key, record.nbytes)
-            if lacking and whole and whole[0] is self._job.nodes().own:
-                self.add(key)
-        return self._spread(place / committed.note.attempt.name)
+        self._wait(_SETTLE_SECONDS)
+        try:
+            own, name_of = self._job.own, self.store.name_of
+            self.store.delete(key for key in copied if own.find(name_of(key)) is None)
+        except OSError as error:
+            self._say_failed(copied[0], error)
 
     def _spread(self, folder: ObjectPath) -> list[str]:
         """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
@@ -242,9 +230,10 @@ def open_nodes(root: str, key: str) -> NodeStore:
     if f"{root}{key}".split("://")[1].lstrip("/").startswith("."):
         raise ConfigurationError(f"{root}{key} cannot be opened: its name begins with a dot")
     job = nodes.current(root.partition(":")[0])
-    copies = job.background.get(root)
-    if not isinstance(copies, Copies):
-        copies = job.background[root] = Copies(NodeStore(root, job.nodes), job)
-    if key and job.own.name_path(copies.store.name_of(key)):
+    copies = job.copies.get(root)
+    if copies is None:
+        copies = job.copies[root] = Copies(NodeStore(root, job.nodes), job)
+    store: NodeStore = copies.store
+    if key and job.own.name_path(store.name_of(key)):
         copies.look(key)
-    return copies.store
+    return store

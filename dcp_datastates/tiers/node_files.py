@@ -16,6 +16,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
@@ -67,7 +68,7 @@ class NodeFiles:
         self._directory: Final = directory
         self._is_whole_system = directory == Path("/")
         self._most = most_bytes
-        self._lock = threading.Condition(threading.RLock())  # guards what follows
+        self._changed = threading.Condition()  # guards what follows
         self._named: set[str] = set()
         if not self._is_whole_system:
             self._check_own("")
@@ -87,32 +88,32 @@ class NodeFiles:
         """This process uses what lies at ``key`` and below, so other nodes may reach it here. Removes what processes
         that were killed have left there. Returns whether it is new, and something lies there.
         """
-        with self._lock:
+        with self._changed:
             is_new = not self._is_named(key)
             if is_new:
                 self._named |= {key, os.path.join(os.path.dirname(key), INDEX_NAME)}
-                self._lock.notify_all()
+                self._changed.notify_all()
         if self._is_whole_system:
             self.sweep(key)
         return is_new and bool(self.list(key))
-
-    def _is_named(self, key: str) -> bool:
-        return bool({key, *map(str, PurePosixPath(key).parents)} & self._named)
 
     def check_named(self, key: str) -> str:
         """The key, if this process has named its path, or does soon. Raises PermissionError: in the whole file system,
         other nodes reach only what the job's checkpoints are.
         """
-        with self._lock:
-            if self._is_whole_system and not self._lock.wait_for(
-                lambda: self._is_named(key), _NAMING_SECONDS
-            ):
-                raise PermissionError(
-                    errno.EACCES,
-                    f"a process there has not named the path within {_NAMING_SECONDS:g} s: every rank of the job names "
-                    f"each node:// path",
-                )
-        return key
+        if not self._is_whole_system:
+            return key
+        with self._changed:
+            if self._changed.wait_for(lambda: self._is_named(key), _NAMING_SECONDS):
+                return key
+        raise PermissionError(
+            errno.EACCES,
+            f"a process there has not named the path within {_NAMING_SECONDS:g} s: every rank of the job names each "
+            f"node:// path",
+        )
+
+    def _is_named(self, key: str) -> bool:
+        return bool({key, *map(str, PurePosixPath(key).parents)} & self._named)
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -124,27 +125,23 @@ class NodeFiles:
 
     def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
         """The object, and its bytes ``[begin, end)``; fewer if it ends before. None if there is none."""
-        try:
-            file = closed_in_children(open(self._path(key), "rb"))  # noqa: SIM115
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
-        with file:
-            entry = _entry(key, os.fstat(file.fileno()))
-            if entry is None:
-                return None
-            file.seek(begin)
-            return entry, file.read(max(0, min(end, entry.nbytes) - begin))
+        missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
+        with contextlib.suppress(*missing), closed_in_children(open(self._path(key), "rb")) as file:
+            if (entry := _entry(key, os.fstat(file.fileno()))) is not None:
+                file.seek(begin)
+                return entry, file.read(max(0, min(end, entry.nbytes) - begin))
+        return None
 
     def list(self, prefix: str) -> list[Entry]:
         """The objects and the folders directly below ``prefix``, in no order."""
         found = []
-        for name in presence.names_in(self._path(prefix)):
+        for name in filterfalse(_is_unfinished, presence.names_in(self._path(prefix))):
             key = f"{prefix}/{name}"
-            if _is_unfinished(name):
-                continue
             if (entry := self.find(key)) is not None:
                 found.append(entry)
-            elif not presence.is_link(path := self._path(key)) and any(map(bool, _files(path))):
+                continue
+            objects = filterfalse(_is_unfinished, _files(self._path(key)))
+            if not presence.is_link(self._path(key)) and any(objects):
                 found.append(Entry(f"{key}/", 0, 0))
         return found
 
@@ -177,7 +174,8 @@ class NodeFiles:
         """Remove what processes that were killed have left below ``key``; in the whole file system, only where
         checkpoints have files.
         """
-        for path in _files(os.path.join(self._directory, key), True, self._is_whole_system):
+        below = os.path.join(self._directory, key)
+        for path in filter(_is_unfinished, _files(below, self._is_whole_system)):
             with contextlib.suppress(OSError), _opened(path, os.O_RDWR) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(path)
@@ -193,7 +191,7 @@ class NodeFiles:
         if self._most is None:
             return free
         used = 0
-        for path in _files(os.fspath(self._directory), None):
+        for path in _files(os.fspath(self._directory)):
             with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
                 used += os.lstat(path).st_size
         return max(0, min(self._most - used, free))
@@ -340,23 +338,18 @@ def _opened(path: str | Path, flags: int) -> io.FileIO:
     return closed_in_children(io.FileIO(descriptor, "wb" if flags & os.O_WRONLY else "r+b"))
 
 
-def _is_unfinished(name: str) -> bool:
-    return UNFINISHED.fullmatch(name) is not None
+def _is_unfinished(path: str) -> bool:
+    return UNFINISHED.fullmatch(os.path.basename(path)) is not None
 
 
-def _files(
-    folder: str, unfinished: bool | None = False, of_checkpoints: bool = False
-) -> Iterator[str]:
-    """The paths of the objects below ``folder``, or of those that are ``unfinished``; None: of both.
-
-    ``of_checkpoints``: not of those below folders that lie deeper than checkpoints, and are no attempts.
+def _files(folder: str, of_checkpoints: bool = False) -> Iterator[str]:
+    """The paths of all files below ``folder``; ``of_checkpoints``: not of those below folders that lie deeper than
+    checkpoints, and are no attempts.
     """
     for within, folders, names in os.walk(folder):
         if of_checkpoints and within != folder:
             folders[:] = filter(Attempt.parse, folders)
-        for name in names:
-            if unfinished is None or _is_unfinished(name) == unfinished:
-                yield os.path.join(within, name)
+        yield from (os.path.join(within, name) for name in names)
 
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:

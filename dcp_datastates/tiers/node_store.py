@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from typing_extensions import Buffer
 
@@ -78,8 +78,8 @@ class NodeStore:
         self._bucket = url.partition("://")[2].strip("/")
         self.nodes: Final = nodes
         self._found: dict[str, Node] = {}
-        self._damaged: dict[tuple[str, str], int] = {}
-        """By the names of the object and of the node: when the copy there was stored, which is damaged."""
+        self._damaged: set[tuple[str, str]] = set()
+        """The names of objects and of nodes on which the copy is damaged."""
         self._failing: dict[str, float] = {}  # by node: until then, saves send it no data files
         self.on_loss: Callable[[str], object] = id
         self.saves: set[str] = set()
@@ -87,13 +87,21 @@ class NodeStore:
     # ---- changing ----------------------------------------------------------------------------------
 
     def put(self, key: str, data: Buffer) -> None:
-        self._store(key, [data])
+        self.put_stream(key, iter([data]), part_bytes=0, parts_in_flight=1)
 
     def put_stream(
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         # One piece is in flight: each node has it, or its socket has, before the next is taken.
-        self._store(key, pieces)
+        places = self.nodes().places(key)
+        if not is_data(key):
+            self._put(key, pieces, places)
+            return
+        self.saves.add(key)
+        try:
+            self._put(key, pieces, places, least=1)
+        finally:
+            self.saves.discard(key)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         with self._explained("creating", key):
@@ -133,25 +141,15 @@ class NodeStore:
 
     def list(self, prefix: str) -> Listing:
         """What any node has; of an object that differs, what was stored last; of a data file, the longest."""
-        every = sorted(
-            itertools.chain(*self.entries(prefix)),
-            key=lambda entry: (is_data(entry.key) and entry.nbytes, entry.modified_ns),
-        )
-        beginning = f"{self._bucket}/" if self._bucket else ""
-        found = {entry.key.removeprefix(beginning): entry for entry in every}
-        folders = [key[:-1].rpartition("/")[2] for key in sorted(found) if key.endswith("/")]
-        objects = [
-            StoredObject(key, found[key].nbytes, found[key].modified_ns / 1e9)
-            for key in sorted(found)
-            if not key.endswith("/")
-        ]
+        beginning = f"{prefix}/" if prefix else ""
+        folders, objects = [], []
+        for name, held in sorted(self._below(prefix).items()):
+            if name.endswith("/"):
+                folders.append(name[:-1])
+                continue
+            entry = max(held.values(), key=_precedence)
+            objects.append(StoredObject(beginning + name, entry.nbytes, entry.modified_ns / 1e9))
         return Listing(tuple(folders), tuple(objects))
-
-    def entries(self, prefix: str) -> Sequence[Sequence[Entry]]:
-        """What lies directly below ``prefix``, on each node."""
-        name = self.name_of(prefix)
-        with self._explained("listing", prefix):
-            return _all(self.nodes().ring, lambda node: node.list(name))
 
     def left(self, key: str) -> int:
         """The bytes of data files that still have room at ``key``, if each node stores equally many."""
@@ -164,12 +162,12 @@ class NodeStore:
 
     def leave(self, key: str, why: str, node: str | None = None) -> bool:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        stored = {each.name: entry.modified_ns for each, entry in self._holders(key, {})}
-        damaged = next(iter(stored), None) if node is None else node
-        other = next((each for each in stored if each != damaged), None)
-        if damaged is None or other is None or damaged not in stored:
+        having = [each.name for each, _ in self._holders(key, {})]
+        damaged = node or next(iter(having), None)
+        other = next((each for each in having if each != damaged), None)
+        if other is None or damaged not in having:
             return False
-        self._damaged[self.name_of(key), damaged] = stored[damaged]
+        self._damaged.add((self.name_of(key), damaged))
         logger.warning(
             "%s: the copy on node %s is damaged (%s); reading that on node %s, which is then copied there",
             *(url_of(self.url, key), damaged, why, other),
@@ -179,12 +177,7 @@ class NodeStore:
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        found = defaultdict[str, Any](list)
-        for node, entries in zip(self.nodes().ring, self.entries(prefix), strict=True):
-            for entry in entries:
-                name = entry.key.removeprefix(f"{self.name_of(prefix)}/")
-                found[name].append(node.name)
-        return found
+        return {name: [*held] for name, held in self._below(prefix).items()}
 
     def elsewhere(self) -> dict[str, ObjectStore]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
@@ -199,18 +192,16 @@ class NodeStore:
         homes = nodes.homes(key)
         with self._explained("looking at", key):
             found = dict(zip(homes, _all(homes, lambda node: node.find(name)), strict=True))
-        for node in homes:  # each has answered
-            if self._failing.get(node.name, math.inf) <= time.monotonic():
-                self._failing.pop(node.name, None)
+        now = time.monotonic()  # each has answered
+        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
         whole, damaged, without = [], [], []
         for node, entry in found.items():
             if entry is None:
                 without.append(node)
-            elif entry.nbytes != nbytes or self._is_damaged(name, node, entry):
+            elif entry.nbytes != nbytes or (name, node.name) in self._damaged:
                 damaged.append(node)
             else:
                 whole.append(node)
-                self._damaged.pop((name, node.name), None)
         wanted = 1 + nodes.peers if is_data(key) else len(homes)
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
@@ -231,26 +222,11 @@ class NodeStore:
             entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
         except ObjectMissingError:  # it was deleted a moment ago
             return None
-        for node, there in zip(ring, found, strict=True):
-            if there is None:
-                with contextlib.closing(node.unpublished(name)) as copy:
-                    copy.write(data)
-                    copy.complete()
-                    copy.publish(entry.modified_ns, if_absent=True)
+        lacking = [node for node, there in zip(ring, found, strict=True) if there is None]
+        self._put(key, [data], lacking, if_absent=True, modified_ns=entry.modified_ns)
         return entry
 
     # ---- within ------------------------------------------------------------------------------------
-
-    def _store(self, key: str, pieces: Iterable[Buffer]) -> None:
-        places = self.nodes().places(key)
-        if not is_data(key):
-            self._put(key, pieces, places)
-            return
-        self.saves.add(key)
-        try:
-            self._put(key, pieces, places, least=1)
-        finally:
-            self.saves.discard(key)
 
     def _put(
         self,
@@ -260,11 +236,13 @@ class NodeStore:
         *,
         if_absent: bool = False,
         least: int | None = None,
+        modified_ns: int | None = None,
     ) -> bool:
         """Store an object on ``places``; ``if_absent``: unless the first of them has one. The first ``least`` of them
-        must have it (None: all); a further one that fails is left out.
+        must have it (None: all); a further one that fails is left out. ``modified_ns``: None is now.
         """
-        modified_ns, name, needed = time.time_ns(), self.name_of(key), places[:least]
+        modified_ns = modified_ns or time.time_ns()
+        name, needed = self.name_of(key), places[:least]
         left = [each for each in places if each in needed or each.name not in self._failing]
         copies: dict[Node, Writing] = {}
 
@@ -304,16 +282,27 @@ class NodeStore:
                     hit("node.publish.between")
                 each(lambda node: copies[node].publish(modified_ns, if_absent=if_absent))
                 hit("node.publish.after")
+        self._damaged.difference_update((name, node.name) for node in left)
         if len(left) < len(places) - if_absent:
             self.on_loss(key)
         return True
 
+    def _below(self, prefix: str) -> dict[str, dict[str, Entry]]:
+        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
+        ring, below = self.nodes().ring, self.name_of(prefix)
+        found = defaultdict[str, dict[str, Entry]](dict)
+        with self._explained("listing", prefix):
+            for node, entries in zip(ring, _all(ring, lambda node: node.list(below)), strict=True):
+                for entry in entries:
+                    found[entry.key.removeprefix(f"{below}/")][node.name] = entry
+        return found
+
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
         """What the nearest node answers that has the object, and no copy that is known to be damaged."""
         own, name = self.nodes().own, self.name_of(key)
-        near = self._near(name)
+        near = dict.fromkeys([own, self._found.get(name, own)])
         failures: dict[Node, OSError] = {}
-        undamaged = (node for node in near if not self._is_damaged(name, node))
+        undamaged = (node for node in near if (name, node.name) not in self._damaged)
         further = (node for node, _ in self._holders(key, failures) if node not in near)
         for node in itertools.chain(undamaged, further):  # asks all nodes only if need be
             try:
@@ -331,28 +320,23 @@ class NodeStore:
         with self._explained(doing, key):
             raise next(iter(failures.values()), ObjectMissingError(url_of(self.url, key)))
 
-    def _near(self, name: str) -> Sequence[Node]:
-        """The own node, and the one that the object was last read from."""
-        nodes, known = self.nodes(), self._found.get(name)
-        return [nodes.own, *(node for node in nodes.others if node is known)]
+    def _in_order(self, name: str) -> Sequence[Node]:
+        """All nodes: the own one, the one that the object was last read from, and the others."""
+        nodes = self.nodes()
+        near = nodes.own, self._found.get(name)
+        return sorted([nodes.own, *nodes.others], key=lambda node: node not in near)
 
     def _holders(self, key: str, failures: dict[Node, OSError]) -> Iterator[tuple[Node, Entry]]:
-        """The nodes that have the object, undamaged as far as is known, in the order in which they are asked; those
-        that do not answer go to ``failures``.
+        """The nodes that have the object, undamaged as far as is known, in order; those that do not answer go to
+        ``failures``.
         """
         name = self.name_of(key)
-        near = self._near(name)
-        order = [*near, *(node for node in self.nodes().others if node not in near)]
+        order = self._in_order(name)
         for node, entry in zip(order, _gathered(order, lambda node: node.find(name)), strict=True):
             if isinstance(entry, OSError):
                 failures.setdefault(node, entry)
-            elif entry is not None and not self._is_damaged(name, node):
+            elif entry is not None and (name, node.name) not in self._damaged:
                 yield node, entry
-
-    def _is_damaged(self, name: str, node: Node, entry: Entry | None = None) -> bool:
-        """Whether the copy there is known to be damaged; with its ``entry``: and was not stored again since."""
-        stored = self._damaged.get((name, node.name))
-        return stored is not None and (entry is None or entry.modified_ns == stored)
 
     def name_of(self, key: str) -> str:
         """The object's name on the nodes."""
@@ -369,6 +353,11 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
+
+
+def _precedence(entry: Entry) -> tuple[int, int]:
+    """Of copies that differ, the one with the greatest is what the store has."""
+    return entry.nbytes if is_data(entry.key) else 0, entry.modified_ns
 
 
 def is_data(key: str) -> bool:

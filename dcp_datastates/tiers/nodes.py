@@ -17,9 +17,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -109,21 +110,15 @@ class Nodes:
         return [*self.ring[at:], *self.ring[:at]]
 
 
-@dataclass(frozen=True)
-class _Process:
+class _Process(NamedTuple):
     """What a process tells the others of itself."""
 
     node: str
     directory: str
+    """Its identity."""
     host: str
     port: int
     token: str
-
-
-class Closable(Protocol):
-    """What ends when it is told to; it does not wait."""
-
-    def close(self) -> None: ...
 
 
 class NodesJob:
@@ -136,19 +131,16 @@ class NodesJob:
         self.config: Final = config
         self._scheme, self._rank_set = scheme, rank_set
         self._server: Server | None = None
-        self._nodes: Nodes | None = None
-        self._problem = ""
-        self._known = threading.Event()  # _nodes or _problem is set for good
+        self._met: Future[Nodes] = Future()
         self._gives_up_at: float | None = None
-        self.background: Final[dict[str, Closable]] = {}
-        """What works for the job's stores, by their roots; it ends with the job."""
+        self.copies: Final[dict[str, Any]] = {}
+        """By the roots of the job's stores, what makes their copies again (:mod:`copies`); it ends with the job."""
         try:
-            self.own = files = config.files(scheme)
+            self.own = config.files(scheme)
             if rank_set.world == 1:
-                self._nodes = Nodes(files, [files], config.peers)
-                self._known.set()
+                self._met.set_result(Nodes(self.own, [self.own], config.peers))
                 return
-            self._server = serve(files, rank_set.address)
+            self._server = serve(self.own, rank_set.address)
         except OSError as error:
             raise StorageError(
                 error.errno or errno.EIO,
@@ -156,7 +148,7 @@ class NodesJob:
                 error.filename or None,
             ) from error
         host, port, token = self._server.address
-        self._process = _Process(config.node, files.identity, host, port, token.hex())
+        self._process = _Process(config.node, self.own.identity, host, port, token.hex())
         self._meetings = Meetings(rank_set, scheme)
         threading.Thread(target=self._meet, name="dcp_datastates-node", daemon=True).start()
 
@@ -171,27 +163,26 @@ class NodesJob:
     @property
     def has_met(self) -> bool:
         """Whether :meth:`nodes` does not wait."""
-        return self._known.is_set()
+        return self._met.done()
 
     def nodes(self) -> Nodes:
         """The job's nodes. Waits until all ranks have named the store, up to 60 s since the first call; then raises
         :class:`StorageError`.
         """
-        if self._nodes is None:
-            if self._gives_up_at is None:
-                self._gives_up_at = time.monotonic() + _MEETING_SECONDS
-            self._known.wait(max(0.0, self._gives_up_at - time.monotonic()))
-        if self._nodes is None:
-            raise StorageError(errno.ETIMEDOUT, self._problem or self._missing())
-        return self._nodes
+        if self._gives_up_at is None:
+            self._gives_up_at = time.monotonic() + _MEETING_SECONDS
+        if not wait([self._met], max(0.0, self._gives_up_at - time.monotonic())).done:
+            raise StorageError(errno.ETIMEDOUT, self._missing())
+        return self._met.result()
 
     def close(self, seconds: float = 0.0) -> None:
         """Use the other nodes no more; and serve them no more, once they are gone, or after ``seconds``."""
-        for each in self.background.values():
+        for each in self.copies.values():
             each.close()
-        for node in [] if self._nodes is None else self._nodes.others:
-            if isinstance(node, OtherNode):
-                node.client.close()
+        if self.has_met and self._met.exception() is None:
+            for node in self._met.result().others:
+                if isinstance(node, OtherNode):
+                    node.client.close()
         if self._server is not None:
             self._server.await_unused(seconds)
             self._server.close()
@@ -207,29 +198,40 @@ class NodesJob:
                 raise RuntimeError("the process group was destroyed")
 
         try:
-            met = self._meetings.meet(0, json.dumps(vars(self._process)).encode(), answer, check)
-            self._set_nodes([_Process(**each) for each in json.loads(met.answer)])
+            met = self._meetings.meet(0, json.dumps(self._process).encode(), answer, check)
+            self._met.set_result(
+                self._nodes_of([_Process(*each) for each in json.loads(met.answer)])
+            )
+        except StorageError as error:
+            self._met.set_exception(error)
         except (GivenUp, RuntimeError) as error:
-            self._problem = f"the ranks have not met: {error}"
-        self._known.set()
+            why = f"the ranks have not met: {error}"
+            self._met.set_exception(StorageError(errno.ETIMEDOUT, why))
 
-    def _set_nodes(self, found: Sequence[_Process]) -> None:
+    def _nodes_of(self, found: Sequence[_Process]) -> Nodes:
         by_node = defaultdict[str, list[_Process]](list)
         for process in found:
             by_node[process.node].append(process)
         for name, processes in by_node.items():
             if len({process.directory for process in processes}) > 1:
-                self._problem = (
+                raise StorageError(
+                    errno.EEXIST,
                     f"several hosts, or directories, are called node {name!r}: give each host a name of its own, by "
-                    f"configure_nodes(node=...)"
+                    f"configure_nodes(node=...)",
                 )
-                return
-        pace = Pace(self.config.rate)
-        mine, peers = self._process.node, self.config.peers
-        by_name = {
-            name: self.own if name == mine else self._other(name, by_node[name], pace)
-            for name in sorted(by_node)
-        }
+        mine, peers, pace = self._process.node, self.config.peers, Pace(self.config.rate)
+
+        def node(name: str, processes: list[_Process]) -> Node:
+            if name == mine:
+                return self.own
+            first = self._rank_set.rank % len(processes)  # so that their servers share the work
+            addresses = [
+                Address(each.host, each.port, bytes.fromhex(each.token))
+                for each in [*processes[first:], *processes[:first]]
+            ]
+            return OtherNode(name, addresses, pace)
+
+        by_name = {name: node(name, by_node[name]) for name in sorted(by_node)}
         if self._rank_set.rank == 0 and len(by_name) <= peers:
             logger.warning(
                 "configure_nodes(peers=%d), and the job has %d nodes: each data file lies on all of them",
@@ -237,17 +239,7 @@ class NodesJob:
             )
         of_ranks = [by_name[process.node] for process in found]
         is_first = by_node[mine][0] == self._process
-        self._nodes = Nodes(self.own, list(by_name.values()), peers, of_ranks, is_first)
-
-    def _other(self, name: str, processes: Sequence[_Process], pace: Pace) -> OtherNode:
-        first = self._rank_set.rank % len(processes)  # so that their servers share the work
-        addresses = [
-            Address(each.host, each.port, bytes.fromhex(each.token))
-            for each in [*processes[first:], *processes[:first]]
-        ]
-        return OtherNode(name, addresses, pace)
-
-    # ---- within ------------------------------------------------------------------------------------
+        return Nodes(self.own, list(by_name.values()), peers, of_ranks, is_first)
 
     def _missing(self) -> str:
         with contextlib.suppress(RuntimeError):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dcp_datastates.config import check_count, parse_flag
-from dcp_datastates.conversion.safetensors_files import safetensors_source
+from dcp_datastates.conversion.hugging_face import safetensors_source
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,

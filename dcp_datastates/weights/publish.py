@@ -12,14 +12,13 @@ Threads: ``dcp_datastates-weights`` does all of it, one version after another. I
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -27,8 +26,9 @@ import torch
 
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.commit.group import commit_group
+from dcp_datastates.commit.joint_work import JointWork
 from dcp_datastates.config import check_count, parse_size
-from dcp_datastates.conversion.datastates import DataStatesSource
+from dcp_datastates.conversion.dcp_checkpoints import DataStatesSource
 from dcp_datastates.conversion.hugging_face import companions_of
 from dcp_datastates.conversion.source import Source, select
 from dcp_datastates.errors import (
@@ -36,15 +36,11 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
     IncompatibleStateError,
-    RankLostError,
     SaveAbandonedError,
 )
 from dcp_datastates.format.stored_names import Rename, check_rename
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import Worker, when_done
-from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import Loss
-from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
@@ -57,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 _PAYS: Final = 0.5
 """A delta of more of a full version's bytes than this saves little."""
-_LOOK_SECONDS: Final = 0.2
-"""Between two looks for news of the other ranks; longer with many ranks (``_LOOK_SECONDS_PER_RANK``)."""
-_LOOK_SECONDS_PER_RANK: Final = 1e-3
 _LONGEST_WAIT: Final = 3600.0
 """How long a rank waits for the slowest other one to write its files, in seconds."""
 _CLOSE_SECONDS: Final = 10.0
@@ -138,11 +131,8 @@ class Publisher:
         self._rules = rules
         self._root = locate(rules.root, options=rules.storage_options)
         check_opens(self._root)
-        self._rank_set = rank_set
-        self._detector = commit_group(rank_set).detector
-        self._meetings = Meetings(rank_set, "weights") if rank_set.world > 1 else None
-        self._pause = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * rank_set.world)
-        self._share = Share(rules.delta is not None, self._check_open)
+        self._work = JointWork(commit_group(rank_set), "weights", _LONGEST_WAIT)
+        self._share = Share(rules.delta is not None, self._work.wait)
         self._full = 0
         """The newest full version, of this job."""
         self._is_told = False
@@ -150,7 +140,6 @@ class Publisher:
         self._hopeless: BaseException | None = None
         """Why no version can be published."""
         self._worker = Worker("dcp_datastates-weights")
-        self._closing = threading.Event()
         self._first: int | None = None
         """The number of the first save, which is the same on all ranks."""
         self._lock = threading.RLock()  # guards what follows
@@ -185,7 +174,7 @@ class Publisher:
 
     def close(self) -> None:
         """Give up what is not published. Idempotent."""
-        self._closing.set()
+        self._work.closing.set()
         self._worker.close(_CLOSE_SECONDS)
 
     def _add(self, save: SaveOperation, then: Callable[[], object]) -> None:
@@ -208,8 +197,6 @@ class Publisher:
     def _turn(self, path: Location, attempt: Attempt, then: Callable[[], object]) -> None:
         try:
             self._publish(path, attempt)
-        except GivenUp as stop:
-            logger.warning("the weights of %s are not published: %s", path, stop.why)
         except BaseException as error:
             level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
             logger.log(level, "the weights of %s are not published: %s", path, error)
@@ -222,14 +209,15 @@ class Publisher:
         began, share = time.monotonic(), self._share
         begin = ((attempt.incarnation << 64) + attempt.sequence) * 2
         held = str(share.held).encode()
-        number, base = map(int, self._meet(begin, held, self._begin, path).split())
+        met = self._work.meet(begin, held, self._begin, "publishing the weights of", path)
+        number, base = map(int, met.split())
         if not number:
             logger.info("the weights of %s are left out: a newer checkpoint waits", path)
             return
-        with self._telling(begin + 1):
+        with self._work.telling(begin + 1):
             source = self._opened(path, attempt)
-            files = _files(source, self._rank_set.world, self._shard_bytes)
-            mine = dict(list(files.items())[self._rank_set.rank :: self._rank_set.world])
+            files = _files(source, self._work.world, self._shard_bytes)
+            mine = dict(list(files.items())[self._work.rank :: self._work.world])
             place = stored(version.version_path(self._root, number))
             written = share.write(source, mine, place, base)
 
@@ -245,7 +233,8 @@ class Publisher:
             self._remove_old(number)
             return b""
 
-        self._meet(begin + 1, json.dumps(asdict(written)).encode(), publish, path)
+        told = json.dumps(asdict(written)).encode()
+        self._work.meet(begin + 1, told, publish, "publishing the weights of", path)
         share.held = number if self._rules.delta else 0
 
     def _begin(self, messages: Sequence[bytes]) -> bytes:
@@ -315,51 +304,6 @@ class Publisher:
             version.remove(self._root, (each for each in older if each not in published[first:]))
         except OSError as error:
             logger.warning("old versions stay in %s: %s", self._root, error)
-
-    # ---- the other ranks ------------------------------------------------------------------------------
-
-    def _meet(
-        self,
-        number: int,
-        message: bytes,
-        answer: Callable[[Sequence[bytes]], bytes],
-        path: Location,
-    ) -> bytes:
-        """The first rank's answer, the same for all. Raises as it, and if a rank is lost."""
-        if self._meetings is None:
-            return answer([message])
-        log = WaitLog(logger, f"publishing the weights of {path}", 60.0)
-
-        def for_each(messages: Sequence[bytes]) -> Sequence[bytes]:
-            with self._telling(number):
-                return [answer(messages)] * len(messages)
-
-        def check() -> None:
-            log.look("the other ranks")
-            self._closing.wait(self._pause)
-            with self._telling(number):
-                self._check_open()
-                if log.seconds > _LONGEST_WAIT:
-                    raise RankLostError(f"a rank has not come within {log.seconds:.0f} s")
-                if lost := [] if self._detector is None else self._detector.losses():
-                    raise Loss.error_of(lost)
-
-        return self._meetings.meet(number, message, for_each, check).answer
-
-    @contextlib.contextmanager
-    def _telling(self, number: int) -> Iterator[None]:
-        """Tells the other ranks of an error in the block, which leave this version out, too."""
-        try:
-            yield
-        except BaseException as error:
-            if self._meetings is not None:
-                why = f"rank {self._rank_set.ranks[self._rank_set.rank]}: {error}"
-                self._meetings.give_up(number, why)
-            raise
-
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise SaveAbandonedError("the process was ending")
 
 
 def _files(source: Source, world: int, shard_bytes: int) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from dcp_datastates._native import crc32c
-from dcp_datastates.conversion.safetensors_files import safetensors_header
+from dcp_datastates.conversion.hugging_face import safetensors_header
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, DataStatesError
 from dcp_datastates.storage.failpoints import hit

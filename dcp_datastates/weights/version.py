@@ -26,7 +26,7 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import remove_all
-from dcp_datastates.conversion.safetensors_files import weight_map
+from dcp_datastates.conversion.hugging_face import weight_map
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,

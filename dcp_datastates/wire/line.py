@@ -169,24 +169,21 @@ class Line:
         """Send or receive all of ``view`` by ``move``, which returns how many bytes it has sent or received."""
         with _explained(self._seconds):
             while view.nbytes:
-                self._limit_time()
-                if is_idle:
-                    self._socket.settimeout(None)
+                self._socket.settimeout(None if is_idle else self._left())
                 count = move(view)
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
                 view, is_idle = view[count:], False
 
-    def _limit_time(self) -> None:
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
+    def _left(self) -> float:
+        if (left := self._ends_at - time.monotonic()) <= 0:
             raise TimeoutError
-        self._socket.settimeout(min(left, self._most_seconds))
+        return min(left, self._most_seconds)
 
     def encrypt(self, context: ssl.SSLContext) -> None:
         """As a client, shake hands for TLS."""
         with _explained(self._seconds):
-            self._limit_time()
+            self._socket.settimeout(self._left())
             encrypted = context.wrap_socket(self._socket, do_handshake_on_connect=False)
             self._socket = closed_in_children(encrypted)
             encrypted.do_handshake()
@@ -214,8 +211,13 @@ def _explained(seconds: float) -> Iterator[None]:
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
         raise ConnectionResetError(errno.ECONNRESET, "the connection has ended") from error
     except ssl.SSLError as error:
-        text = f"TLS refuses it ({getattr(error, 'verify_message', error.reason)}): {SAME_FOR_ALL}"
-        raise PermissionError(errno.EACCES, text) from error
+        raise _refused(
+            f"TLS refuses it ({getattr(error, 'verify_message', error.reason)})"
+        ) from error
+
+
+def _refused(why: str) -> PermissionError:
+    return PermissionError(errno.EACCES, f"{why}: {SAME_FOR_ALL}")
 
 
 def _own(length: int, nbytes: int, checksum: int) -> int:
@@ -244,20 +246,14 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
         line.end_within(max(0.001, began + seconds - time.monotonic()))
         theirs, mine = bytes(line.receive_plain(CHALLENGE_BYTES)), os.urandom(CHALLENGE_BYTES)
         if theirs[0] != (tls is not None):
-            raise PermissionError(
-                errno.EACCES,
-                f"{'this process' if tls else 'it'} uses TLS, and {'it' if tls else 'this process'} does not: "
-                f"{SAME_FOR_ALL}",
-            )
+            one, other = ("this process", "it") if tls else ("it", "this process")
+            raise _refused(f"{one} uses TLS, and {other} does not")
         if tls is not None:
             line.encrypt(tls)
         both = theirs + mine
         line.send_plain(mine + proof(key, b"client", both))
         if not hmac.compare_digest(line.receive_plain(PROOF_BYTES), proof(key, b"server", both)):
-            raise PermissionError(
-                errno.EACCES,
-                f"it does not know the job's secret, or has another one: {SAME_FOR_ALL}",
-            )
+            raise _refused("it does not know the job's secret, or has another one")
         line.end_within(math.inf)
     except BaseException:
         line.close()
@@ -267,41 +263,30 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Line:
 
 class Client:
     """The servers at ``addresses``, which have the same to say: the first that takes a connection is asked. Any thread;
-    each request that is under way has a connection of its own.
-
-    Args:
-        most_idle: so many connections are kept for later requests.
-        connect_seconds: within which a server takes a connection.
-        answer_seconds: within which a request is answered, even while bytes pass.
+    each request that is under way has a connection of its own. ``most_idle`` connections are kept for later requests.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[Address],
-        *,
-        most_idle: int,
-        connect_seconds: float = CONNECT_SECONDS,
-        answer_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, addresses: Sequence[Address], *, most_idle: int) -> None:
         self.addresses: Final = addresses
         self._most_idle = most_idle
-        self._connect_seconds, self._answer_seconds = connect_seconds, answer_seconds
         self._lock = threading.RLock()  # guards what follows
         self._idle: list[Line] = []
 
-    def ask(self, words: object, *, most: int = 0) -> tuple[Any, memoryview]:
-        """The result of a request, with data of at most ``most`` bytes. Raises OSError; :class:`RefusedError` if the
-        server has answered with an error.
+    def ask(
+        self, words: object, *, most: int = 0, seconds: float = math.inf
+    ) -> tuple[Any, memoryview]:
+        """The result of a request, with data of at most ``most`` bytes. ``seconds``: within which the server takes a
+        connection, and then answers, even while bytes pass. Raises OSError; :class:`RefusedError` if the server has
+        answered with an error.
         """
-        line, result, data = self.begin(words, most=most)
+        line, result, data = self.begin(words, most=most, seconds=seconds)
         self.give_back(line)
         return result, data
 
     def begin(
         self, words: object, *, most: int = 0, seconds: float = math.inf
     ) -> tuple[Line, Any, memoryview]:
-        """As :meth:`ask`, within ``seconds`` to connect and as many for the answer. Returns the connection, too, for
-        more requests: it is to be given back or closed.
+        """As :meth:`ask`. Returns the connection, too, for more requests: it is to be given back or closed.
 
         If an idle connection turns out to have ended, the request is sent once more: it must do no harm twice.
         """
@@ -310,7 +295,7 @@ class Client:
         if idle is not None:
             with contextlib.suppress(ConnectionError):
                 return self._asked(idle, words, most, seconds)
-        return self._asked(self._connected(seconds), words, most, seconds)
+        return self._asked(self._connected(min(seconds, CONNECT_SECONDS)), words, most, seconds)
 
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose requests were answered, for others."""
@@ -332,7 +317,7 @@ class Client:
         self, line: Line, words: object, most: int, seconds: float
     ) -> tuple[Line, Any, memoryview]:
         try:
-            line.end_within(min(seconds, self._answer_seconds))
+            line.end_within(seconds)
             line.send(words)
             return line, *line.result(most)
         except RefusedError:
@@ -343,13 +328,12 @@ class Client:
             raise
 
     def _connected(self, seconds: float) -> Line:
-        failure: OSError | None = None
+        failures: list[OSError] = []
         for address in [*self.addresses] * _TRIES:
             try:
-                return connect(address, min(seconds, self._connect_seconds))
+                return connect(address, seconds)
             except OSError as error:
-                failure = failure or error
+                failures.append(error)
                 if isinstance(error, TimeoutError):  # the host is gone: so are its other processes
                     break
-        assert failure is not None, "there is an address"
-        raise failure
+        raise failures[0]

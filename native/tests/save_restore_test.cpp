@@ -192,12 +192,52 @@ void groups_are_read_in_file_order() {
     check((*job)->read_seconds() > 0 && (*job)->total_seconds() >= (*job)->read_seconds());
 }
 
+/// The checksums of a file's blocks, from the table at its end.
+std::vector<std::uint32_t> checksums_in(const Bytes& file, std::uint64_t table_offset) {
+    std::vector<std::uint32_t> words((file.size() - table_offset) / sizeof(std::uint32_t));
+    std::memcpy(words.data(), file.data() + table_offset, file.size() - table_offset);
+    words.pop_back();  // the table's own
+    return words;
+}
+
+void a_file_without_a_path_is_summed_and_not_written() {
+    const TemporaryDirectory directory;
+    Engine engine(kSmallCache);
+    const Source written(kSegmentBytes + 8, kMiB, 1);
+    for (const std::uint64_t size :
+         {std::uint64_t{0}, kMiB - 4, kMiB + 4, kSegmentBytes, 3 * kSegmentBytes + 4, 40 * kMiB}) {
+        const Source source(size, kMiB, size);
+        const SaveFile summed("", size, source.transfer);
+        const auto expected = checksums_in(reference_file(source.stream), size);
+        const std::string path = directory.file(std::to_string(size));
+        const SaveFile file(path, written.stream.size(), written.transfer);
+        const auto both = engine.save({file, summed}, {directory.path()}, 0, open_window());
+        check_durable(*both);
+        check(read_file(path) == reference_file(written.stream), "what is written");
+        check((*both)->checksums(1) == expected, "of " + std::to_string(size));
+        check((*both)->direct());
+        const auto alone = engine.save({summed}, {directory.path()}, 1, open_window());
+        check_durable(*alone);
+        check((*alone)->checksums(0) == expected);
+        check_equal((*alone)->bytes_written(), std::uint64_t{0});
+
+        const auto streamed = engine.save_streamed({file, summed}, 2, open_window());
+        while (auto piece = streamed->job()->take(0, in(60))) {
+            if (!piece->ok() || **piece == nullptr) break;
+        }
+        check_throws<std::invalid_argument>("no checksums", [&] { (*streamed)->checksums(1); });
+        (*streamed)->stored(0);
+        check_durable(*streamed);
+        check((*streamed)->checksums(1) == expected);
+    }
+    check_all_free(engine.cache());
+}
+
 void bad_files_are_refused() {
     using Invalid = std::invalid_argument;
     Bytes memory(100);
     Transfer transfer;
     transfer.add(0, 100, memory.data(), 0);
-    check_throws<Invalid>("path is empty", [&] { SaveFile("", 100, transfer); });
     check_throws<Invalid>("multiple of 4", [&] { SaveFile("f", 102, transfer); });
     check_throws<Invalid>("beyond table_offset=96", [&] { SaveFile("f", 96, transfer); });
     check_throws<Invalid>("nbytes=100", [&] { RestoreFile("f", 100, 100, transfer); });
@@ -220,5 +260,6 @@ int main() {
     using namespace datastates::testing;
     return run_cases<files_of_all_sizes_round_trip, many_jobs_of_many_files_share_a_tiny_cache,
                      only_needed_blocks_are_read, every_flipped_bit_is_seen,
-                     groups_are_read_in_file_order, bad_files_are_refused>();
+                     groups_are_read_in_file_order, a_file_without_a_path_is_summed_and_not_written,
+                     bad_files_are_refused>();
 }

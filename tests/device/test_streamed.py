@@ -53,3 +53,23 @@ def test_what_is_sent_from_devices_comes_back_to_them(cuda: FakeCuda, seed: int)
     assert restore.fault is None
     for tensor, target in zip(host, targets, strict=True):
         assert torch.equal(cuda.memory(target), tensor)
+
+
+def test_what_is_compared_and_not_written_is_summed_from_the_device(cuda: FakeCuda) -> None:
+    cuda.configure(seed=3, max_delay_us=2000)
+    native = engine(_native.MIN_HOST_CACHE_BYTES)
+    native.open_device(0)
+    host = torch.randint(0, 256, (5 * SEGMENT + 4,), dtype=torch.uint8)
+    tensor = cuda.adopt(host.clone())
+    content = _native.Transfer()
+    content.add(0, tensor.nbytes, tensor.data_ptr(), 1, 0)
+    file = _native.SaveFile(None, tensor.nbytes, content)
+    fence = native.record_event(0, cuda.stream(0))
+    save = native.save([file], [], 0, _native.Window(0), tensor, [fence])
+    assert save.wait(60)
+    assert save.fault is None
+    blocks = host.numpy().tobytes()
+    block = _native.BLOCK_BYTES
+    sums = [_native.crc32c(blocks[at : at + block]) for at in range(0, len(blocks), block)]
+    assert save.checksums(0) == b"".join(each.to_bytes(4, "little") for each in sums)
+    assert save.bytes_written == 0

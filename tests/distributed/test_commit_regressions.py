@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates.commit import group as groups
+from dcp_datastates.commit.voter import Ballot
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks import connection
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -81,19 +82,19 @@ def test_a_new_group_over_the_same_store_plans_and_saves_at_once(shared_dir):
 def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_has_told(shared_dir):
     _forget_groups()
     group = _group()
-    voter = group._voter
-    tell, hear = voter._tell, voter._hear
+    tell, hear = Ballot.tell, Ballot.hear
 
-    def tell_without_the_store(*arguments):
+    async def tell_without_the_store(*arguments):
         group._decisions._store = group.detector._store = _Broken()
-        return tell(*arguments)
+        await tell(*arguments)
 
-    def hear_late(*arguments):
+    async def hear_late(*arguments):
         time.sleep(2)
-        return hear(*arguments)
+        return await hear(*arguments)
 
-    voter._tell, voter._hear = tell_without_the_store, hear_late
-    with silence(5):
+    with pytest.MonkeyPatch.context() as patch, silence(5):
+        patch.setattr(Ballot, "tell", tell_without_the_store)
+        patch.setattr(Ballot, "hear", hear_late)
         _save(1, shared_dir / "c")
     dist.barrier()
     assert len(load_everything(shared_dir / "c")) == 2
@@ -134,7 +135,7 @@ def lose_the_stores_host(path):
     )
     _save(1, Path(path, "a"))
     if rank == 0:
-        _group()._voter._vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        Ballot.vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp_datastates.async_save(_state(2), Path(path, "b"), host_cache_size=CACHE)
     with silence(5), pytest.raises(RankLostError, match="rank 0"):
         response.upload_completion.result(40)

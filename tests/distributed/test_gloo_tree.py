@@ -13,7 +13,7 @@ from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import gloo_group, meetings
-from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Rendezvous
+from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Place, Rendezvous
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 
 
@@ -261,8 +261,7 @@ def _groups(world, check=_nothing, store=None):
     ranks = rank_set(world, store)
     return [
         lambda each=each: GlooGroup(
-            each.rank,
-            world,
+            Place("0", each.rank, world),
             Rendezvous(each.connect("t"), "0", world, check),
             lambda: None,
             lambda: "127.0.0.1",

@@ -329,19 +329,6 @@ def test_an_interval_stays_the_same_when_a_forced_save_fails_on_one_rank(shared_
     assert agreed(checkpoints.failures)
 
 
-@ranks(2)
-def test_all_ranks_pin_and_an_error_of_the_first_is_all_ranks(shared_dir):
-    with manager(shared_dir, 1, keep=1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, {"w": torch.ones(10)})
-            checkpoints.pin(step, "eval")
-        checkpoints.save(3, {"w": torch.ones(10)})
-        with raises(FileNotFoundError, "step-9"):
-            checkpoints.pin(9)
-    dist.barrier()
-    assert committed_names(shared_dir) == ["step-1", "step-2", "step-3"]
-
-
 # --- the exchange ------------------------------------------------------------------------------------
 
 

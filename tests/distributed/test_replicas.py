@@ -204,7 +204,7 @@ def test_a_steady_save_sends_a_few_bytes_for_it(shared_dir):
 
     def report(plain, *args):
         told = plain(*args)
-        sent.append(told[0])
+        sent.append(told[0]())
         return told
 
     with own_step("report", report):

@@ -27,12 +27,12 @@ std::shared_ptr<const ExpectedBytes> indexed(std::shared_ptr<ExpectedBytes> expe
 
 std::string name_of(const std::vector<SaveFile>& files,
                     const std::vector<std::string>& directories) {
-    if (!files.empty()) return files.front().path;
+    const auto written = std::ranges::find_if(files, &SaveFile::is_written);
+    if (written != files.end()) return written->path;
     return directories.empty() ? "" : directories.front();
 }
 
 void check_path(const std::string& path) {
-    if (path.empty()) throw std::invalid_argument("path is empty");
     if (path.find('\0') != std::string::npos) {
         throw std::invalid_argument("path has a NUL character");
     }
@@ -48,7 +48,7 @@ std::vector<std::uint32_t> table_of(std::vector<std::uint32_t> checksums) {
 void check_distinct(const std::vector<std::string>& paths) {
     std::set<std::string_view> seen;
     for (const std::string& path : paths) {
-        if (!seen.insert(path).second) {
+        if (!path.empty() && !seen.insert(path).second) {
             throw std::invalid_argument("'" + path + "' is written twice by one save");
         }
     }
@@ -194,6 +194,14 @@ double SaveJob::cache_seconds() const {
     return std::chrono::duration<double>(Clock::duration(waited_)).count();
 }
 
+const std::vector<std::uint32_t>& SaveJob::checksums(std::size_t file) const {
+    const std::scoped_lock lock(mutex_);
+    if (!done_ || fault_ || file >= files_.size()) {
+        throw std::invalid_argument("the save has no checksums of file=" + std::to_string(file));
+    }
+    return files_[file]->checksums;
+}
+
 bool SaveJob::is_last(const Unit& unit) const {
     return unit.segment + 1 == files_[unit.file]->segments;
 }
@@ -228,7 +236,7 @@ Result<SaveJob::Sources> SaveJob::gather(const Unit& unit, std::byte* memory) {
     const std::scoped_lock lock(mutex_);  // `place` may give it another path
     return Fault{.kind = error == EFAULT ? FaultKind::kLost : FaultKind::kIo,
                  .error = error,
-                 .path = spec.path,
+                 .path = spec.is_written() ? spec.path : name_,
                  .offset = begin,
                  .operation = "copy",
                  .detail = {}};
@@ -239,10 +247,11 @@ Status SaveJob::compare(const Unit& unit, std::span<const DeviceCopy> copies) {
     if (!expected_) return {};
     const auto difference = expected_->differing(copies);
     if (!difference) return {};
+    const SaveFile& spec = files_[unit.file]->spec;
     const std::scoped_lock lock(mutex_);
     if (!fault_) difference_ = difference;
     return Fault{.kind = FaultKind::kTorn,
-                 .path = files_[unit.file]->spec.path,
+                 .path = spec.is_written() ? spec.path : name_,
                  .offset = unit.segment * kSegmentBytes,
                  .operation = "copy",
                  .detail = {}};

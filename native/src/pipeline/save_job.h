@@ -31,6 +31,7 @@
 namespace datastates {
 
 /// A file to write: `table_offset` bytes of stream, then the table of its blocks' checksums.
+/// Without a path, its stream is read and summed, and not written.
 struct SaveFile {
     /// Throws std::invalid_argument if the arguments make no file.
     SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer);
@@ -40,6 +41,7 @@ struct SaveFile {
     std::shared_ptr<const StreamContent> content;
 
     [[nodiscard]] std::uint64_t nbytes() const;
+    [[nodiscard]] bool is_written() const { return !path.empty(); }
 };
 
 /// Throws std::invalid_argument for a path that is named twice.
@@ -125,6 +127,9 @@ class SaveJob {
     [[nodiscard]] double total_seconds() const;
     /// How long copy threads have waited for room in the host cache, all of them together.
     [[nodiscard]] double cache_seconds() const;
+    /// The checksums of a file's blocks, once the job is done without a fault. Throws
+    /// std::invalid_argument before, and for a file that it has not.
+    [[nodiscard]] const std::vector<std::uint32_t>& checksums(std::size_t file) const;
 
     // Of a streamed job. They throw std::invalid_argument for a file that it has not.
 
@@ -143,6 +148,9 @@ class SaveJob {
     [[nodiscard]] std::uint64_t order() const { return order_; }
     [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
     [[nodiscard]] std::size_t file_count() const { return files_.size(); }
+    [[nodiscard]] bool is_written(std::size_t file) const {
+        return files_[file]->spec.is_written();
+    }
     [[nodiscard]] bool failed() const { return failed_; }
     [[nodiscard]] bool streamed() const { return output_ == Output::kStreams; }
     [[nodiscard]] bool writes() const { return output_ == Output::kFiles; }

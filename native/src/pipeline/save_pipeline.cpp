@@ -39,6 +39,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
 
 void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
     for (std::size_t file = 0; job->writes() && file < job->file_count(); ++file) {
+        if (!job->is_written(file)) continue;
         tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
     }
     if (job->file_count() == 0) {
@@ -304,6 +305,11 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     const std::size_t file = read.unit.file;
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
+    }
+    if (!job->is_written(file)) {
+        read.memory.release();
+        if (job->unit_written(file) && job->file_finished()) finish_job(job);
+        return;
     }
     if (job->fails_before(pace_.take(job->nbytes_of(read.unit)))) return;
     if (job->streamed()) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -134,10 +135,12 @@ void bind_slab(const py::module_& module) {
 
 void bind_save(const py::module_& module) {
     py::class_<SaveFile>(module, "SaveFile", py::is_final())
-        .def(py::init(
-                 [](const py::object& path, std::int64_t table_offset, const Transfer& content) {
-                     return SaveFile(to_path(path), to_size(table_offset, "table_offset"), content);
-                 }),
+        .def(py::init([](const py::object& path, std::int64_t table_offset,
+                         const Transfer& content) {
+                 std::string name = path.is_none() ? "" : to_path(path);
+                 if (name.empty() && !path.is_none()) throw py::value_error("path is empty");
+                 return SaveFile(std::move(name), to_size(table_offset, "table_offset"), content);
+             }),
              py::arg("path"), py::arg("table_offset"), py::arg("content"))
         .def_property_readonly("nbytes", &SaveFile::nbytes);
 
@@ -198,6 +201,14 @@ void bind_save(const py::module_& module) {
                 const auto job = handle_of(self);
                 const GilRelease release;
                 (*job)->stored(file);
+            },
+            py::arg("file"))
+        .def(
+            "checksums",
+            [](const PySaveJob& self, std::size_t file) {
+                const auto job = handle_of(self);
+                const auto words = std::as_bytes(std::span((*job)->checksums(file)));
+                return py::bytes(reinterpret_cast<const char*>(words.data()), words.size());
             },
             py::arg("file"))
         .def_property_readonly("fault",

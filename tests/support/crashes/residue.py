@@ -101,7 +101,7 @@ def _hears_all(detector: FailureDetector | None) -> bool:
     """Whether it has heard each rank that it watches; it watches none before it has started."""
     return (
         detector is None
-        or detector._thread.ident is None
+        or not detector.is_started
         or all(each.value for each in list(detector._watched.values()))
     )
 

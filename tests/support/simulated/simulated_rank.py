@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import types
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks import gloo_tree
-from dcp_datastates.ranks.gloo_tree import Place, places
+from dcp_datastates.ranks.gloo_group import Place
+from dcp_datastates.ranks.gloo_tree import places
 
 if TYPE_CHECKING:
     from support.simulated.simulation import Job
@@ -187,113 +190,74 @@ class Rank:
             self._waited = 0
             while number not in self.job.tickets:
                 yield
-                self._hear()
+                self._hear_beats()
                 self._waited += 1
                 if self.job.ranks[0].killed or self._waited > 4 * _PATIENCE:
                     return  # planning fails without the coordinator
             if self.rank and self._chance(0.05 * self.world.faults):
                 continue  # its planning failed: it hears of the save only by the next
             while self._expected < number:
-                yield from self._round(Save(self._expected, -1), Reason("X", "no such save"))
-            yield from self._round(self.job.tickets[number], None)
+                yield from self._round(Save(self._expected, -1))
+            yield from self._round(self.job.tickets[number])
 
-    def _round(self, save: Save, failed: Reason | None) -> Thread:
+    def _round(self, save: Save) -> Thread:
         self._expected = save.number + 1
-        steps = protocol.follow() if self.rank else protocol.lead()
-        action = next(steps)
-        try:
-            while True:
-                self._waited = 0
-                if isinstance(action, protocol.MAY_RAISE) and self._chance(self.world.defects):
-                    self.world.log(self, f"a defect in {action}")
-                    action = steps.throw(OSError("a defect"))
-                    continue
-                self.world.log(self, f"{save.number}: {action}")
-                try:
-                    event = yield from self._do(action, save, failed)
-                except Hung as error:
-                    action = steps.throw(error)
-                    continue
-                self.world.log(self, f"{save.number}:   {event}")
-                action = steps.send(event)
-        except StopIteration as ended:
-            decision: Decision = ended.value
+        steps = protocol.follow if self.rank else protocol.lead
+        decision: Decision = yield from steps(_Actions(self, save)).__await__()
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
         if decision.outcome is Outcome.FAILED:
             yield from self._slowly(self._tidy(save), abandons=False)
 
-    def _do(
-        self, action: protocol.Action, save: Save, failed: Reason | None
-    ) -> Generator[None, None, protocol.Event]:
-        yield
-        match action:
-            case protocol.AwaitFiles():
-                return (yield from self._write(save, failed))
-            case protocol.Meet():
-                return (yield from self._meet(save))
-            case protocol.Vote(why):
-                vote = (
-                    0 if why is None else 1,
-                    save.attempt,
-                    -save.attempt,
-                    save.number,
-                    -save.number,
-                )
-                found = yield from self._collective("voted", vote, save)
-                if isinstance(found, protocol.Event):
-                    return found
-                no, attempt, negated, number, unnumber = found
-                return protocol.Counted(not no and attempt == -negated and number == -unnumber)
-            case protocol.Tell(decision):
-                told = (save.number, decision)
-                found = yield from self._collective("decision", told, save, telling=True)
-                return found if isinstance(found, protocol.Event) else protocol.Done()
-            case protocol.Hear():
-                found = yield from self._collective("decision", None, save)
-                if isinstance(found, protocol.Event):
-                    return found
-                number, decision = found
-                return protocol.DecisionReceived(decision if number == save.number else None)
-            case protocol.Publish():
-                return (yield from self._publish(save))
-            case protocol.Settle():
-                try:
-                    return (yield from self._slowly(self.world.settle(save)))
-                except Hung:
-                    save.in_doubt = True
-                    return protocol.Decided(Decision(Outcome.UNKNOWN))
-            case protocol.GiveUp():
-                return protocol.Done()  # its beat says that it has ended the round
-            case protocol.Leave():
-                self._leave()
-                return protocol.Done()
-        return self._ask_store(action, save)
+    # ---- the actions: those that wait for others; in the store; in storage -----------------------
 
-    def _ask_store(self, action: protocol.Action, save: Save) -> protocol.Event:
-        if isinstance(action, protocol.Note):
-            self._unsaid[save.number] = action.decision
+    def _vote(self, save: Save, why: Reason | None) -> Generator[None, None, Decision | None]:
+        vote = (0 if why is None else 1, save.attempt, -save.attempt, save.number, -save.number)
+        no, attempt, negated, number, unnumber = yield from self._collective("voted", vote, save)
+        unanimous = not no and attempt == -negated and number == -unnumber
+        return None if unanimous else Decision(Outcome.FAILED)
+
+    def _tell(self, save: Save, decision: Decision) -> Thread:
+        told = (save.number, decision)
+        return self._collective("decision", told, save, telling=True)
+
+    def _hear(self, save: Save) -> Generator[None, None, Decision | None]:
+        number, decision = yield from self._collective("decision", None, save)
+        return decision if number == save.number else None
+
+    def _note(self, save: Save, decision: Decision) -> None:
+        self._unsaid[save.number] = decision
+        self._flush()
+
+    def _give_up(self, save: Save, why: Reason) -> None:
+        """Its beat says that it has ended the round."""
+
+    def _settle(self, save: Save, why: Reason) -> Generator[None, None, Decision]:
+        try:
+            decision: Decision = yield from self._slowly(self.world.settle(save))
+            return decision
+        except Hung:
+            save.in_doubt = True
+            return Decision(Outcome.UNKNOWN)
+
+    def _look(self, save: Save) -> Decision | None:
         if not self.reaches_store:
-            return protocol.DecisionFound(None)
-        if isinstance(action, protocol.Note):
-            self._flush()
-            return protocol.Done()
-        return protocol.DecisionFound(self._find(save))
-
-    def _find(self, save: Save) -> Decision | None:
+            return None
         found = self.job.store.get(self._key(f"decision/{save.number}"))
         assert found is None or isinstance(found, Decision)
         return found
 
     def _flush(self) -> None:
+        if not self.reaches_store:
+            return
         for number, decision in self._unsaid.items():
             self.job.store[self._key(f"decision/{number}")] = decision
         self._unsaid.clear()
 
     # ---- waiting --------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _hear_beats(self) -> None:
         """Now and then, the others' newest beats come."""
         if self.reaches_store and self._chance(0.3):
             self.job.store[self._key(f"beat/{self.rank}")] = self.ended
@@ -302,23 +266,20 @@ class Rank:
                 if other != self.rank and isinstance(beat, int):
                     self.heard[other] = beat
 
-    def _interruption(
-        self, save: Save, *, joining: bool = False, telling: bool = False
-    ) -> protocol.Event | None:
-        self._hear()
+    def _await(self, save: Save, *, joining: bool = False, telling: bool = False) -> None:
+        self._hear_beats()
         self._waited += 1
         found = None
         if self.rank and self.heard.get(0, -1) >= save.number and self.reaches_store:
-            found = protocol.DecisionFound(self._find(save))
+            found = protocol.DecisionFound(self._look(save))
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
         ended = {rank: "" for rank, number in self.heard.items() if number >= save.number}
-        return protocol.interruption(
-            {} if self.rank else ended,
-            found,
-            lost,
-            waits_in_vain=joining or self._chance(0.01),
-            telling=telling,
+        in_vain = joining or self._chance(0.01)
+        event = protocol.interruption(
+            {} if self.rank else ended, found, lost, waits_in_vain=in_vain, telling=telling
         )
+        if event is not None:
+            raise event
 
     def _misses(self) -> bool:
         """Whether ranks count as lost: rightly, wrongly, or because nothing has come of waiting."""
@@ -330,16 +291,16 @@ class Rank:
 
     # ---- gloo: the groups of the real tree --------------------------------------------------------
 
-    def _meet(self, save: Save) -> Generator[None, None, protocol.Event]:
+    def _meet(self, save: Save) -> Thread:
         if self._tree is not None:
-            return protocol.Done()
+            return
         job = self.job
         connecting: Tree | None = None
         while True:
             yield
             if not self.reaches_store:
-                event = self._interruption(save, joining=True)
-                return event or protocol.Broke()
+                self._await(save, joining=True)
+                raise protocol.Broke
             if self.rank == 0:
                 self._flush()
             if connecting is None:
@@ -352,21 +313,26 @@ class Rank:
             elif len(connecting.connected) == len(job.ranks):
                 self._tree = connecting
                 self._at.clear()
-                if self.rank == 0:
-                    return protocol.Done()
-                found = self._find(save)
-                return protocol.Done() if found is None else protocol.DecisionFound(found)
-            elif self._chance(0.01) or job.generation > self._generation:
-                self._leave()
-                return protocol.Broke()
-            if (event := self._interruption(save, joining=True)) is not None:
-                self._leave()
-                return event
+                found = self._look(save) if self.rank else None
+                if found is not None:
+                    raise protocol.DecisionFound(found)
+                return
+            try:
+                if connecting and (self._chance(0.01) or job.generation > self._generation):
+                    raise protocol.Broke
+                self._await(save, joining=True)
+            except protocol.Interruption:
+                self._go_on()
+                raise
 
-    def _leave(self) -> None:
+    def _leave(self, save: Save) -> None:
         if self._tree is not None:
             self._tree.gone.add(self.rank)
             self._tree = None
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To the next generation."""
         self._generation += 1
         if self.reaches_store:
             self.job.generation = max(self.job.generation, self._generation)
@@ -377,12 +343,8 @@ class Rank:
         """As ``GlooTree`` does it: votes go up the tree, and what they come to goes down."""
         for place in self._places if kind == "voted" else ():
             value = yield from self._in_group(place, "gather", value, save, telling)
-            if isinstance(value, protocol.Event):
-                return value
         for place in reversed(self._places):
             value = yield from self._in_group(place, kind, value, save, telling)
-            if isinstance(value, protocol.Event):
-                return value
         return value
 
     def _in_group(
@@ -390,7 +352,7 @@ class Rank:
     ) -> Generator[None, None, Any]:
         tree = self._tree
         if tree is None:
-            return protocol.Broke()
+            raise protocol.Broke
         at, self._at[place.name] = self._at[place.name], self._at[place.name] + 1
         tree.begin(place, at, kind, value)
         span = gloo_tree._WIDTH ** int(place.name.partition(".")[0])  # of each member
@@ -404,12 +366,10 @@ class Rank:
             left = tree.gone.intersection(near) or self.job.generation > self._generation
             dead = any(self.job.ranks[rank].killed for rank in near)
             if (left or dead) and self._chance(0.3):
-                return protocol.Broke()
+                raise protocol.Broke
             if self._chance(self.world.breaks):
-                return protocol.Broke()
-            event = self._interruption(save, telling=telling)
-            if event is not None:
-                return event
+                raise protocol.Broke
+            self._await(save, telling=telling)
 
     # ---- storage --------------------------------------------------------------------------------
 
@@ -437,35 +397,70 @@ class Rank:
             self._calling = None
             return ended.value
 
-    def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, protocol.Event]:
+    def _await_files(self, save: Save) -> Generator[None, None, Reason | None]:
+        failed = Reason("X", "no such save") if save.attempt < 0 else None
         if failed is None:
             for _ in range(self.world.random.randrange(4)):
                 yield
-                if (event := self._interruption(save)) is not None:
-                    return event
+                self._await(save)
             if self._chance(0.04 * self.world.faults):
                 failed = Reason("StorageError", "disk full")
             else:
                 save.files.add(self.rank)
         yield
-        return protocol.Written(failed)
+        return failed
 
     def _tidy(self, save: Save) -> Thread:
         yield
         save.files.discard(self.rank)
 
-    def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
-        failed = protocol.Decided(Decision(Outcome.FAILED, {0: Reason("StorageError", "")}))
-        for _ in range(self.world.random.randrange(3)):  # DCP gathers the results
+    def _publish(self, save: Save) -> Generator[None, None, Decision]:
+        failed = Decision(Outcome.FAILED, {0: Reason("StorageError", "")})
+        for _ in range(self.world.random.randrange(3)):  # it makes the metadata
             yield
-            if (event := self._interruption(save)) is not None:
-                return event
         if self._chance(0.02 * self.world.faults):
             return failed
         try:
-            found: protocol.Event = yield from self._slowly(self.world.publish(save))
+            decision: Decision = yield from self._slowly(self.world.publish(save))
         except Hung:
             if self.world.defect == "takes a publication that hangs for failed":
                 return failed
             raise
-        return found
+        return decision
+
+
+_MAY_FAIL = {"await_files", "meet", "vote", "publish", "tell", "hear"}
+
+
+class _Actions:
+    """What the protocol awaits of a rank in one round. The rank may be stopped before each action, and those that wait
+    may fail because of a defect.
+    """
+
+    def __init__(self, rank: Rank, save: Save) -> None:
+        self._rank = rank
+        self._save = save
+
+    def failed(self, error: Exception) -> None:
+        self._log(repr(error))
+
+    def _log(self, what: str) -> None:
+        self._rank.world.log(self._rank, f"{self._save.number}: {what}")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        rank, save = self._rank, self._save
+
+        @types.coroutine
+        def act(*said: Any) -> Generator[None, None, Any]:
+            rank._waited = 0
+            self._log(f"{name} {said or ''}")
+            if name in _MAY_FAIL and rank._chance(rank.world.defects):
+                raise OSError("a defect")
+            yield
+            result = getattr(rank, f"_{name}")(save, *said)
+            if inspect.isgenerator(result):
+                result = yield from result
+            self._log(f"  {result}")
+            return result
+
+        return act

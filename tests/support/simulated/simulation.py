@@ -14,11 +14,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator
 
-from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from support.simulated.simulated_rank import Broken, Rank, Save, Thread, Tree
 
-Steps = Generator[None, None, protocol.Event]
+Steps = Generator[None, None, Decision]
 COMMITTED, WITHDRAWN, DELETED = "committed", "withdrawn", "deleted"
 
 
@@ -311,8 +310,8 @@ class World:
             rank.threads.remove(thread)
 
 
-def _decided(outcome: Outcome) -> protocol.Decided:
-    return protocol.Decided(Decision(outcome, {0: Reason("StorageError", "")}))
+def _decided(outcome: Outcome) -> Decision:
+    return Decision(outcome, {0: Reason("StorageError", "")})
 
 
 def play(seed: int, prepare: Callable[[World], None] = lambda world: None) -> World:

@@ -33,11 +33,10 @@ from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.results import SaveStats
-from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.operation import SaveOperation, Ticket
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.claims import Neighbours
 
 
@@ -163,7 +162,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         save = SaveOperation(alone, config, SaveOrigin.DCP, path, SaveStats(), {})
         group = _Group(RankSet(rank, tuple(range(ranks)), None))
         save.group = cast("CommitGroup", group)
-        save.agree(Ticket(claimed.attempt, 0, 0), claimed)
+        save.agree(Ticket(claimed.attempt, 0), claimed)
         begin_write(save, planning)()
         assert group.round is not None
         rounds.append(group.round)
@@ -171,7 +170,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert each.part.wait(60)
         assert each.part.error is None
     assert rounds[0].compose is not None
-    reports = [each.report for each in rounds]
+    reports = [each.report() for each in rounds]
     Place(path).publish(rounds[0], rounds[0].compose(reports, claimed, None))
 
 

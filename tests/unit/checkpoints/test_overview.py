@@ -18,7 +18,7 @@ from dcp_datastates import CheckpointManager, Keep, inspect, pin
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.storage.job_notes import FAILURE_NAME, RETENTION_NAME, Note, leave
-from dcp_datastates_cli.describe import screen
+from dcp_datastates_cli.describe import next_commit, screen
 
 STATE = {"w": torch.ones(1000)}
 
@@ -159,3 +159,20 @@ def test_a_long_error_of_a_stranger_takes_no_more_than_its_lines(tmp_path):
     text = screen(inspect(tmp_path), time.time())
     assert "\x1b" not in text
     assert len(text.splitlines()) <= 23
+
+
+def test_the_screen_has_the_age_and_when_the_next_commit_is_due(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}")
+    found = inspect(tmp_path)
+    committed = found.checkpoints
+    assert [each.name for each in committed] == ["step-3", "step-2", "step-1"]
+    times = [each.committed_at or 0.0 for each in committed]
+    assert next_commit(committed[:2]) == pytest.approx(times[0] + times[0] - times[1])
+    assert next_commit(committed[:1]) is None
+    due = next_commit(committed)
+    text = screen(found, due - 3600.0)
+    assert "next commit   in 1 h, if" in text
+    assert "step-3" in text
+    assert "next commit   1 h late, if" in screen(found, due + 3600.0)
+    assert "newest        step-3, age 1 h, committed 2" in screen(found, times[0] + 3600.0)

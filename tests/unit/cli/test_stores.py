@@ -46,7 +46,6 @@ def store(monkeypatch, tmp_path):
         (["copy", f"{ROOT}/step-9", f"{ROOT}/copied"], 0, "is copied to"),
         (["convert", f"{ROOT}/step-9", "out.pt", "--to", "torch"], 0, "1 tensor"),
         (["convert", f"{ROOT}/step-9", f"{ROOT}/out", "--to", "hf"], 2, "local path"),
-        (["watch", f"{ROOT}-none"], 2, "no directory"),
     ],
 )
 def test_a_command_takes_urls(arguments, status, words, store):
@@ -67,14 +66,3 @@ def test_a_converted_checkpoint_is_copied_to_a_store_and_is_the_same_there(store
     document = json.loads(ended.stdout)
     assert document["same"]
     assert document["b"] == f"{ROOT}/step-12"
-
-
-def test_watch_tells_of_commits_in_a_store(store, monkeypatch):
-    def interrupted(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", interrupted)
-    ended = run_cli("watch", ROOT)
-    assert ended.returncode == 130
-    steps = [line.split("step-")[1].split()[0] for line in ended.stdout.splitlines()]
-    assert steps == ["9", "10", "11"]

@@ -19,7 +19,8 @@ def test_a_rank_whose_way_to_the_coordinator_may_be_broken_believes_the_store():
 
 def test_what_was_given_up_or_forgotten_is_not_told_by_gloo():
     assert interruption({}, GIVEN_UP, None) is GIVEN_UP
-    assert interruption({}, DecisionFound(None), None) == DecisionFound(None)
+    forgotten = DecisionFound(None)
+    assert interruption({}, forgotten, None) is forgotten
 
 
 def test_ranks_that_have_ended_a_round_are_missed_in_the_vote_and_not_when_told():

@@ -15,8 +15,8 @@ from support.tiers import tries
 from support.waiting import little_work
 
 import dcp_datastates
-from dcp_datastates.conversion.safetensors_files import weights_in
-from dcp_datastates.conversion.stock import StockSource
+from dcp_datastates.conversion.dcp_checkpoints import StockSource
+from dcp_datastates.conversion.hugging_face import weights_in
 from dcp_datastates.conversion.torch_file import torch_source
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.tiers.run_identity import IDENTITY_NAME, check_one_run

@@ -32,7 +32,7 @@ def test_a_file_is_what_the_layout_says(checkpoint, state):
     assert parts.pickled.endswith(b".")
     assert set(parts.document) == {
         *("attempt", "after", "files", "names", "properties"),
-        *("planner_data", "metrics", "published_at", "trace"),
+        *("planner_data", "metrics", "published_at", "trace", "compared"),
     }
     assert sorted(parts.document["names"]) == ["list.0", "list.1.deep", "object.text", "w"]
     assert parts.document["planner_data"]["tuples"]["list.1.deep"] == ["list", 1, "deep"]

@@ -112,12 +112,14 @@ def test_a_pinned_checkpoint_stays_on_both_tiers(tmp_path, slow, store):
     with CheckpointManager(tmp_path, every=1, archive=slow, keep=1, archive_keep=1) as manager:
         manager.save(0, {"w": torch.ones(3)})
         manager.wait()
-        manager.pin(0)
+        for root in (tmp_path, slow):
+            dcp_datastates.pin(f"{root}/step-0")
         for step in (1, 2):
             manager.save(step, {"w": torch.ones(3)})
         manager.wait()
         assert _steps_in(store) == [0, 2]
-        manager.unpin(0)
+        for root in (tmp_path, slow):
+            dcp_datastates.unpin(f"{root}/step-0")
         manager.save(3, {"w": torch.ones(3)})
         manager.wait()
     assert _steps_in(store) == [3]
@@ -191,8 +193,8 @@ def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog)
     monkeypatch.setattr(archive.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
     state = {"w": torch.randn(300_000)}
     with CheckpointManager(fast, every=1, archive=slow) as manager:
-        manager.save(0, state)
-        manager.pin(0)
+        manager.save(0, state).result(30)
+        dcp_datastates.pin(manager.path(0))
         for step in (1, 2, 3):
             manager.save(step, state)
             manager.wait()

@@ -43,6 +43,10 @@ def test_a_defect_is_named(defect, tmp_path):
     assert DEFECTS[defect] in found.cause
     assert any(str(found) in each for each in said)
     assert found.step == 31 if defect != "a bit" else found.step in (30 + FLIPPED, 31 + FLIPPED)
+    in_optimizer = defect in ("no optimizer", "moments dropped")
+    first = () if defect == "a copy" else ("exp_avg of 0.weight" if in_optimizer else "0.weight",)
+    assert found.tensors[:1] == first
+    assert all(repr(name) in str(found) for name in found.tensors)
     if defect == "no generator":
         assert "generators" in found.what
 

@@ -162,8 +162,6 @@ def test_numbers_may_have_zeros_in_front(tmp_path):
     state = {"w": torch.zeros(1000)}
     with manager(tmp_path, keep=1) as loop:
         assert (loop.steps(), loop.latest_step) == ([1, 2], 2)
-        loop.pin(2, "eval")
-        loop.unpin(2, "eval")
         assert loop.restore(2, state) == 2
         assert loop.restore_latest(state) == 2
         loop.save(3, state)

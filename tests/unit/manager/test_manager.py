@@ -65,12 +65,12 @@ def test_old_checkpoints_go_by_the_rules_and_pinned_ones_stay(tmp_path):
     with manager(tmp_path, keep=Keep(last=1, every=4, best=("loss", "min"))) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, {"step": step}, metrics={"loss": abs(step - 5)})
-            if step == 2:
-                checkpoints.pin(step, "eval")
             checkpoints.save(step, {"step": step}, force=True).result()
+            if step == 2:
+                ds.pin(checkpoints.path(step), "eval")
     assert committed_names(tmp_path) == ["step-2", "step-4", "step-5", "step-7"]
     with manager(tmp_path, keep=1) as checkpoints:
-        checkpoints.unpin(2, "eval")
+        ds.unpin(checkpoints.path(2), "eval")
         checkpoints.save(8, {"step": 8})
     assert committed_names(tmp_path) == ["step-8"]
 
@@ -208,7 +208,6 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
         *({"max_failures": most} for most in (0, -1, True, 1.5, "3")),
         *({"fresh": "yes"}, {"missing": "no"}, {"rename": 3}),
         *({"archive_every": 0}, {"archive_rate": "fast"}, {"archive_keep": -1}),
-        {"on_save": 3},
         {"save_last": "no"},
         {"on_signal": ("TERM",)},
         {"on_signal": (signal.SIGKILL,)},

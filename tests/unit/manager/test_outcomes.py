@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.crashes.failing import armed
 
-from dcp_datastates import CheckpointManager, Keep
+from dcp_datastates import CheckpointManager, Keep, on_save
 from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.process.futures import finish_callbacks
 
 STATE = {"w": torch.arange(10.0)}
 
@@ -171,13 +172,12 @@ def test_after_a_restore_there_is_no_last_step(tmp_path):
 
 def test_every_save_has_its_record_with_the_step_whatever_came_of_it(tmp_path):
     told, outcomes = [], ["committed", "failed", "committed", "failed"]
-    with CheckpointManager(
-        tmp_path,
-        every=1,
-        on_save=lambda step, record: told.append((step, record.step, record.outcome)),
-    ) as manager:
+    stop = on_save(lambda record: told.append((record.step, record.outcome)))
+    with CheckpointManager(tmp_path, every=1) as manager:
         for step in range(3):
             _save(manager, step, fails=step == 1)
         with armed("stage.after=error:EIO"):
             assert manager.save(3, STATE) is None  # the call itself failed
-    assert told == [(step, step, what) for step, what in enumerate(outcomes)]
+    assert finish_callbacks(60)
+    stop()
+    assert told == list(enumerate(outcomes))

@@ -1,13 +1,10 @@
 """The tracker of saves by itself: what it keeps of saves that failed, and which work waits for which commit."""
 
 from concurrent.futures import Future
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 from support.waiting import little_work
 
-from dcp_datastates.errors import CheckpointSkipped
 from dcp_datastates.manager.save_tracker import SaveTracker
 
 FAILURE = OSError("broken")
@@ -140,27 +137,3 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
     tracker.wait()
     assert called == [1, 2]
     assert tracker.in_flight() == []
-
-
-@pytest.mark.parametrize("raising", [(), ("a",), ("a", "failed", "skipped")])
-def test_every_record_is_told_once_whatever_hooks_raise(raising, tmp_path):
-    records = []
-
-    def tell(step, record):
-        records.append((step, record.name))
-        if record.name in raising:
-            raise KeyError(record.name)
-
-    tracker = SaveTracker(2, tell)
-    expected = []
-    for step, name in enumerate(("a", "failed", "skipped", "b")):
-        handle = begin(tracker, tmp_path / name)
-        handle.record = SimpleNamespace(step=step, name=name)
-        error = {"failed": FAILURE, "skipped": CheckpointSkipped("behind")}.get(name)
-        handle.committed.set_exception(error) if error else handle.committed.set_result(None)
-        expected.append((step, name))
-    with pytest.raises(KeyError, match=raising[0]) if raising else nullcontext():
-        tracker.finish()
-    tracker.finish()
-    assert records == expected
-    assert (tracker.failures, tracker.commits) == (1, 2)

@@ -21,6 +21,7 @@ from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
+from dcp_datastates.planning.messages import CUT, KINDS, UNDECLARED, WHOLE
 
 quick = settings(max_examples=150)
 MIB = 1 << 20
@@ -269,7 +270,7 @@ def test_a_plain_tensor_is_written_whole_by_one_rank(plain):
     assert catalog.counts.tolist() == [1]
     assert bytes_of(plans, finals) == [8192 * 64 * 4, 0, 0]
     assert [final.shared.tolist() for final in finals] == [[0]] * 3, "and all compare it"
-    assert all((final.sets % 2 == 1).all() for final in finals)
+    assert all((final.sets % KINDS == UNDECLARED).all() for final in finals)
 
 
 def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_not_declared_equal():
@@ -281,27 +282,27 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_no
         plan(small, large, item("own", (8192, 64))),
         plan(thing("o")),
     ]
-    for plans_, finals in ((plans, assign(plans)[0]), (plans, assign(plans, split=False)[0])):
+    for is_split in (True, False):
+        finals, _ = assign(plans, split=is_split)
         names = [
-            [
-                (int(number), local.head.names[at])
-                for number, at in zip(final.sets, final.shared, strict=True)
-            ]
-            for local, final in zip(plans_, finals, strict=True)
+            [(int(n), local.head.names[at]) for n, at in zip(final.sets, final.shared, strict=True)]
+            for local, final in zip(plans, finals, strict=True)
         ]
-        if len(names[0]) > 1:
-            assert names[0] == names[1]
-            assert {name for number, name in names[0] if number % 2} == {"o"}
-            assert {name for _, name in names[0]} == {"l", "m0", "m1", "m2", "o"}
-            assert names[2] == [pair for pair in names[0] if pair[1] == "l"]
-            assert names[3] == [pair for pair in names[0] if pair[1] == "o"]
-            assert [number for number, _ in names[0]] == sorted(number for number, _ in names[0])
-            decoded = RankPlan.decode(finals[1].encode())
-            assert decoded.shared.tolist() == finals[1].shared.tolist()
-            assert decoded.sets.tolist() == finals[1].sets.tolist()
-    assert names == [[(1, "o")], [(1, "o")], [], [(1, "o")]], (
-        "without splitting, no rank writes a part"
-    )
+        assert names[0] == names[1]
+        by_kind = [
+            {name for number, name in names[0] if number % KINDS == kind}
+            for kind in (UNDECLARED, CUT, WHOLE)
+        ]
+        cut = {"l", "m0", "m1", "m2"} if is_split else set()
+        assert by_kind == [{"o"}, cut, {"l", "m0", "m1", "m2", "s"} - cut]
+        assert names[2] == [pair for pair in names[0] if pair[1] in "ls"]
+        assert names[3] == [pair for pair in names[0] if pair[1] == "o"]
+        assert [number for number, _ in names[0]] == sorted(number for number, _ in names[0])
+        sampled, _ = finals[0].sampled
+        assert {plans[0].head.names[at] for at in sampled} == cut | {"o"}
+        decoded = RankPlan.decode(finals[1].encode())
+        assert decoded.shared.tolist() == finals[1].shared.tolist()
+        assert decoded.sets.tolist() == finals[1].sets.tolist()
 
 
 def test_small_chunks_stay_whole_and_are_spread_over_all_holders():

@@ -300,7 +300,7 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
         assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 3
         assert all(each.await_all(30) for each in incarnations)
         for each in ranks:
-            detector = FailureDetector(each, each.connect("commit"), Beat)
+            detector = FailureDetector(each, each.connect("commit/1"), Beat)
             detector._beat()
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
-from dcp_datastates.saving.operation import LEFT_OUT
-from dcp_datastates.storage.attempt import Attempt, Ticket
+from dcp_datastates.saving.operation import LEFT_OUT, Ticket
+from dcp_datastates.storage.attempt import Attempt
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NUMBERS = st.integers(0, (1 << 63) - 1)
@@ -67,7 +67,7 @@ def _meaning(path="c", kind="k"):
     return propose
 
 
-def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
+def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
     """What :func:`agree` returns, or raises, on each rank."""
     world = len(proposals)
     sent, answered, both = [b""] * world, [b""] * world, threading.Barrier(world)
@@ -92,7 +92,7 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
 
 def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
     for found in _outcomes(_meaning(), _meaning(), _meaning()):
-        assert found == Assignment((1, 2, 3, 4), b"c+c+c")
+        assert found == Assignment((1, 2, 3), b"c+c+c")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ class _Planning:
     def known_files(self):
         return None
 
+    def compared(self):
+        return {}
+
     def resolve_data(self, write_item):
         data = self._data[write_item.index.fqn]
         if isinstance(data, Exception):

@@ -16,7 +16,7 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.sharing import shared_reads
-from dcp_datastates.sharing.assignment import Blocks, Offer, Unit, assign, needed_blocks
+from dcp_datastates.sharing.assignment import Offer, Unit, assign, blocks_of, needed_blocks
 from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads, pays
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.wire.line import RefusedError, connect
@@ -49,7 +49,7 @@ class _Job:
             return read_range
 
         monkeypatch.setattr(shared_reads, "range_reader", counted)
-        self.runs = needed_blocks(self.needed, Blocks(note.files))
+        self.runs = needed_blocks(self.needed, blocks_of(note.files))
         self.listening = [listen("127.0.0.1") for _ in range(2)]
         self.addresses = [address for _, address in self.listening]
         offers = [Offer(tuple(each), self.runs.ravel()) for each in self.addresses]
@@ -130,24 +130,6 @@ def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
     job.start(0)
     assert job.read(job.ranks[0]) == job.data
     assert job.bytes_read == NBYTES
-
-
-@pytest.mark.parametrize("started", [0, 1])
-def test_without_threads_to_read_ahead_all_is_read(job, monkeypatch, started):
-    """The system gives no more threads: those that read ahead end nevertheless."""
-    job.start(0)
-    job.start(1)
-    submit, begun = ThreadPoolExecutor.submit, []
-
-    def few(self, *args):
-        begun.append(args)
-        if len(begun) > started:
-            raise RuntimeError("can't start new thread")
-        return submit(self, *args)
-
-    monkeypatch.setattr(shared_reads, "_MOST_KEPT_BYTES", 8 << 20)
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", few)
-    assert job.read(job.ranks[0]) == job.data
 
 
 def test_the_end_needs_no_thread(job, monkeypatch):
@@ -255,9 +237,9 @@ def _unit(begin, readers=2):
     return Unit(begin, begin + 1, 0, readers)
 
 
-def _units(storage, blocks, count=9):
+def _units(storage, blocks, *units):
     """Units, of which so many ``blocks`` are kept."""
-    return OwnUnits(storage.read, count, blocks * BLOCK_BYTES)
+    return OwnUnits(storage.read, units or map(_unit, range(9)), blocks * BLOCK_BYTES)
 
 
 def _taken(units, unit, nbytes=BLOCK_BYTES):
@@ -268,9 +250,10 @@ def _taken(units, unit, nbytes=BLOCK_BYTES):
 def test_many_that_ask_at_once_wait_for_one_read():
     storage = _Storage()
     storage.go_on.clear()
-    units = _units(storage, 8)
+    unit = _unit(1, readers=5)
+    units = _units(storage, 8, unit)
     with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(_taken, units, _unit(1, 5)) for _ in range(4)]
+        asked = [threads.submit(_taken, units, unit) for _ in range(4)]
         await_that(lambda: storage.reads == [1])
         storage.go_on.set()
         assert {each.result() for each in asked} == {bytes([1]) * BLOCK_BYTES}
@@ -279,8 +262,8 @@ def test_many_that_ask_at_once_wait_for_one_read():
 
 def test_a_unit_goes_when_all_readers_have_all_of_it():
     storage = _Storage()
-    units = _units(storage, 8, count=1)
     unit = _unit(1)
+    units = _units(storage, 8, unit)
     assert units.read_ahead(unit)
     assert _taken(units, unit) is not None
     assert _taken(units, unit, BLOCK_BYTES - 1) is not None
@@ -298,7 +281,7 @@ def test_a_unit_goes_when_all_readers_have_all_of_it():
     ("begin", "end"), [(0, BLOCK_BYTES + 1), (5, 5), (9, 5), (-5, 5), (0, 1 << 70)]
 )
 def test_bytes_that_a_unit_does_not_have_are_not_taken(begin, end):
-    units = _units(_Storage(), 8, count=1)
+    units = _units(_Storage(), 8)
     for _ in range(3):
         with units.taken(_unit(1), begin, end) as data:
             assert data is None
@@ -340,12 +323,14 @@ def test_what_is_being_read_makes_no_room():
 
 def test_a_unit_that_cannot_be_read_is_not_kept():
     storage = _Storage()
-    units = _units(storage, 1, count=2)
-    assert _taken(units, _unit(1000)) is None
+    damaged, whole = _unit(1000), _unit(1, readers=1)
+    units = _units(storage, 1, damaged, whole)
+    assert _taken(units, damaged) is None
+    assert units.read_ahead(damaged)
+    assert storage.reads == [1000]
     assert not units.are_gone.is_set()
-    assert units.read_ahead(_unit(1001))
+    assert _taken(units, whole) is not None
     assert units.are_gone.is_set()
-    assert _taken(units, _unit(1)) is not None
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -361,7 +346,7 @@ def test_after_the_end_nothing_is_kept(begun):
 
 
 def test_a_rank_without_units_keeps_nothing():
-    assert _units(_Storage(), 8, count=0).are_gone.is_set()
+    assert OwnUnits(_Storage().read, [], 8 * BLOCK_BYTES).are_gone.is_set()
 
 
 # ---- where it pays: by default, in object stores and network file systems ----------------------------

@@ -219,7 +219,7 @@ def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
 
 def test_a_rate_holds_the_carrying_back(tmp_path, slow, monkeypatch):
     waited = []
-    monkeypatch.setattr(carrying.Carrier, "_wait", lambda self, seconds: waited.append(seconds))
+    monkeypatch.setattr(carrying.JointWork, "wait", lambda self, seconds: waited.append(seconds))
     _save(tmp_path / "fast/step-1", slow, rate=1_000_000).archived.result(30)
     assert max(waited) == pytest.approx(1.2, abs=0.3)  # 1.2 MB
 

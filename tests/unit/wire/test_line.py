@@ -250,18 +250,19 @@ def test_the_first_server_that_takes_a_connection_is_asked(served):
 def test_a_server_that_is_silent_is_waited_for_no_longer_than_said(served):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1], bytes(16))
-        client = Client([address, served.server.address], most_idle=1, connect_seconds=0.2)
+        client = Client([address, served.server.address], most_idle=1)
         with pytest.raises(TimeoutError, match="does not answer"):
-            client.ask("silent")
+            client.ask("silent", seconds=0.2)
     assert served.connections == 0, "the other processes of a host that is gone are not asked"
 
 
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_an_answer_has_its_time(served, seconds):
-    client = Client([served.server.address], most_idle=1, answer_seconds=seconds)
+    client = Client([served.server.address], most_idle=1)
+    client.ask("a connection")
     if seconds:
-        assert client.ask("in time")[0] == "in time"
+        assert client.ask("in time", seconds=seconds)[0] == "in time"
     else:
         with pytest.raises(TimeoutError):
-            client.ask("late")
+            client.ask("late", seconds=seconds)
     client.close()

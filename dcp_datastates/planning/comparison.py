@@ -1,0 +1,190 @@
+"""Comparison: whether replicas are equal, byte for byte, a part of them at each save.
+
+A save with ``compare_replicas=n`` has each rank read one n-th of what it holds in common with other ranks, and sum it
+as the engine sums files: one CRC32C per MiB of *streams*, in which the tensors lie as in files, and which are not
+written. Equal replicas have equal sums. The coordinator chooses the part, which is another one at the next save of
+the same plan, and compares the sums that come with the votes. A replica that differs stays so, as an optimizer changes
+all of them alike: what is equal now was equal at the saves before, since they were last loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from dcp_datastates._native import BLOCK_BYTES, crc32c
+from dcp_datastates.errors import ReplicasDifferError
+from dcp_datastates.format.layout import lay_out
+from dcp_datastates.format.metadata_table import Compared
+from dcp_datastates.format.ragged import Ints, distinct
+from dcp_datastates.planning.balance import cut_line
+from dcp_datastates.planning.messages import (
+    KINDS,
+    OBJECT,
+    UNDECLARED,
+    LocalPlan,
+    RankPlan,
+    extents_of,
+)
+from dcp_datastates.planning.packing import Message
+from dcp_datastates.planning.samples import say
+
+_MOST_DIGESTS: Final = 256
+"""Of one set of ranks: a difference is known to a MiB up to as many, and to a 256th of more."""
+_DIGEST_BYTES: Final = 4
+_SHOWN: Final = 20
+_NONE: Final = np.zeros(0, np.int64)
+
+
+class Turn(NamedTuple):
+    """The part that is compared: ``number`` of ``of``."""
+
+    number: int
+    of: int
+
+
+def in_turn(plan: LocalPlan, share: RankPlan, turn: Turn) -> dict[int, RankPlan]:
+    """What the rank with this share compares, for each set of ranks, as a share of the plan. The ranks of a set have
+    the same tensors and rows in it, in the same order.
+    """
+    parts = {}
+    is_tensor = plan.head.kinds[share.shared] != OBJECT
+    for number in distinct(share.sets[is_tensor]):
+        items = share.shared[is_tensor & (share.sets == number)]
+        items = items[plan.nbytes(items) > 0]
+        rows = extents_of(plan.head.ndims, plan.sizes)[items]
+        nbytes = plan.nbytes(items)
+        quota = np.full(turn.of, nbytes.sum() // turn.of)
+        piece, of_turn, begin, end = cut_line(rows, nbytes // rows, quota)
+        mine = of_turn == turn.number
+        if mine.any():
+            hints = np.full(int(mine.sum()), -1)
+            pieces = (items[piece[mine]], begin[mine], end[mine], hints)
+            parts[number] = RankPlan(*pieces, _NONE, _NONE)
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Sums(Message):
+    """What a rank tells of its replicas: digests of the checksums of its streams, for each set of ranks."""
+
+    host: str
+    sets: Ints
+    digests: tuple[bytes, ...]
+
+    @staticmethod
+    def of(checksums: Mapping[int, bytes]) -> Sums:
+        """``checksums``: for each set, those of all blocks of its streams, 4 bytes each."""
+        digests = tuple(map(_digests, checksums.values()))
+        return Sums(socket.gethostname(), np.array(list(checksums), np.int64), digests)
+
+
+def _digests(checksums: bytes) -> bytes:
+    step = _per_digest(len(checksums)) * _DIGEST_BYTES
+    runs = [checksums[at : at + step] for at in range(0, len(checksums), step)]
+    return b"".join(crc32c(run).to_bytes(_DIGEST_BYTES, "little") for run in runs)
+
+
+def _per_digest(nbytes: int) -> int:
+    """How many blocks have one digest, if all blocks have ``nbytes`` of checksums."""
+    return max(1, -(-nbytes // (_MOST_DIGESTS * _DIGEST_BYTES)))
+
+
+class Comparison:
+    """Compares the ranks' replicas for one global plan, on the coordinator."""
+
+    def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
+        self._locals, self._shares = locals_, shares
+        self._count = itertools.count()
+        self._equal: dict[Turn, str] = {}
+        """The save in which each part was last found equal."""
+
+    def next_turn(self, of: int) -> Turn:
+        """The next of ``of`` turns; the only one if the ranks hold nothing alike."""
+        of = of if any(len(each.shared) for each in self._shares) else 1
+        return Turn(next(self._count) % of, of)
+
+    @functools.cached_property
+    def _plan(self) -> str:
+        digest = blake2b(b"".join(each.digest for each in self._locals), digest_size=8)
+        return digest.hexdigest()
+
+    def check(self, turn: Turn, told: Sequence[bytes], save: str) -> Compared:
+        """Compare the parts of this turn in ``save``; ``told``: each rank's :class:`Sums`.
+
+        Raises :class:`ReplicasDifferError` if two ranks hold different bytes of what is declared equal; what is not is
+        named in the log.
+        """
+        sums = [Sums.decode(each) for each in told]
+        by_set: dict[int, dict[int, bytes]] = {}
+        for rank, each in enumerate(sums):
+            for number, digests in zip(each.sets.tolist(), each.digests, strict=True):
+                by_set.setdefault(number, {})[rank] = digests
+        for number, by_rank in by_set.items():
+            if len(set(by_rank.values())) > 1:
+                self._tell(turn, number, by_rank, [each.host for each in sums])
+        self._equal[turn] = save
+        return Compared(*turn, self._plan)
+
+    def _tell(
+        self, turn: Turn, number: int, by_rank: Mapping[int, bytes], hosts: Sequence[str]
+    ) -> None:
+        columns = zip(*map(_cut, by_rank.values()), strict=True)
+        differing, column = next(each for each in enumerate(columns) if len(set(each[1])) > 1)
+        alike: dict[bytes, list[int]] = {}
+        for rank, digest in zip(by_rank, column, strict=True):
+            alike.setdefault(digest, []).append(rank)
+        groups = sorted(alike.values(), key=len)
+        names = self._names(groups[0][0], turn, number, differing)
+        if number % KINDS == UNDECLARED:
+            say(names, (groups[-1][0], groups[0][0]))
+            return
+        who = " and ".join(_ranks(each, hosts) for each in groups)
+        before = self._equal.get(turn)
+        since = "" if before is None else f"; they were equal in the save to {before}"
+        raise ReplicasDifferError(
+            f"{who} hold different bytes within {names}, which are replicas{since}. Checkpoints that were saved since "
+            f'may mix them: latest(root, verify="replicas") is the newest whose replicas are known to be equal. If '
+            f"one rank's memory or device is at fault, leave its host out"
+        )
+
+    def _names(self, rank: int, turn: Turn, number: int, digest: int) -> str:
+        """The tensors in the blocks of a digest, with the bytes of this rank's shard of them."""
+        plan = self._locals[rank]
+        share = in_turn(plan, self._shares[rank], turn)[number]
+        layouts = lay_out(share.layout_items(plan), 0)
+        ends = [layout.seal(()).table_offset for layout in layouts]
+        blocks = [-(-end // BLOCK_BYTES) for end in ends]
+        step = _per_digest(sum(blocks) * _DIGEST_BYTES)
+        low, high = digest * step, (digest + 1) * step
+        named = []
+        for layout, count in zip(layouts, blocks, strict=True):
+            begin, end = max(low, 0) * BLOCK_BYTES, min(high, count) * BLOCK_BYTES
+            for entry in layout.tensors:
+                row = entry.nbytes // entry.sizes[0] if entry.sizes else 0
+                first = max(entry.offset, begin) - entry.offset
+                last = min(entry.offset + entry.nbytes, end) - entry.offset
+                if first < last:
+                    within = int(share.begins[entry.item]) * row
+                    name = plan.head.names[share.items[entry.item]]
+                    named.append(f"{name!r}, bytes {within + first} to {within + last}")
+            low, high = low - count, high - count
+        more = f"; and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        return f"{'; '.join(named[:_SHOWN])}{more}"
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    shown = [f"rank {rank} ({hosts[rank]})" for rank in ranks[:3]]
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"{', '.join(shown)}{more}"
