@@ -132,11 +132,11 @@ def newest_whole(
     problems = []
     compared = Replicas(verify)
     for copies in copies_newest_first(roots, among):
-        path = copies[0].path
+        path, unknown = copies[0].path, compared.unknown(copies)
         if path.name in leave_out:
             problems.append(f"{path.name} cannot be loaded")
             continue
-        problem = compared.unknown(copies) or flaw(copies, verify)
+        problem = unknown or flaw(copies, verify)
         if problem is None:
             return [found.path for found in copies]
         logger.warning("leaving out checkpoint %s: %s", path, problem)

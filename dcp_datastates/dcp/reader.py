@@ -38,6 +38,7 @@ from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.stored import Shards, Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
+from dcp_datastates.planning.comparison import forget_histories
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import rank_set_of
@@ -200,6 +201,7 @@ class DataStatesReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
         load = self._opened()
+        forget_histories()
         try:
             self._read(load, plan, planner)
         finally:

@@ -22,6 +22,7 @@ from typing import Final
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.commit.told_errors import Told, described, error_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
+from dcp_datastates.planning.comparison import forget_histories
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
@@ -127,6 +128,7 @@ def load_session(
         verb: the user's call, for messages: ``"load()"``.
         timeout: seconds without progress of another rank after which the load fails.
     """
+    forget_histories()
     session = LoadSession(rank_set, places, verb, timeout)
     with session.recorded():
         if rank_set.world == 1:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from dcp_datastates.checkpoints.retention import Deletions
 from dcp_datastates.config import check_count
 from dcp_datastates.dcp.async_save import SaveHandle
-from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
+from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, ReplicasDifferError
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.storage.object_path import Location
@@ -143,7 +143,8 @@ class SaveTracker:
             self._request()  # the callback may come later
             error = handle.committed.exception()
             if error is None:
-                self._in_a_row, self._last = 0, None
+                if not isinstance(self._last, ReplicasDifferError):  # another part is equal
+                    self._in_a_row, self._last = 0, None
                 self.commits, self.newest_commit = self.commits + 1, save.path
             elif not isinstance(error, CheckpointSkipped):
                 self.failed(save.path, error)

@@ -107,6 +107,7 @@ class ColumnPlanning(SavePlanning):
     """Planning of one save in columns, with the plans in ``cache``."""
 
     kind = "in columns"
+    can_compare = True
 
     def __init__(self, cache: PlanCache, options: PlanOptions, state: StateToPlan) -> None:
         self._cache = cache

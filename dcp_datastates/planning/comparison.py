@@ -97,24 +97,66 @@ def _per_digest(nbytes: int) -> int:
     return max(1, -(-nbytes // (_MOST_DIGESTS * _DIGEST_BYTES)))
 
 
+class _History:
+    """When each of ``of`` parts was chosen, and when found equal: numbers that grow; 0: never."""
+
+    def __init__(self, of: int) -> None:
+        self._numbers = itertools.count(1)
+        self._chosen, self._equal = [0] * of, [0] * of
+        self.saves = [""] * of
+        """The save in which each part was last found equal."""
+
+    def choose(self) -> int:
+        """The part that was found equal the longest ago; of several, the one that was chosen the longest ago."""
+        part = min(
+            range(len(self._equal)), key=lambda each: (self._equal[each], self._chosen[each])
+        )
+        self._chosen[part] = next(self._numbers)
+        return part
+
+    def note(self, part: int, save: str) -> None:
+        """It is equal."""
+        self._equal[part], self.saves[part] = next(self._numbers), save
+
+
+_histories: dict[tuple[bytes, int], _History] = {}
+"""By plan and number of parts. They outlive planners, and end when a load may have made replicas equal again."""
+_MOST_HISTORIES: Final = 64
+_loads = itertools.count()
+_since_load = next(_loads)
+
+
+def forget_histories() -> None:
+    """State was loaded: what is equal now may have been different before."""
+    global _since_load
+    _since_load = next(_loads)
+    _histories.clear()
+
+
 class Comparison:
     """Compares the ranks' replicas for one global plan, on the coordinator."""
 
     def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
         self._locals, self._shares = locals_, shares
-        self._count = itertools.count()
-        self._equal: dict[Turn, str] = {}
-        """The save in which each part was last found equal."""
 
     def next_turn(self, of: int) -> Turn:
-        """The next of ``of`` turns; the only one if the ranks hold nothing alike."""
-        of = of if any(len(each.shared) for each in self._shares) else 1
-        return Turn(next(self._count) % of, of)
+        """The part of ``of`` to compare in the next save; the only one if the ranks hold no tensors alike."""
+        of = of if self._has_replicas else 1
+        return Turn(self._history(of).choose(), of)
+
+    def _history(self, of: int) -> _History:
+        if len(_histories) >= _MOST_HISTORIES:
+            del _histories[next(iter(_histories))]
+        return _histories.setdefault((self._plan, of), _History(of))
 
     @functools.cached_property
-    def _plan(self) -> str:
-        digest = blake2b(b"".join(each.digest for each in self._locals), digest_size=8)
-        return digest.hexdigest()
+    def _has_replicas(self) -> bool:
+        pairs = zip(self._locals, self._shares, strict=True)
+        return any(in_turn(plan, share, Turn(0, 1)) for plan, share in pairs)
+
+    @functools.cached_property
+    def _plan(self) -> bytes:
+        return blake2b(b"".join(each.digest for each in self._locals), digest_size=8).digest()
 
     def check(self, turn: Turn, told: Sequence[bytes], save: str) -> Compared:
         """Compare the parts of this turn in ``save``; ``told``: each rank's :class:`Sums`.
@@ -130,8 +172,8 @@ class Comparison:
         for number, by_rank in by_set.items():
             if len(set(by_rank.values())) > 1:
                 self._tell(turn, number, by_rank, [each.host for each in sums])
-        self._equal[turn] = save
-        return Compared(*turn, self._plan)
+        self._history(turn.of).note(turn.number, save)
+        return Compared(*turn, f"{self._plan.hex()}.{_since_load}")
 
     def _tell(
         self, turn: Turn, number: int, by_rank: Mapping[int, bytes], hosts: Sequence[str]
@@ -147,8 +189,8 @@ class Comparison:
             say(names, (groups[-1][0], groups[0][0]))
             return
         who = " and ".join(_ranks(each, hosts) for each in groups)
-        before = self._equal.get(turn)
-        since = "" if before is None else f"; they were equal in the save to {before}"
+        before = self._history(turn.of).saves[turn.number]
+        since = f"; they were equal in the save to {before}" if before else ""
         raise ReplicasDifferError(
             f"{who} hold different bytes within {names}, which are replicas{since}. Checkpoints that were saved since "
             f'may mix them: latest(root, verify="replicas") is the newest whose replicas are known to be equal. If '

@@ -22,11 +22,13 @@ class SavePlanning(Protocol):
     Attributes:
         kind: how the save is planned; all ranks must plan it alike.
         is_cached: whether the plan of the state was known before.
+        can_compare: whether it knows which tensors are replicas.
         compare_replicas: in how many saves the coordinator has all replicas compared; 0: not at all.
     """
 
     kind: str
     is_cached: bool = False
+    can_compare: bool = False
     compare_replicas: int = 0
 
     @property

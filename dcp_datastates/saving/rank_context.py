@@ -27,6 +27,7 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import (
     CheckpointSkipped,
+    ConfigurationError,
     RankLostError,
     SaveAbandonedError,
     SaveFailedError,
@@ -321,6 +322,11 @@ def _propose(
     assert planning is not None
     check_path(save)
     planning.compare_replicas = save.config.compare_replicas or 0
+    if planning.compare_replicas and not planning.can_compare:
+        raise ConfigurationError(
+            "compare_replicas cannot work with a planner of your own, which does not say what are replicas; leave one "
+            "of the two out"
+        )
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
     name = SaveName(save.directory().name, planning.kind, save.unused_writers)
     return name, planning, plan

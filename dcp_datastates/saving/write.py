@@ -106,7 +106,8 @@ class Content:
             part, item_of = what, what.objects.__getitem__
             add_tensors = functools.partial(what.add_tensors, *self._reads.staged.bases())
         else:
-            part, item_of = PartFiles(list(map(LayoutItem.of, what)), self._rank), what.__getitem__
+            rank = self._rank if is_written else 0  # replicas must be laid out alike
+            part, item_of = PartFiles(list(map(LayoutItem.of, what)), rank), what.__getitem__
             add_tensors = functools.partial(self._add_tensors, what, part)
         objects = [
             [self._object(item_of(entry.item)) for entry in layout.objects]
