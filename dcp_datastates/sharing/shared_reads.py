@@ -21,9 +21,8 @@ import os
 import socket
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -55,6 +54,11 @@ logger = logging.getLogger(__name__)
 
 _MOST_KEPT_BYTES: Final = 256 << 20
 """Units that wait for their readers take at most 256 MiB, and in all ranks of a machine a 64th of its memory."""
+
+_AHEAD_THREADS: Final = 8
+"""Reads ahead of need at once: enough for the bandwidth of a store, and few beside those of ``download.fetch``."""
+
+_NO_ROOM_SECONDS: Final = 0.01
 
 _ANSWER_SECONDS: Final = 10.0
 """For a connection, and for one unit: some time above what a busy store takes. A slower rank is asked no more."""
@@ -222,21 +226,33 @@ class SharedReads:
         self._own: Final = {unit.begin: unit for unit in share.units if unit.owner == share.rank}
         most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
         self._units: Final = OwnUnits(self._read_unit, self._own.values(), most)
-        self._ahead: deque[Unit] = deque()
-        """What is still to be read ahead. No lock: single operations are atomic."""
         self._left: set[str] = set()
         self._server: Final = Server(listening, address, _THREAD_NAME, self._serve)
 
     @contextlib.contextmanager
     def reading(self, reads: Reads) -> Iterator[ReadRange]:
-        """A function that returns ranges of data files, for a restore of ``reads``. With each range, it reads one of
-        this rank's units ahead, in the order in which the engine asks for them.
+        """A function that returns ranges of data files, for a restore of ``reads``; until the end of the block, this
+        rank's units are read ahead, in the order in which the engine asks for them.
         """
-        self._ahead.extend(self._share.own_units(needed_blocks(reads, self._blocks)))
-        try:
-            yield self._read_range
-        finally:
-            self._ahead.clear()
+        units = self._share.own_units(needed_blocks(reads, self._blocks))
+        units.reverse()
+        stop = threading.Event()
+
+        def read_ahead() -> None:
+            with contextlib.suppress(IndexError):  # all have been begun
+                while not stop.is_set():
+                    unit = units.pop()
+                    while not self._units.read_ahead(unit) and not stop.wait(_NO_ROOM_SECONDS):
+                        pass
+
+        with ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix=_THREAD_NAME) as executor:
+            try:
+                with contextlib.suppress(RuntimeError):  # the system gives fewer threads, or none
+                    for _ in range(_AHEAD_THREADS):
+                        executor.submit(read_ahead)
+                yield self._read_range
+            finally:
+                stop.set()
 
     def leave(self, files: Collection[str]) -> bool:
         """Read ``files`` from storage from now on, each block for this rank alone; returns whether this is new."""
@@ -277,7 +293,6 @@ class SharedReads:
     def _pieces(self, path: str, file: FileBlocks, begin: int, end: int) -> Iterator[memoryview]:
         first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         for start, stop, unit in self._share.pieces(file.first + first, file.first + last):
-            self._read_ahead()
             low = max((start - file.first) * BLOCK_BYTES, begin)
             high = min((stop - file.first) * BLOCK_BYTES, end)
             data = None
@@ -286,12 +301,6 @@ class SharedReads:
                 ask = self._taken if unit.owner == self._share.rank else self._asked
                 data = ask(unit, low - at, high - at)
             yield memoryview(self._storage(path, low, high) if data is None else data).cast("B")
-
-    def _read_ahead(self) -> None:
-        with contextlib.suppress(IndexError):  # there is no more
-            unit = self._ahead.popleft()
-            if not self._units.read_ahead(unit):
-                self._ahead.appendleft(unit)
 
     def _taken(self, unit: Unit, begin: int, end: int) -> Buffer | None:
         with self._units.taken(unit, begin, end) as data:

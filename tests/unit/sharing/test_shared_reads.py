@@ -132,6 +132,24 @@ def test_a_rank_that_never_begins_to_read_is_not_waited_for(job, monkeypatch):
     assert job.bytes_read == NBYTES
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_without_threads_to_read_ahead_all_is_read(job, monkeypatch, started):
+    """The system gives no more threads: those that read ahead end nevertheless."""
+    job.start(0)
+    job.start(1)
+    submit, begun = ThreadPoolExecutor.submit, []
+
+    def few(self, *args):
+        begun.append(args)
+        if len(begun) > started:
+            raise RuntimeError("can't start new thread")
+        return submit(self, *args)
+
+    monkeypatch.setattr(shared_reads, "_MOST_KEPT_BYTES", 8 << 20)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", few)
+    assert job.read(job.ranks[0]) == job.data
+
+
 def test_the_end_needs_no_thread(job, monkeypatch):
     job.start(0)
     job.start(1)
