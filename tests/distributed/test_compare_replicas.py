@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_datastates as ds
 from dcp_datastates import DataStatesSavePlanner, DataStatesWriter
+from dcp_datastates.checkpoints.find import newest_whole
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ReplicasDifferError
+from dcp_datastates.storage.object_path import locate
 
 TURNS = 4
 
@@ -253,4 +255,87 @@ def test_a_manager_keeps_what_is_known_to_be_equal_and_goes_back_to_it(shared_di
     dist.barrier()
     with manager() as saves:
         assert saves.restore_latest(state) == 5
+    dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "how", [{"enable_plan_caching": False}, {"flatten_state_dict": False}, "conj", "a new one"]
+)
+def test_whatever_the_planner_and_the_state(how, shared_dir):
+    """Also where it is not known where the tensors are in the state."""
+    model, more = _Model(), {}
+    if how == "conj":
+        more["c"] = torch.ones(9, dtype=torch.complex64).conj()
+    options = how if isinstance(how, dict) else {}
+    for number in range(3):
+        planner = DataStatesSavePlanner(**options)
+        _save(model.state(**more), shared_dir / f"{number}", turns=2, planner=planner)
+    assert _good(shared_dir) == shared_dir / "1"
+    if dist.get_rank():
+        for name in model.weights:
+            model.flip(name, 0)
+    failed = 0
+    for _ in range(2):
+        try:
+            planner = DataStatesSavePlanner(**options)
+            _save(model.state(**more), shared_dir / "bad", turns=2, planner=planner)
+        except ReplicasDifferError:
+            failed += 1
+    assert failed
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_planner_of_ones_own_is_refused(shared_dir):
+    class Own(DataStatesSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item)
+
+    with raises(ConfigurationError, "a planner of your own"):
+        _save(_Model().state(), shared_dir / "c", planner=Own())
+    dist.barrier()
+
+
+@ranks(2)
+def test_what_was_compared_counts_though_a_checkpoint_is_left_out(shared_dir):
+    model = _Model()
+    for number in range(6):
+        _save(model.state(), shared_dir / f"{number}", turns=3)
+    for left_out, newest in (((), "3"), (("3",), "2"), (("5",), "3")):
+        found = newest_whole([locate(shared_dir)], "replicas", leave_out=left_out)
+        assert found == [shared_dir / newest]
+    dist.barrier()
+
+
+@ranks(2)
+def test_after_a_load_what_was_saved_before_is_not_known_by_what_is_saved_later(shared_dir):
+    """The load makes replicas equal that were not."""
+    model = _Model()
+    for number in range(3):
+        _save(model.state(), shared_dir / f"{number}", turns=2)
+    ds.load(shared_dir / "2", model.state())
+    _save(model.state(), shared_dir / "3", turns=2)
+    assert _good(shared_dir) == shared_dir / "1"
+    _save(model.state(), shared_dir / "4", turns=2)
+    assert _good(shared_dir) == shared_dir / "3"
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_manager_ends_the_job_whose_replicas_differ(shared_dir):
+    """Though saves in between, which compare other parts, are committed."""
+    model = _Model()
+    if dist.get_rank():
+        model.flip("w3", 0)
+    options = {"compare_replicas": 3, "max_failures": 2, "host_cache_size": CACHE}
+    manager = ds.CheckpointManager(shared_dir, every=1, save_last=False, **options)
+    committed = 0
+    with raises(ReplicasDifferError, "'w3'"):
+        for step in range(1, 20):
+            manager.save(step, model.state())
+            manager.wait()
+            committed += 1
+    assert 2 < committed < 8
+    manager.close()
     dist.barrier()

@@ -11,7 +11,19 @@ from support.state.plans import item, plan, replica, thing
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.comparison import Comparison, Sums, Turn, in_turn
+from dcp_datastates.planning.comparison import (
+    Comparison,
+    Sums,
+    Turn,
+    forget_histories,
+    in_turn,
+)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    forget_histories()
+
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 64)), min_size=1, max_size=12)
 
@@ -54,6 +66,19 @@ def test_empty_tensors_and_those_of_one_rank_have_no_turn():
     assert in_turn(plans[0], shares[0], Turn(0, 1)) == {}
 
 
+def test_a_part_comes_again_until_it_is_equal_whatever_object_compares():
+    plans = [plan(replica("t", (99, 99)))] * 2
+    shares, _ = assign(plans)
+    parts = []
+    for save in range(8):
+        comparison = Comparison(plans, shares)
+        turn = comparison.next_turn(4)
+        if save % 2:  # the others fail
+            comparison.check(turn, [Sums.of({}).encode()] * 2, f"/run/{save}")
+            parts.append(turn.number)
+    assert sorted(parts) == [0, 1, 2, 3]
+
+
 def test_the_turns_of_a_plan_follow_each_other():
     plans = [plan(replica("t", (9, 9)))] * 2
     comparison = Comparison(plans, assign(plans)[0])
@@ -74,7 +99,7 @@ def test_the_rank_and_the_bytes_that_differ_are_named(mib, bad):
     (large,) = [n for n, part in parts.items() if plans[0].head.names[part.items[0]] == "large"]
     sums = {n: np.arange(mib + 1, dtype="<u4") for n in parts}  # the header takes a part of a block
     told = [Sums.of({n: each.tobytes() for n, each in sums.items()}).encode()] * 3
-    assert comparison.check(turn, told, "/run/step_1") == (0, 1, comparison._plan)
+    assert comparison.check(turn, told, "/run/step_1")[:2] == (0, 1)
 
     block = mib // 2
     sums[large][block] ^= 1
