@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.key_paths import KeyPath, flatten
 
-_IS_META: Final = operator.attrgetter("is_meta")
+_DEVICE: Final = operator.attrgetter("device")
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -28,7 +28,7 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
     try:
         values, paths = flatten(state)
         tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
-        if any(map(_IS_META, tensors)):
+        if any(device.type == "meta" for device in set(map(_DEVICE, tensors))):
             _init_state_dict(state)
             values, paths = flatten(state)
         if any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):

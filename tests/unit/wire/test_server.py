@@ -174,7 +174,7 @@ def test_another_token_or_secret_is_refused_at_both_ends(of_server, of_client, m
     with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
         with contextlib.closing(connect(server.address)) as own:
             assert asked(own, "own") == ("own", b"")
-        await_that(lambda: not server._lines)
+        assert server.await_unused(10)
         with pytest.raises(PermissionError, match="DCP_DATASTATES_SECRET"):
             connect(server.address._replace(token=bytes(16)))
         monkeypatch.setenv("DCP_DATASTATES_SECRET", of_client)
