@@ -43,7 +43,7 @@ _PIN: Final = _argument("--name", 'what the pin is for, such as "eval"', default
 _LEVEL: Final = _argument(
     "--verify",
     "what a checkpoint must pass: its metadata can be read; and every file is there with its size (the default); "
-    "and every stored byte matches its checksum",
+    "and every stored byte matches its checksum. Or, as the default, and its replicas are known to be equal",
     choices=("metadata", "structure", "full", "replicas"),
     default="structure",
 )

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
-from dcp_datastates.format.metadata_table import Compose, Trace
+from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.plan_cache import note_of
-from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.claims import Claim
@@ -82,13 +82,7 @@ class ObjectPlanning(SavePlanning):
     def release(self) -> None:
         self._planner = self._local_plan = self._staged = None  # they have the state
 
-    def report(
-        self,
-        places: Report,
-        metrics: Mapping[str, float],
-        save: str = "",
-        checksums: Callable[[], Mapping[int, bytes]] = dict,
-    ) -> tuple[Callable[[], bytes], Compose | None]:
+    def report(self, places: Report, written: Written) -> Told:
         report = _packed(([item.index for item in self.items], places.encoded))
         metadata = self._metadata
         if metadata is None:
@@ -98,7 +92,7 @@ class ObjectPlanning(SavePlanning):
 
         def compose(reports: Sequence[bytes], claim: Claim, trace: Trace) -> bytes:
             found = [(indices, Report.decode(data)) for indices, data in map(_unpacked, reports)]
-            return document(claim, mine, found, metrics, trace)
+            return document(claim, mine, found, written.metrics, trace)
 
         return lambda: report, compose
 

@@ -30,15 +30,7 @@ import numpy.typing as npt
 
 from dcp_datastates.format.metadata_table import Catalog
 from dcp_datastates.format.ragged import Ints, fingerprints, leaders, positions, starts_of
-from dcp_datastates.planning.messages import (
-    CUT,
-    KINDS,
-    UNDECLARED,
-    WHOLE,
-    LocalPlan,
-    RankPlan,
-    sliced,
-)
+from dcp_datastates.planning.messages import LocalPlan, RankPlan, Why, sliced
 from dcp_datastates.planning.replicas import Holdings, gather
 
 SPLIT_FROM = 1 << 20
@@ -231,11 +223,11 @@ def _compared(
         rows = holdings.order[holders.begins[chunks.undeclared]]
         is_object = holdings.names.properties[holdings.name[rows]] < 0
         undeclared = chunks.undeclared[is_object | (holdings.nbytes[rows] > 0)]
-        kinds = ((UNDECLARED, undeclared), (CUT, chunks.large), (WHOLE, chunks.small))
+        kinds = ((Why.UNDECLARED, undeclared), (Why.CUT, chunks.large), (Why.WHOLE, chunks.small))
         for kind, which in kinds:
             for copy, variant in enumerate(holders.variants.tolist()):
                 items = holdings.item[holdings.order[holders.begins[which] + copy]]
-                found[variant].append((KINDS * number + kind, items))
+                found[variant].append((len(Why) * number + kind, items))
             number += len(which) > 0
     none: tuple[int, Ints] = (0, np.zeros(0, np.int64))
     columns = []

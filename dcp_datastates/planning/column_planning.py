@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.metadata_check import validate
-from dcp_datastates.format.metadata_table import Catalog, Compose
+from dcp_datastates.format.metadata_table import Catalog, Compared
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.comparison import Sums, Turn, in_turn
@@ -36,7 +36,7 @@ from dcp_datastates.planning.messages import (
 from dcp_datastates.planning.part_files import KnownFiles, KnownState
 from dcp_datastates.planning.plan_cache import Agreed, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
-from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
@@ -122,6 +122,7 @@ class ColumnPlanning(SavePlanning):
         self._known: KnownState | None = None  # by which the state need not be flattened
         self._composing: Callable[..., bytes] | None = None
         self._turn: Turn | None = None
+        self._compare: Callable[..., Compared] | None = None  # the coordinator's
 
     @property
     def items(self) -> Sequence[WriteItem]:
@@ -156,14 +157,17 @@ class ColumnPlanning(SavePlanning):
         )
         reports = plan.reports
         self._composing = functools.partial(plan.compose, reports)
+        turn = None
         if self.compare_replicas:
             if options.to_lowest_rank:
                 raise ConfigurationError(
                     "compare_replicas compares what several ranks write, and dedup_save_to_lowest_rank has one write "
                     "all: leave one of the two out"
                 )
-            self._turn = plan.comparison.next_turn(self.compare_replicas)
-        answers = plan.answers([offer.share for offer in offers], reports, self._turn)
+            history = plan.comparison.history(self.compare_replicas)
+            turn = history.choose()
+            self._compare = functools.partial(plan.comparison.check, turn, history)
+        answers = plan.answers([offer.share for offer in offers], reports, turn)
         return [answer.encode() for answer in answers]
 
     @collection_paused()
@@ -217,23 +221,18 @@ class ColumnPlanning(SavePlanning):
     def release(self) -> None:
         self._state = self._flattened = None
 
-    def report(
-        self,
-        places: Report,
-        metrics: Mapping[str, float],
-        save: str = "",
-        checksums: Callable[[], Mapping[int, bytes]] = dict,
-    ) -> tuple[Callable[[], bytes], Compose | None]:
+    def report(self, places: Report, written: Written) -> Told:
         data = b"" if places.digest == self._reported else places.encoded
         samples, turn, composing = self._samples, self._turn, self._composing
 
         def report() -> bytes:
-            sums = b"" if turn is None else Sums.of(checksums()).encode()
+            sums = b"" if turn is None else Sums.of(written.checksums()).encode()
             return RankReport(places.digest, samples, data, sums).encode()
 
         if composing is None:
             return report, None
-        return report, functools.partial(composing, metrics, turn=turn, save=save)
+        compare = self._compare and functools.partial(self._compare, save=written.save)
+        return report, functools.partial(composing, written.metrics, compare=compare)
 
     # ---- within ------------------------------------------------------------------------------------
 

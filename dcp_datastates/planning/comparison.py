@@ -25,14 +25,7 @@ from dcp_datastates.format.layout import lay_out
 from dcp_datastates.format.metadata_table import Compared
 from dcp_datastates.format.ragged import Ints, distinct
 from dcp_datastates.planning.balance import cut_line
-from dcp_datastates.planning.messages import (
-    KINDS,
-    OBJECT,
-    UNDECLARED,
-    LocalPlan,
-    RankPlan,
-    extents_of,
-)
+from dcp_datastates.planning.messages import OBJECT, LocalPlan, RankPlan, Why, extents_of
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.samples import say
 
@@ -65,9 +58,8 @@ def in_turn(plan: LocalPlan, share: RankPlan, turn: Turn) -> dict[int, RankPlan]
         piece, of_turn, begin, end = cut_line(rows, nbytes // rows, quota)
         mine = of_turn == turn.number
         if mine.any():
-            hints = np.full(int(mine.sum()), -1)
-            pieces = (items[piece[mine]], begin[mine], end[mine], hints)
-            parts[number] = RankPlan(*pieces, _NONE, _NONE)
+            its, hints = items[piece[mine]], np.full(int(mine.sum()), -1)
+            parts[number] = RankPlan(its, begin[mine], end[mine], hints, _NONE, _NONE)
     return parts
 
 
@@ -87,8 +79,7 @@ class Sums(Message):
 
 
 def _digests(checksums: bytes) -> bytes:
-    step = _per_digest(len(checksums)) * _DIGEST_BYTES
-    runs = [checksums[at : at + step] for at in range(0, len(checksums), step)]
+    runs = _cut(checksums, _per_digest(len(checksums)))
     return b"".join(crc32c(run).to_bytes(_DIGEST_BYTES, "little") for run in runs)
 
 
@@ -97,39 +88,40 @@ def _per_digest(nbytes: int) -> int:
     return max(1, -(-nbytes // (_MOST_DIGESTS * _DIGEST_BYTES)))
 
 
-class _History:
-    """When each of ``of`` parts was chosen, and when found equal: numbers that grow; 0: never."""
+class History:
+    """Which parts of a plan's replicas were found equal since the last load. ``name``: the plan's, in the notes of
+    checkpoints, and no other history's of this process.
+    """
 
-    def __init__(self, of: int) -> None:
+    def __init__(self, name: str, of: int) -> None:
+        self._name = name
         self._numbers = itertools.count(1)
+        # When each part was chosen, and when found equal: numbers that grow; 0: never.
         self._chosen, self._equal = [0] * of, [0] * of
         self.saves = [""] * of
         """The save in which each part was last found equal."""
 
-    def choose(self) -> int:
+    def choose(self) -> Turn:
         """The part that was found equal the longest ago; of several, the one that was chosen the longest ago."""
-        part = min(
-            range(len(self._equal)), key=lambda each: (self._equal[each], self._chosen[each])
-        )
+        of = len(self._equal)
+        part = min(range(of), key=lambda each: (self._equal[each], self._chosen[each]))
         self._chosen[part] = next(self._numbers)
-        return part
+        return Turn(part, of)
 
-    def note(self, part: int, save: str) -> None:
-        """It is equal."""
-        self._equal[part], self.saves[part] = next(self._numbers), save
+    def note(self, turn: Turn, save: str) -> Compared:
+        """The part is equal in this save."""
+        self._equal[turn.number], self.saves[turn.number] = next(self._numbers), save
+        return Compared(*turn, self._name)
 
 
-_histories: dict[tuple[bytes, int], _History] = {}
-"""By plan and number of parts. They outlive planners, and end when a load may have made replicas equal again."""
+_histories: dict[tuple[bytes, int], History] = {}
+"""By plan and number of parts, the oldest first. They outlive planners."""
 _MOST_HISTORIES: Final = 64
-_loads = itertools.count()
-_since_load = next(_loads)
+_serials = itertools.count()
 
 
 def forget_histories() -> None:
-    """State was loaded: what is equal now may have been different before."""
-    global _since_load
-    _since_load = next(_loads)
+    """State is loaded, which may make replicas equal that were not. Saves in flight keep theirs."""
     _histories.clear()
 
 
@@ -139,15 +131,15 @@ class Comparison:
     def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
         self._locals, self._shares = locals_, shares
 
-    def next_turn(self, of: int) -> Turn:
-        """The part of ``of`` to compare in the next save; the only one if the ranks hold no tensors alike."""
-        of = of if self._has_replicas else 1
-        return Turn(self._history(of).choose(), of)
-
-    def _history(self, of: int) -> _History:
-        if len(_histories) >= _MOST_HISTORIES:
-            del _histories[next(iter(_histories))]
-        return _histories.setdefault((self._plan, of), _History(of))
+    def history(self, of: int) -> History:
+        """What is known of ``of`` parts; of one part, if the ranks hold no tensors alike."""
+        key = self._plan, of if self._has_replicas else 1
+        history = _histories.get(key)  # a load in another thread may clear them at any time
+        if history is None:
+            if len(_histories) >= _MOST_HISTORIES:
+                _histories.pop(next(iter(_histories), key), None)
+            history = _histories[key] = History(f"{self._plan.hex()}.{next(_serials)}", key[1])
+        return history
 
     @functools.cached_property
     def _has_replicas(self) -> bool:
@@ -158,8 +150,8 @@ class Comparison:
     def _plan(self) -> bytes:
         return blake2b(b"".join(each.digest for each in self._locals), digest_size=8).digest()
 
-    def check(self, turn: Turn, told: Sequence[bytes], save: str) -> Compared:
-        """Compare the parts of this turn in ``save``; ``told``: each rank's :class:`Sums`.
+    def check(self, turn: Turn, history: History, told: Sequence[bytes], save: str) -> Compared:
+        """Compare the part of this turn in ``save``; ``told``: each rank's :class:`Sums`.
 
         Raises :class:`ReplicasDifferError` if two ranks hold different bytes of what is declared equal; what is not is
         named in the log.
@@ -171,12 +163,17 @@ class Comparison:
                 by_set.setdefault(number, {})[rank] = digests
         for number, by_rank in by_set.items():
             if len(set(by_rank.values())) > 1:
-                self._tell(turn, number, by_rank, [each.host for each in sums])
-        self._history(turn.of).note(turn.number, save)
-        return Compared(*turn, f"{self._plan.hex()}.{_since_load}")
+                before = history.saves[turn.number]
+                self._tell(turn, number, by_rank, [each.host for each in sums], before)
+        return history.note(turn, save)
 
     def _tell(
-        self, turn: Turn, number: int, by_rank: Mapping[int, bytes], hosts: Sequence[str]
+        self,
+        turn: Turn,
+        number: int,
+        by_rank: Mapping[int, bytes],
+        hosts: Sequence[str],
+        before: str,
     ) -> None:
         columns = zip(*map(_cut, by_rank.values()), strict=True)
         differing, column = next(each for each in enumerate(columns) if len(set(each[1])) > 1)
@@ -185,11 +182,10 @@ class Comparison:
             alike.setdefault(digest, []).append(rank)
         groups = sorted(alike.values(), key=len)
         names = self._names(groups[0][0], turn, number, differing)
-        if number % KINDS == UNDECLARED:
+        if number % len(Why) == Why.UNDECLARED:
             say(names, (groups[-1][0], groups[0][0]))
             return
         who = " and ".join(_ranks(each, hosts) for each in groups)
-        before = self._history(turn.of).saves[turn.number]
         since = f"; they were equal in the save to {before}" if before else ""
         raise ReplicasDifferError(
             f"{who} hold different bytes within {names}, which are replicas{since}. Checkpoints that were saved since "
@@ -222,8 +218,10 @@ class Comparison:
         return f"{'; '.join(named[:_SHOWN])}{more}"
 
 
-def _cut(digests: bytes) -> list[bytes]:
-    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+def _cut(digests: bytes, each: int = 1) -> list[bytes]:
+    """Pieces of so many digests or checksums."""
+    step = each * _DIGEST_BYTES
+    return [digests[at : at + step] for at in range(0, len(digests), step)]
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

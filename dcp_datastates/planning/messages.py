@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -32,10 +33,19 @@ from dcp_datastates.format.values import carried
 from dcp_datastates.planning.packing import Message, Named
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
-CUT, UNDECLARED, WHOLE = 0, 1, 2
-KINDS: Final = 3
-"""The remainder of a set's number says why its ranks compare: each writes a part; one writes, and nothing declares the
-others' equal; one writes, and all declare them equal."""
+
+
+class Why(IntEnum):
+    """Why ranks compare what several of them hold: a set's number modulo the number of these."""
+
+    CUT = 0
+    """Each writes a part."""
+    UNDECLARED = 1
+    """One writes it, and nothing declares the others' equal."""
+    WHOLE = 2
+    """One writes it, and all declare it equal."""
+
+
 _KINDS: Final = {
     WriteItemType.BYTE_IO: OBJECT,
     WriteItemType.TENSOR: TENSOR,
@@ -218,7 +228,7 @@ class RankPlan(Named):
     of these ranks.
     """
     sets: Ints
-    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. See :data:`KINDS`."""
+    """(K,): the number of each item's set of ranks, the same on all ranks; ascending. See :class:`Why`."""
 
     def __post_init__(self) -> None:
         counts = [len(each) for each in (self.items, self.begins, self.ends, self.hints)]
@@ -230,7 +240,7 @@ class RankPlan(Named):
         """Of ``shared`` and ``sets``, what ranks compare at each save, by samples: parts that ranks write of replicas
         must be of equal ones; and of what nothing declares equal, the others' would be lost.
         """
-        which = self.sets % KINDS != WHOLE
+        which = self.sets % len(Why) != Why.WHOLE
         return self.shared[which], self.sets[which]
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:

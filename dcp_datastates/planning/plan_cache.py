@@ -171,22 +171,20 @@ class GlobalPlan:
         sent: Sequence[bytes],
         claim: Claim,
         trace: Trace,
-        *,
-        turn: Turn | None = None,
-        save: str = "",
+        compare: Callable[[Sequence[bytes]], Compared] | None = None,
     ) -> bytes:
         """The metadata of all ranks' reports, each ``sent`` in full or one of those ``known``.
 
-        ``sent``, ``claim`` and ``trace`` are those of :data:`Compose`; ``turn``: what is compared of the replicas, in
-        the save to the path ``save``. Raises :class:`DataStatesError` if replicas differ, say.
+        ``sent``, ``claim`` and ``trace`` are those of :data:`Compose`; ``compare`` compares the ranks' replicas. Raises
+        :class:`DataStatesError` if they differ, say.
         """
         reports = list(map(RankReport.decode, sent))
         pairs = enumerate(zip(reports, known, strict=True))
         places = [self._take(rank, *pair) for rank, pair in pairs]
         self._samples.check([each.samples for each in reports])
         compared = None
-        if turn is not None:
-            compared = self.comparison.check(turn, [each.sums for each in reports], save)
+        if compare is not None:
+            compared = compare([each.sums for each in reports])
         note = note_of(claim, places, metrics, trace, compared)
         placement = self._placement(places, claim.attempt.name)
         return encode(MetadataTable(self.catalog, placement, note))

@@ -28,7 +28,7 @@ import torch
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.format.ragged import Ints
-from dcp_datastates.planning.messages import CUT, KINDS, LocalPlan, RankPlan
+from dcp_datastates.planning.messages import LocalPlan, RankPlan, Why
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _runs(sets: Ints) -> list[tuple[int, int]]:
     edges = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist(), len(sets)]
     runs: list[tuple[int, int]] = []
     for begin, end in pairwise(edges):
-        count = min(end - begin, _RUNS[sets[begin] % KINDS])
+        count = min(end - begin, _RUNS[sets[begin] % len(Why)])
         runs += pairwise([begin + (end - begin) * cut // count for cut in range(count + 1)])
     return runs
 
@@ -179,7 +179,7 @@ class Samples:
                 mine = said[begin:end] or _UNKNOWN * ((end - begin) // _DIGEST_BYTES)
                 other, theirs = seen.setdefault(number, (rank, mine))
                 if mine != theirs:
-                    self._compare(rank, mine, other, theirs, begin, number % KINDS == CUT)
+                    self._compare(rank, mine, other, theirs, begin, number % len(Why) == Why.CUT)
                     if _UNKNOWN in theirs:
                         seen[number] = rank, mine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -13,6 +13,20 @@ from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.part_files import KnownFiles
 from dcp_datastates.storage.attempt import Attempt
+
+
+class Written(NamedTuple):
+    """What is told of a save's files, besides their places."""
+
+    save: str
+    """The path, for messages."""
+    metrics: Mapping[str, float]
+    """The coordinator's count."""
+    checksums: Callable[[], Mapping[int, bytes]]
+    """Gives those of what was compared, for each set of ranks, once the files are durable."""
+
+
+Told = tuple[Callable[[], bytes], Compose | None]
 
 
 class SavePlanning(Protocol):
@@ -72,19 +86,11 @@ class SavePlanning(Protocol):
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
 
-    def report(
-        self,
-        places: Report,
-        metrics: Mapping[str, float],
-        save: str = "",
-        checksums: Callable[[], Mapping[int, bytes]] = dict,
-    ) -> tuple[Callable[[], bytes], Compose | None]:
+    def report(self, places: Report, written: Written) -> Told:
         """What makes this rank's message to the coordinator, once its files are durable; and on the coordinator, what
         makes the metadata of all ranks' messages.
 
         Args:
             places: where the items are in this rank's files.
-            metrics: the coordinator's count.
-            save: the path, for messages.
-            checksums: gives those of what was compared, for each set of ranks.
+            written: what else there is to tell of them.
         """

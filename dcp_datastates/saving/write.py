@@ -34,13 +34,12 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import LayoutItem, TensorEntry
-from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, accelerator, fences, numbers
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.part_files import KnownFiles, PartFiles
-from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.results import SaveStats
@@ -227,7 +226,7 @@ def begin_write(save: SaveOperation, planning: SavePlanning) -> Callable[[], Non
         reads.hand_over(part.job)
         stats.timeline.begin("window")
         checksums = functools.partial(_checksums, part.job, content.compared)
-        told = planning.report(content.report, save.metrics, str(save.path), checksums)
+        told = planning.report(content.report, Written(str(save.path), save.metrics, checksums))
         return functools.partial(_finish, save, part, content.keep, told)
     finally:
         planning.release()
@@ -247,7 +246,7 @@ def _finish(
     save: SaveOperation,
     part: WrittenPart,
     keep: list[Any],
-    told: tuple[Callable[[], bytes], Compose | None],
+    told: Told,
 ) -> None:
     try:
         try:

@@ -181,13 +181,13 @@ def test_what_nothing_declares_equal_is_named_and_saved(shared_dir):
 
 
 @ranks(2)
-def test_after_a_restart_only_its_own_saves_count(shared_dir):
-    """A difference that was loaded is equal on all ranks."""
+def test_what_another_plan_has_compared_does_not_count(shared_dir):
+    """As after a restart at another size."""
     model = _Model()
     for number in range(2):
         _save(model.state(), shared_dir / f"{number}", turns=2)
     assert _good(shared_dir) == shared_dir / "0"
-    for number in range(2, 4):  # by another plan, as after a restart at another size
+    for number in range(2, 4):
         _save(model.state(more=torch.ones(5)), shared_dir / f"{number}", turns=2)
         dist.barrier()
         assert _good(shared_dir) == shared_dir / ("0" if number == 2 else "2")

@@ -21,7 +21,7 @@ from dcp_datastates.format.metadata_check import validate
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
-from dcp_datastates.planning.messages import CUT, KINDS, UNDECLARED, WHOLE
+from dcp_datastates.planning.messages import Why
 
 quick = settings(max_examples=150)
 MIB = 1 << 20
@@ -270,7 +270,7 @@ def test_a_plain_tensor_is_written_whole_by_one_rank(plain):
     assert catalog.counts.tolist() == [1]
     assert bytes_of(plans, finals) == [8192 * 64 * 4, 0, 0]
     assert [final.shared.tolist() for final in finals] == [[0]] * 3, "and all compare it"
-    assert all((final.sets % KINDS == UNDECLARED).all() for final in finals)
+    assert all((final.sets % len(Why) == Why.UNDECLARED).all() for final in finals)
 
 
 def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_not_declared_equal():
@@ -290,8 +290,8 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_no
         ]
         assert names[0] == names[1]
         by_kind = [
-            {name for number, name in names[0] if number % KINDS == kind}
-            for kind in (UNDECLARED, CUT, WHOLE)
+            {name for number, name in names[0] if number % len(Why) == kind}
+            for kind in (Why.UNDECLARED, Why.CUT, Why.WHOLE)
         ]
         cut = {"l", "m0", "m1", "m2"} if is_split else set()
         assert by_kind == [{"o"}, cut, {"l", "m0", "m1", "m2", "s"} - cut]

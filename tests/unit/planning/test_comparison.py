@@ -19,6 +19,9 @@ from dcp_datastates.planning.comparison import (
     in_turn,
 )
 
+EQUAL = [Sums.of({}).encode()] * 2
+"""What two ranks tell."""
+
 
 @pytest.fixture(autouse=True)
 def anew():
@@ -72,20 +75,43 @@ def test_a_part_comes_again_until_it_is_equal_whatever_object_compares():
     parts = []
     for save in range(8):
         comparison = Comparison(plans, shares)
-        turn = comparison.next_turn(4)
+        history = comparison.history(4)
+        turn = history.choose()
         if save % 2:  # the others fail
-            comparison.check(turn, [Sums.of({}).encode()] * 2, f"/run/{save}")
+            comparison.check(turn, history, EQUAL, f"/run/{save}")
             parts.append(turn.number)
     assert sorted(parts) == [0, 1, 2, 3]
 
 
+def test_a_save_in_flight_at_a_load_does_not_count_for_what_follows():
+    plans = [plan(replica("t", (99, 99)))] * 2
+    comparison = Comparison(plans, assign(plans)[0])
+    before = comparison.history(2)
+    turn = before.choose()
+    forget_histories()
+    after = comparison.history(2)
+    late = comparison.check(turn, before, EQUAL, "/run/1")
+    assert [after.choose() for _ in range(2)] == [(0, 2), (1, 2)]
+    assert late.plan != comparison.check(Turn(1, 2), after, EQUAL, "/run/2").plan
+
+
+def test_of_many_plans_the_newest_are_kept():
+    kept = []
+    for rows in range(1, 200):
+        plans = [plan(replica("t", (rows, 9)))] * 2
+        comparison = Comparison(plans, assign(plans)[0])
+        kept.append((comparison, comparison.history(2)))
+        assert comparison.history(2) is kept[-1][1]
+    assert [each.history(2) is history for each, history in kept[-64:]] == [True] * 64
+
+
 def test_the_turns_of_a_plan_follow_each_other():
     plans = [plan(replica("t", (9, 9)))] * 2
-    comparison = Comparison(plans, assign(plans)[0])
-    assert [comparison.next_turn(3) for _ in range(4)] == [(0, 3), (1, 3), (2, 3), (0, 3)]
+    history = Comparison(plans, assign(plans)[0]).history(3)
+    assert [history.choose() for _ in range(4)] == [(0, 3), (1, 3), (2, 3), (0, 3)]
     alone = [plan(item("t", (9, 9)))]
-    comparison = Comparison(alone, assign(alone)[0])
-    assert [comparison.next_turn(3) for _ in range(2)] == [(0, 1), (0, 1)]
+    history = Comparison(alone, assign(alone)[0]).history(3)
+    assert [history.choose() for _ in range(2)] == [(0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("mib", [1, 3, 700])
@@ -94,18 +120,19 @@ def test_the_rank_and_the_bytes_that_differ_are_named(mib, bad):
     plans = [plan(replica("small", (9, 9)), replica("large", (256 * mib, 1024)))] * 3
     shares, _ = assign(plans)
     comparison = Comparison(plans, shares)
-    turn = comparison.next_turn(1)
+    history = comparison.history(1)
+    turn = history.choose()
     parts = in_turn(plans[0], shares[0], turn)
     (large,) = [n for n, part in parts.items() if plans[0].head.names[part.items[0]] == "large"]
     sums = {n: np.arange(mib + 1, dtype="<u4") for n in parts}  # the header takes a part of a block
     told = [Sums.of({n: each.tobytes() for n, each in sums.items()}).encode()] * 3
-    assert comparison.check(turn, told, "/run/step_1")[:2] == (0, 1)
+    assert comparison.check(turn, history, told, "/run/step_1")[:2] == (0, 1)
 
     block = mib // 2
     sums[large][block] ^= 1
     told[bad] = Sums.of({n: each.tobytes() for n, each in sums.items()}).encode()
     with pytest.raises(ReplicasDifferError) as error:
-        comparison.check(turn, told, "/run/step_2")
+        comparison.check(turn, history, told, "/run/step_2")
     text = str(error.value)
     first, second = (rank for rank in range(3) if rank != bad)
     assert text.startswith(f"rank {bad} ("), text
