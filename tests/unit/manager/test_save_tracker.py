@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import pytest
 from support.waiting import little_work
 
+from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.manager.save_tracker import SaveTracker
 
 FAILURE = OSError("broken")
@@ -137,3 +138,21 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
     tracker.wait()
     assert called == [1, 2]
     assert tracker.in_flight() == []
+
+
+@pytest.mark.parametrize(
+    "error", [FAILURE, ReplicasDifferError("a message")], ids=["failed", "replicas differ"]
+)
+def test_a_commit_forgets_failures_unless_replicas_differed(error, tmp_path):
+    """The save that is committed has compared another part of them, or another state."""
+    tracker = SaveTracker(2)
+    for number, outcome in enumerate([error, None, error]):
+        tracker.check()
+        committed = begin(tracker, tmp_path / str(number)).committed
+        committed.set_exception(outcome) if outcome else committed.set_result(None)
+        tracker.take()
+    if error is FAILURE:
+        tracker.check()
+    else:
+        with pytest.raises(ReplicasDifferError):
+            tracker.check()
