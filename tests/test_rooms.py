@@ -44,12 +44,12 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_518,
+    "": 1_514,
     "checkpoints": 2_585,
     "cli": 1_011,
     "commit": 1_533,
     "conversion": 2_053,
-    "dcp": 2_022,
+    "dcp": 2_016,
     "deepspeed": 730,
     "format": 2_936,
     "huggingface": 1_121,
@@ -62,7 +62,7 @@ BUDGETS = {
     "planning": 2_845,
     "process": 886,
     "ranks": 2_074,
-    "saving": 2_174,
+    "saving": 2_072,
     "sharing": 708,
     "staging": 1_930,
     "storage": 3_480,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_892}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_790}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
