@@ -27,7 +27,7 @@ from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
@@ -325,7 +325,7 @@ class LoadSession:
         is lost, or makes no progress for too long.
         """
         losses = LossWatch(loads.detector)
-        log = WaitLog(logger, f"{self._verb} of {self._path}")
+        log = Wait(logger, f"{self._verb} of {self._path}")
         next_look = 1.0
 
         def look() -> None:

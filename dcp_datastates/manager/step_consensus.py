@@ -20,7 +20,7 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import Worker
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import LossWatch
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
@@ -73,7 +73,7 @@ class StepConsensus:
         """
         if self._pending is None:
             return None
-        log = WaitLog(logger, "this step")
+        log = Wait(logger, "this step")
         while not wait([self._pending], _POLL_SECONDS).done:
             log.look("another rank has not called save() for the step before")
         return self._pending.result()

@@ -17,7 +17,7 @@ from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation, Ticket
@@ -242,7 +242,7 @@ class PeerWatch:
         self._own = save is None or save.own
         self._check_open = check_open
         self._save = save
-        self._log = WaitLog(logger, what)
+        self._log = Wait(logger, what)
 
     def move_on(self) -> None:
         """The save belongs to the ranks' next call."""

@@ -26,7 +26,7 @@ from dcp_datastates.io.engine import engine
 from dcp_datastates.process.ending import Phase, at_end, at_exit
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
@@ -255,7 +255,7 @@ def make_room(limit: int, mode: WhenBehind) -> bool:
     waiting = in_flight()
     if mode != "wait":
         return len([s for s in waiting if not s.left_out and not s.committed.done()]) >= limit
-    log = WaitLog(logger, "async_save")
+    log = Wait(logger, "async_save")
     while len(waiting) >= limit:
         oldest = waiting[0]
         oldest.wait_briefly(_POLL_SECONDS)
@@ -284,7 +284,7 @@ def finish_saves() -> None:
 
 def _finish_in_flight() -> None:
     began = time.monotonic()
-    log = WaitLog(logger, "the end of this process", _FIRST_LINE_SECONDS)
+    log = Wait(logger, "the end of this process", first=_FIRST_LINE_SECONDS)
     while saves := in_flight():
         oldest = saves[0]
         waited = time.monotonic() - began

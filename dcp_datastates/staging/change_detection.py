@@ -33,7 +33,7 @@ from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.io.running_calls import Places, RunningCalls
 from dcp_datastates.io.tensor_memory import inner_tensors, layers, local_tensor
-from dcp_datastates.process.waiting import Stall
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.staging.traverse import DeferredTensors
@@ -143,17 +143,17 @@ class Portion:
             f"a known optimizer's step() writes to them. {_WAYS_OUT}"
         )
 
-    def check_when_quiet(self, idle: Places, stall: Stall) -> None:
+    def check_when_quiet(self, idle: Places, waiting: Wait) -> None:
         """:meth:`check` now, and again once all calls of other threads have returned that run now: torch increments the
         counter of a tensor after it has written to it. Threads that sleep where they were (``idle``) do not count.
 
-        Raises what ``stall`` raises if such a call does not return.
+        Raises what ``waiting`` raises if such a call does not return.
         """
         self.check()
         running = RunningCalls(idle)
         while not (running.ended() or self.settled):
             time.sleep(_LOOK_SECONDS)
-            stall.look(None, "calls of other threads to return, which may write to what was read")
+            waiting.look("calls of other threads to return, which may write to what was read")
         self.check()
 
     def _name_over(self, tensor: torch.Tensor) -> str:
