@@ -7,9 +7,11 @@ leave a save out. The first message of planning tells the other ranks: if any ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,7 @@ from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import (
@@ -91,6 +93,22 @@ def check_path(save: SaveOperation) -> None:
         check = functools.partial(local.check_writable, location)
         save.on_storage("looking at the path", check)
     hit("plan.after")
+
+
+def directories_to_sync(folder: Path, rank: int) -> list[str]:
+    """The directories to sync for files in ``folder``. Raises :class:`ConfigurationError` if this rank has it not."""
+    # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
+    # may use a cached "missing" for half a minute.
+    made = local.make_directories(folder, "share")
+    if not made:
+        return [str(parent) for parent in local.sync_directories(folder)]
+    for path in made:
+        with contextlib.suppress(OSError):
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
