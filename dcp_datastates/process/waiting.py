@@ -11,7 +11,7 @@ from typing import Final
 from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.process.ending import Phase, patience_is_over
 
-FIRST_LINE_SECONDS: Final = 5.0
+FIRST_LINE_SECONDS = 5.0
 """A wait is logged after this time, and again each time its length doubles."""
 
 _SHORT_SECONDS: Final = 1.0
@@ -24,7 +24,7 @@ class Wait:
     Args:
         who: the waiter, which begins the line of the log.
         limit: seconds without progress after which the wait is given up.
-        first: seconds until the first line.
+        first: seconds until the first line, if not :data:`FIRST_LINE_SECONDS`.
         patience: seconds at the beginning that count as progress.
     """
 
@@ -35,7 +35,7 @@ class Wait:
         limit: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         *,
-        first: float = FIRST_LINE_SECONDS,
+        first: float | None = None,
         patience: float = 0.0,
     ) -> None:
         self._logger = logger
@@ -43,7 +43,7 @@ class Wait:
         self._limit = limit
         self._clock = clock
         self._began = clock()
-        self._next = first
+        self._next = FIRST_LINE_SECONDS if first is None else first
         self._moved = patience
         self._progress: Hashable = None
 
