@@ -23,11 +23,10 @@ from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
 from dcp_datastates.format.metadata_objects import table_of
 from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.planning.messages import Report
-from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.wire.secret import signed, verified
 
@@ -41,7 +40,6 @@ class ObjectPlanning(SavePlanning):
     """
 
     kind = "in objects"
-    items: Sequence[WriteItem] = ()
 
     def __init__(
         self,
@@ -75,9 +73,6 @@ class ObjectPlanning(SavePlanning):
 
     def take(self, answer: bytes) -> None:
         self.items = self._held.finish_plan(_unpacked(answer)).items
-
-    def files(self, rank: int) -> PartFiles:
-        return PartFiles.of(self.items, rank)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         found: torch.Tensor | io.BytesIO = self._held.resolve_data(write_item)

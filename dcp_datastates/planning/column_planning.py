@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,7 +39,7 @@ from dcp_datastates.planning.plan_cache import Agreed, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 from dcp_datastates.storage.attempt import Attempt
 
 Paths = Mapping[str, tuple[Any, ...]]
@@ -237,10 +238,10 @@ class ColumnPlanning(SavePlanning):
         return self._flattened
 
     def _object(self, index: MetadataIndex) -> Any:
-        known = self._known
-        if known is not None and index.fqn in known.paths:
-            return known.object(self._to_plan.staged, index.fqn)
-        return self._flat().object(index)
+        path = None if self._known is None else self._known.paths.get(index.fqn)
+        if path is None:
+            return self._flat().object(index)
+        return functools.reduce(operator.getitem, path, self._to_plan.staged.root)
 
     def _words(self) -> dict[int, int | None]:
         """Digests of the objects among the sampled items, by position. If another rank writes one of which this rank

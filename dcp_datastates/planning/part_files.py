@@ -25,7 +25,7 @@ from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.comparison import Turn, in_turn
 from dcp_datastates.planning.messages import OBJECT, LocalPlan, RankPlan, Report
 from dcp_datastates.planning.samples import Held
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 
 KEPT: Final = 8
 """How many values are kept: a job may save several state dicts in turn, each with plans of its own."""
@@ -212,13 +212,6 @@ class KnownState:
                 return None
             keys[name] = path
         return KnownState(plan, positions, keys)
-
-    def object(self, staged: StagedState, name: str) -> Any:
-        """The object with this name in ``staged``."""
-        value: Any = staged.root
-        for key in self.paths[name]:
-            value = value[key]
-        return value
 
     def files(self, share: RankPlan, rank: int) -> KnownFiles:
         """The files of a share of the plan, laid out once."""

@@ -38,12 +38,14 @@ class SavePlanning(Protocol):
         is_cached: whether the plan of the state was known before.
         can_compare: whether it knows which tensors are replicas.
         compare_replicas: in how many saves the coordinator has all replicas compared; 0: not at all.
+        items: this rank's part, after :meth:`take`, if the planning resolves all of it.
     """
 
     kind: str
     is_cached: bool = False
     can_compare: bool = False
     compare_replicas: int = 0
+    items: Sequence[WriteItem] = ()
 
     def propose(self, group: str, rank: int) -> bytes:
         """This rank's message to the coordinator of the ranks with the name ``group``."""
@@ -63,7 +65,7 @@ class SavePlanning(Protocol):
 
     def files(self, rank: int) -> PartFiles:
         """The files of this rank's part; ``KnownFiles`` if it is known where their tensors are in the staged state."""
-        ...
+        return PartFiles.of(self.items, rank)
 
     def compared(self) -> Mapping[int, PartFiles]:
         """What this rank compares with others in this save, for each set of ranks: to be summed, and not written."""

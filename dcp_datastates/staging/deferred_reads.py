@@ -39,7 +39,7 @@ from dcp_datastates.results import SaveStats
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions, raise_change
 from dcp_datastates.staging.ownership import STABLE
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 
 logger = logging.getLogger(__name__)
 
