@@ -62,7 +62,7 @@ BUDGETS = {
     "planning": 2_790,
     "process": 851,
     "ranks": 2_074,
-    "saving": 2_014,
+    "saving": 2_008,
     "sharing": 708,
     "staging": 1_907,
     "storage": 3_480,

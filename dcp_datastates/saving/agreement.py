@@ -60,39 +60,33 @@ class Assignment(Message):
     numbers: tuple[int, ...] = ()
     """Of the :attr:`ticket`: the attempt's two, and its own."""
     plan: bytes = b""
-    refused: tuple[tuple[int, str, str], ...] = ()
-    """Why there is no such save: ranks, and the fields of their :class:`Reason`."""
+    refused: str = ""
+    """The :class:`Decision`, encoded, if there is no such save."""
     paths: tuple[str, ...] = ()
     """The paths of all ranks' proposals, if they differ."""
 
     @staticmethod
     def refusing(reasons: Mapping[int, Reason], paths: Sequence[str] = ()) -> Assignment:
         """The answer to each rank, for these ``reasons`` by rank."""
-        refused = tuple([(rank, *astuple(reason)) for rank, reason in reasons.items()])
-        return Assignment(refused=refused, paths=tuple(paths))
+        return Assignment(refused=Decision(Outcome.FAILED, reasons).encode(), paths=tuple(paths))
 
     @property
     def ticket(self) -> Ticket:
         incarnation, sequence, number = self.numbers
         return Ticket(Attempt(incarnation, sequence), number)
 
-    @property
-    def reasons(self) -> dict[int, Reason]:
-        """By rank, why there is no such save."""
-        return {rank: Reason(*reason) for rank, *reason in self.refused}
-
 
 class NotAgreed(Exception):
-    """The ranks do not save, for these ``reasons`` by rank. ``__cause__`` is this rank's own error, if it had one."""
+    """The ranks do not save: so they have decided. ``__cause__`` is this rank's own error, if it had one."""
 
-    def __init__(self, reasons: Mapping[int, Reason], paths: Sequence[str]) -> None:
-        super().__init__(reasons)
-        self.reasons = reasons
+    def __init__(self, decision: Decision, paths: Sequence[str]) -> None:
+        super().__init__(decision)
+        self.decision = decision
         self.paths = paths
 
     def told(self, where: str, world: int) -> BaseException:
         """The error for the user, of the save to ``where``."""
-        return Decision(Outcome.FAILED, self.reasons).error(where, world, self.__cause__)
+        return self.decision.error(where, world, self.__cause__)
 
 
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
@@ -135,12 +129,12 @@ def agree(
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
     if assignment.refused:
-        reasons = assignment.reasons
-        if any(each.kind == CheckpointSkipped.__name__ for each in reasons.values()):
+        decision = Decision.decode(assignment.refused.encode())
+        if any(each.kind == CheckpointSkipped.__name__ for each in decision.reasons.values()):
             if planning is not None:
                 planning.left_out()
             raise CheckpointSkipped(LEFT_OUT)
-        raise NotAgreed(reasons, assignment.paths) from failure
+        raise NotAgreed(decision, assignment.paths) from failure
     assert planning is not None
     return planning, assignment, met.error
 
