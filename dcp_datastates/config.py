@@ -18,7 +18,6 @@ IoPriority = Literal["normal", "low", "idle"]
 Reads = Literal["backward", "immediate", "all", "blocking"] | float
 """When a save reads its tensors; :class:`~dcp_datastates.DataStatesWriter` documents it."""
 
-OnNan = Literal["warn", "refuse"]
 WhenBehind = Literal["wait", "skip"]
 
 EAGER_BELOW_BYTES = 64 * 1024
@@ -229,7 +228,6 @@ class BackgroundOptions(TypedDict, total=False):
     max_in_flight: int
     when_behind: WhenBehind
     audit: bool
-    on_nan: OnNan
     compare_replicas: int | None
 
 
@@ -255,7 +253,6 @@ class WriterConfig:
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
     audit: bool = False
-    on_nan: OnNan = "warn"
     compare_replicas: int | None = None
 
     @property
@@ -292,6 +289,5 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_in_flight": partial(check_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
-    "on_nan": partial(_one_of, kind=OnNan),
     "compare_replicas": _turns,
 }

@@ -44,27 +44,27 @@ BELOW = {
 the package's own folder (errors, configuration)."""
 
 BUDGETS = {
-    "": 1_518,
+    "": 1_514,
     "checkpoints": 2_585,
     "cli": 1_011,
     "commit": 1_533,
     "conversion": 2_053,
-    "dcp": 2_022,
+    "dcp": 2_015,
     "deepspeed": 730,
     "format": 2_936,
     "huggingface": 1_121,
     "io": 2_482,
     "lightning": 722,
-    "loading": 1_724,
+    "loading": 1_709,
     "manager": 4_611,
     "megatron": 287,
     "monitoring": 224,
-    "planning": 2_845,
-    "process": 886,
+    "planning": 2_790,
+    "process": 851,
     "ranks": 2_074,
-    "saving": 2_174,
+    "saving": 2_008,
     "sharing": 708,
-    "staging": 1_930,
+    "staging": 1_907,
     "storage": 3_480,
     "tiers": 2_168,
     "torchtitan": 466,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_911}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_809}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

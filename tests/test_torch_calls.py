@@ -17,7 +17,7 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
-    "saving/output.py": "uploads, whose segments are the host cache's",
+    "saving/write.py": "uploads, whose segments are the host cache's",
     "checkpoints/retention.py": "lists of deletions",
     "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",

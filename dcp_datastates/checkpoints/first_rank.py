@@ -23,7 +23,7 @@ from dcp_datastates.errors import ConfigurationError, NoAnswerError, RankLostErr
 from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.incarnation import Incarnation
@@ -157,7 +157,7 @@ def _found(
     timeout: float,
     detector: FailureDetector | None,
 ) -> bytes:
-    log = WaitLog(logger, "this rank")
+    log = Wait(logger, "this rank")
     deadline = time.monotonic() + timeout
     first, incarnation = rank_set.ranks[0], rank_set.incarnation
     missing = f"rank {first} has not told {purpose}"

@@ -16,7 +16,7 @@ from typing import Final
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import RankLostError, SaveAbandonedError
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.storage.object_path import Location
@@ -71,7 +71,7 @@ class JointWork:
         """
         if self._meetings is None:
             return answer([message])
-        log = WaitLog(logger, f"{doing} {where}", _SAID_EVERY)
+        log = Wait(logger, f"{doing} {where}", first=_SAID_EVERY)
 
         def for_each(messages: Sequence[bytes]) -> Sequence[bytes]:
             with self.telling(number):

@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import save_trace
 from dcp_datastates.process.ending import Phase, has_reached
-from dcp_datastates.process.waiting import Stall
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
@@ -139,13 +139,13 @@ class Ballot(protocol.Actions):
     async def await_files(self) -> Reason | None:
         round_ = self._round
         self._say("flushing")
-        stall = Stall(logger, str(round_), round_.timeout)
+        wait = Wait(logger, str(round_), round_.timeout)
         try:
             while not round_.part.wait(_POLL_SECONDS):
                 self._look()
                 # Of several ranks, the failure detector names the one that makes no progress.
                 if self._world == 1 or has_reached(Phase.GIVE_UP):
-                    stall.look(round_.part.progress, "its files to be written", storage=True)
+                    wait.look("its files to be written", round_.part.progress, storage=True)
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)

@@ -37,7 +37,7 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin, conclude_call
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import end_here, prepare, stage_save, writable
-from dcp_datastates.staging.traverse import check_mapping
+from dcp_datastates.staging.staged_state import check_mapping
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
 

@@ -27,7 +27,7 @@ from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.waiting import Stall, WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
@@ -173,7 +173,7 @@ def begin_async(turn: Turn) -> dict[Any, Any]:
     """
     save, reads = turn.save, turn.save.reads
     turn.come()
-    log = WaitLog(logger, f"the save to {str(save.path)!r}")
+    log = Wait(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}
     try:
         if save.error is None:
@@ -200,9 +200,9 @@ def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location |
     turn = Turn(SaveOperation(group, config, SaveOrigin.DCP, path, stats, {}))
     save = turn.save
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
-    stall = Stall(logger, "this save", config.commit_timeout)
+    wait = Wait(logger, "this save", config.commit_timeout)
     try:
-        turn.wait(lambda: stall.look(moved(None), "the saves before it to be planned"))
+        turn.wait(lambda: wait.look("the saves before it to be planned", moved(None)))
         save.begin()
     except BaseException as error:
         save.record_error(error)

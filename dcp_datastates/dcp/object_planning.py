@@ -26,7 +26,7 @@ from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.plan_cache import note_of
 from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.wire.secret import signed, verified
 
@@ -40,7 +40,6 @@ class ObjectPlanning(SavePlanning):
     """
 
     kind = "in objects"
-    items: Sequence[WriteItem] = ()
 
     def __init__(
         self,

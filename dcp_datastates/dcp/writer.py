@@ -97,10 +97,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             behind; on others it raises :class:`SaveAbandonedError`.)
         audit: For one run, after a :class:`SnapshotTornError`: compare every byte that is read later with a copy made
             at the call, to name every write.
-        on_nan: What to do if there is NaN among a few elements of the state that are looked at in the background (of
-            all tensors below 64 KiB, and on the host of some others), or among the metrics: ``"warn"``: a line of the
-            log names them, once per process for the same names; ``"refuse"``: the save fails, if a checkpoint with NaN
-            must not replace a good one.
         compare_replicas: Compare what several ranks hold alike (replicas in data parallelism, in HSDP) byte for byte,
             so that each byte is compared once in so many saves, such as 10. Each save reads so much more, in the
             background: one n-th of the replicas of each rank, which are summed and not written. A difference fails the
@@ -135,7 +131,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: int = 4,
         when_behind: str = "wait",
         audit: bool = False,
-        on_nan: str = "warn",
         compare_replicas: int | None = None,
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -150,7 +145,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             max_in_flight=max_in_flight,
             when_behind=when_behind,
             audit=audit,
-            on_nan=on_nan,
             compare_replicas=compare_replicas,
         )
         self._process_group = process_group

@@ -27,8 +27,7 @@ from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar
-from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import LossWatch
+from dcp_datastates.ranks.failure_detector import RankWait, ranks_have
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import LOAD_PHASES, LoadRecord, Timeline
@@ -324,19 +323,8 @@ class LoadSession:
         """What is called repeatedly while this rank waits in a step. It raises :class:`RankLostError` if another rank
         is lost, or makes no progress for too long.
         """
-        losses = LossWatch(loads.detector)
-        log = WaitLog(logger, f"{self._verb} of {self._path}")
-        next_look = 1.0
-
-        def look() -> None:
-            nonlocal next_look
-            losses.look()
-            waited = log.seconds
-            if waited >= next_look:
-                next_look = waited + 1.0
-                log.look(self._look(step, loads, waited))
-
-        return look
+        wait = RankWait(loads.detector, f"{self._verb} of {self._path}")
+        return functools.partial(wait.look, functools.partial(self._look, step, loads))
 
     def _look(self, step: Step, loads: _Loads, waited: float) -> str:
         """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress. Before
@@ -365,10 +353,7 @@ class LoadSession:
         return what
 
     def _named(self, ranks: Sequence[int]) -> str:
-        named = ", ".join(str(self.rank_set.ranks[rank]) for rank in ranks[:3])
-        if len(ranks) == 1:
-            return f"rank {named} has"
-        return f"{len(ranks)} ranks ({named}{', …' if len(ranks) > 3 else ''}) have"
+        return ranks_have([self.rank_set.ranks[rank] for rank in ranks])
 
     # ---- the record ------------------------------------------------------------------------------------
 

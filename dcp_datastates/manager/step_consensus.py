@@ -20,8 +20,8 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import Worker
-from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import LossWatch
+from dcp_datastates.process.waiting import Wait
+from dcp_datastates.ranks.failure_detector import RankWait
 from dcp_datastates.ranks.meetings import GivenUp, Meetings
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -52,7 +52,7 @@ class StepConsensus:
 
     def __init__(self, rank_set: RankSet) -> None:
         detector = commit_group(rank_set).detector
-        self._losses = None if detector is None else LossWatch(detector, _SILENCE_SECONDS)
+        self._wait = None if detector is None else RankWait(detector, "a step", _SILENCE_SECONDS)
         self._meetings: Meetings | None = None
         if rank_set.world > 1:
             self._meetings = Meetings(rank_set, "steps")
@@ -73,7 +73,7 @@ class StepConsensus:
         """
         if self._pending is None:
             return None
-        log = WaitLog(logger, "this step")
+        log = Wait(logger, "this step")
         while not wait([self._pending], _POLL_SECONDS).done:
             log.look("another rank has not called save() for the step before")
         return self._pending.result()
@@ -104,8 +104,8 @@ class StepConsensus:
         deadline = time.monotonic() + _PATIENCE_SECONDS
 
         def check() -> None:
-            if self._losses is not None:
-                self._losses.look()
+            if self._wait is not None:
+                self._wait.look()
             if time.monotonic() > deadline:
                 raise NoAnswerError(
                     f"a rank has not come to step {number} of the manager for {_PATIENCE_SECONDS:.0f} s: every rank "

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -43,45 +42,6 @@ _Slices = tuple[Ints, Ints, Ints, Ints]
 """S slices of chunks: the rank that writes each, its row of the holdings (of the rank's own variant), and its first row
 of dimension 0 and the one after the last.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class _HolderSet:
-    """A set of ranks that hold the same groups (chunks), which are in an order that does not depend on the ranks'
-    numbers.
-    """
-
-    variants: Ints
-    ranks: Ints
-    copies: Ints
-    """For each rank, the position of its variant in ``variants``, and of its row among a group's rows."""
-    groups: Ints
-    begins: Ints
-    """For each group: its first position in the holdings' ``order``."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunks:
-    """Positions of the groups of a set of holders, by how they are dealt."""
-
-    undeclared: Ints
-    empty: Ints
-    small: Ints
-    """Not to be cut; the largest first."""
-    large: Ints
-
-    @staticmethod
-    def of(holdings: Holdings, holders: _HolderSet, split: bool) -> _Chunks:
-        first = holdings.order[holders.begins]
-        nbytes, declared = holdings.nbytes[first], holdings.declared[holders.groups]
-        large = declared & (nbytes >= SPLIT_FROM) & (holdings.extent[first] > 1) & split
-        small = np.flatnonzero(declared & ~large & (nbytes > 0))
-        return _Chunks(
-            np.flatnonzero(~declared),
-            np.flatnonzero(declared & (nbytes == 0)),
-            small[np.argsort(-nbytes[small], kind="stable")],
-            np.flatnonzero(large),
-        )
 
 
 def assign(
@@ -113,10 +73,10 @@ def assign(
         rank, row, _, _ = slices
         loads = np.bincount(rank, holdings.nbytes[row], len(plans)).astype(np.int64)
         parts = [slices]
-        for holders in _holder_sets(holdings, np.flatnonzero(shared)):
-            chunks = _Chunks.of(holdings, holders, split)
-            parts += _Dealer(holdings, holders, loads).deal(chunks)
-            sets.append((holders, chunks))
+        for variants, groups, begins in _holder_sets(holdings, np.flatnonzero(shared)):
+            holders = _Holders(holdings, variants, groups, begins, loads)
+            parts += holders.deal(split)
+            sets.append(holders)
         ranks, rows, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         slices = ranks, rows, begins, ends
     compared = _compared(holdings, sets)
@@ -146,9 +106,9 @@ def _to_lowest(holdings: Holdings, rows: Ints) -> _Slices:
     return lowest[holdings.variant[rows]], rows, np.zeros_like(rows), holdings.extent[rows]
 
 
-def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
+def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
     """The sets of ranks that hold these groups, small ones first; apart from that, in an order that does not depend on
-    the ranks' numbers.
+    the ranks' numbers. Of each set: its variants, its groups, and their first positions in the holdings' ``order``.
     """
     begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
     variants = holdings.variant[holdings.order[positions(begins, count)]]
@@ -166,45 +126,64 @@ def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
     for members in np.split(order, np.cumsum(np.bincount(turn[number]))[:-1]):
         first = members[0]
         held_by = variants[at[first] : at[first] + count[first]]
-        ranks = [holdings.ranks[variant] for variant in held_by]
+        yield held_by, groups[members], begins[members]
+
+
+class _Holders:
+    """A set of ranks that hold the same groups (chunks), which are in an order that does not depend on the ranks'
+    numbers. Deals the chunks to these ranks, and adds them to the ``loads``.
+    """
+
+    def __init__(
+        self, holdings: Holdings, variants: Ints, groups: Ints, begins: Ints, loads: Ints
+    ) -> None:
+        ranks = [holdings.ranks[variant] for variant in variants]
+        # For each rank, the position of its variant, and of its row among a group's rows.
         copies = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))
-        yield _HolderSet(held_by, np.concatenate(ranks), copies, groups[members], begins[members])
-
-
-class _Dealer:
-    """Deals the chunks of a set of holders to its ranks, and adds them to the ``loads``."""
-
-    def __init__(self, holdings: Holdings, holders: _HolderSet, loads: Ints) -> None:
-        least_first = np.lexsort((holders.ranks, loads[holders.ranks]))
-        self._ranks, self._copies = holders.ranks[least_first], holders.copies[least_first]
-        self._loads = loads
-        self._order, self._begins = holdings.order, holders.begins
-        first = holdings.order[holders.begins]
+        holders = np.concatenate(ranks)
+        least_first = np.lexsort((holders, loads[holders]))
+        self._ranks, self._copies = holders[least_first], copies[least_first]
+        self._loads, self._order, self._begins = loads, holdings.order, begins
+        first = holdings.order[begins]
         self._nbytes, self._extent = holdings.nbytes[first], holdings.extent[first]
-        self._turn = int(holdings.prints[holders.groups[0]]) % len(self._ranks)
+        self._declared = holdings.declared[groups]
+        self._turn = int(holdings.prints[groups[0]]) % len(self._ranks)
         """The position of the rank that comes first among ranks with equal loads."""
+        self.variants = variants
+        self.undeclared = np.flatnonzero(~self._declared)
+        """Positions of the chunks that only the lowest rank writes; as in :attr:`small` and :attr:`large`."""
+        self.small = self.large = self.undeclared[:0]
+        """Those that are dealt whole, the largest first; and those that are cut."""
 
-    def deal(self, chunks: _Chunks) -> list[_Slices]:
-        to_lowest = np.full(len(chunks.undeclared), self._ranks.argmin())
-        slices = [self._whole(chunks.undeclared, to_lowest)]
-        in_turn = (self._turn + np.arange(len(chunks.empty))) % len(self._ranks)
-        slices.append(self._whole(chunks.empty, in_turn))
-        least = to_least_loaded(self._nbytes[chunks.small], self._loads[self._ranks], self._turn)
-        slices.append(self._whole(chunks.small, least))
-        if len(chunks.large):
-            slices.append(self._cut(chunks.large))
+    def deal(self, split: bool) -> list[_Slices]:
+        nbytes, declared, extent = self._nbytes, self._declared, self._extent
+        large = declared & (nbytes >= SPLIT_FROM) & (extent > 1) & split
+        small = np.flatnonzero(declared & ~large & (nbytes > 0))
+        empty = np.flatnonzero(declared & (nbytes == 0))
+        self.small = small[np.argsort(-nbytes[small], kind="stable")]
+        self.large = np.flatnonzero(large)
+        slices = [
+            self._whole(self.undeclared, np.full(len(self.undeclared), self._ranks.argmin())),
+            self._whole(empty, (self._turn + np.arange(len(empty))) % len(self._ranks)),
+        ]
+        least = to_least_loaded(nbytes[self.small], self._loads[self._ranks], self._turn)
+        slices.append(self._whole(self.small, least))
+        if len(self.large):
+            row_bytes = nbytes[self.large] // extent[self.large]
+            quota = quotas(self._loads[self._ranks], int(nbytes[self.large].sum()))
+            chunk, holder, begin, end = cut_line(extent[self.large], row_bytes, quota)
+            sizes = (end - begin) * row_bytes[chunk]
+            slices.append(self._give(self.large[chunk], holder, begin, end, sizes))
         return slices
+
+    def rows(self, chunks: Ints, copy: int = 0) -> Ints:
+        """The chunks' rows of the holdings, of the variant at the position ``copy``."""
+        rows: Ints = self._order[self._begins[chunks] + copy]
+        return rows
 
     def _whole(self, chunk: Ints, holder: Ints) -> _Slices:
         begin, end = np.zeros_like(chunk), self._extent[chunk]
         return self._give(chunk, holder, begin, end, self._nbytes[chunk])
-
-    def _cut(self, large: Ints) -> _Slices:
-        nbytes, extent = self._nbytes[large], self._extent[large]
-        row_bytes = nbytes // extent
-        quota = quotas(self._loads[self._ranks], int(nbytes.sum()))
-        chunk, holder, begin, end = cut_line(extent, row_bytes, quota)
-        return self._give(large[chunk], holder, begin, end, (end - begin) * row_bytes[chunk])
 
     def _give(self, chunk: Ints, holder: Ints, begin: Ints, end: Ints, nbytes: Ints) -> _Slices:
         """``chunk``, ``holder``: positions in the set."""
@@ -213,20 +192,18 @@ class _Dealer:
         return self._ranks[holder], row, begin, end
 
 
-def _compared(
-    holdings: Holdings, sets: Sequence[tuple[_HolderSet, _Chunks]]
-) -> list[tuple[Ints, Ints]]:
+def _compared(holdings: Holdings, sets: Sequence[_Holders]) -> list[tuple[Ints, Ints]]:
     """For each variant, the items to compare with other ranks, and the number of each item's set."""
     found: list[list[tuple[int, Ints]]] = [[] for _ in holdings.ranks]
     number = 0
-    for holders, chunks in sets:
-        rows = holdings.order[holders.begins[chunks.undeclared]]
+    for holders in sets:
+        rows = holders.rows(holders.undeclared)
         is_object = holdings.names.properties[holdings.name[rows]] < 0
-        undeclared = chunks.undeclared[is_object | (holdings.nbytes[rows] > 0)]
-        kinds = ((Why.UNDECLARED, undeclared), (Why.CUT, chunks.large), (Why.WHOLE, chunks.small))
+        undeclared = holders.undeclared[is_object | (holdings.nbytes[rows] > 0)]
+        kinds = ((Why.UNDECLARED, undeclared), (Why.CUT, holders.large), (Why.WHOLE, holders.small))
         for kind, which in kinds:
             for copy, variant in enumerate(holders.variants.tolist()):
-                items = holdings.item[holdings.order[holders.begins[which] + copy]]
+                items = holdings.item[holders.rows(which, copy)]
                 found[variant].append((len(Why) * number + kind, items))
             number += len(which) > 0
     none: tuple[int, Ints] = (0, np.zeros(0, np.int64))

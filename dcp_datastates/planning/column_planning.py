@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,12 +34,12 @@ from dcp_datastates.planning.messages import (
     RankReport,
     Report,
 )
-from dcp_datastates.planning.part_files import KnownFiles, KnownState
+from dcp_datastates.planning.part_files import KnownState, PartFiles
 from dcp_datastates.planning.plan_cache import Agreed, PlanCache, StateKey
 from dcp_datastates.planning.samples import Held, is_nothing, sample, word_of
 from dcp_datastates.planning.save_planning import SavePlanning, Told, Written
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 from dcp_datastates.storage.attempt import Attempt
 
 Paths = Mapping[str, tuple[Any, ...]]
@@ -90,33 +91,26 @@ class StateToPlan:
         return KnownState.of(plan, self.staged, self.built, flat.mappings or {})
 
 
-@dataclass(frozen=True, eq=False)
-class _Offered:
-    """What this rank has offered to the coordinator."""
-
-    group: str
-    plan: LocalPlan
-    share: RankPlan | None
-    """What the coordinator assigned for this plan before."""
-    agreed: Agreed
-    key: StateKey | None
-    """None if the plan is not cached."""
-
-
 class ColumnPlanning(SavePlanning):
     """Planning of one save in columns, with the plans in ``cache``."""
 
     kind = "in columns"
     can_compare = True
 
+    # Set by propose():
+    _group: str
+    _rank: int
+    _plan: LocalPlan
+    _agreed: Agreed
+    # Set by take():
+    _share: RankPlan
+
     def __init__(self, cache: PlanCache, options: PlanOptions, state: StateToPlan) -> None:
         self._cache = cache
         self._options = options
         self._state: StateToPlan | None = state
         self._flattened: FlatState | None = None
-        self._rank = 0
-        self._offered: _Offered | None = None
-        self._taken: RankPlan | None = None  # this rank's share
+        self._key: StateKey | None = None  # of the state, if its plan is cached
         self._samples = b""
         self._reported = b""  # digest of this rank's report that the coordinator has
         self._known: KnownState | None = None  # by which the state need not be flattened
@@ -124,33 +118,27 @@ class ColumnPlanning(SavePlanning):
         self._turn: Turn | None = None
         self._compare: Callable[..., Compared] | None = None  # the coordinator's
 
-    @property
-    def items(self) -> Sequence[WriteItem]:
-        return self._share.write_items(self._plan)
-
     @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:
-        self._rank = rank
-        state, key = self._to_plan, None
+        self._group, self._rank = group, rank
+        state = self._to_plan
         fingerprint = state.staged.at_call
         if self._options.cache and self._options.flatten and fingerprint is not None:
-            key = (group, rank, fingerprint, state.staged.owned())
-            self._known = self._cache.states.get(key)
+            self._key = (group, rank, fingerprint, state.staged.owned())
+            self._known = self._cache.states.get(self._key)
         self.is_cached = self._known is not None
         plan = state.plan(self._flat()) if self._known is None else self._known.plan
-        agreed = self._cache.begin(group)
-        share = agreed.get(plan.digest)
-        self._offered = _Offered(group, plan, share, agreed, key)
+        self._plan, self._agreed = plan, self._cache.begin(group)
+        share = self._agreed.get(plan.digest)
         if share is None:
             return Offer(plan.digest, b"", plan.encoded).encode()
         return Offer(plan.digest, share.digest).encode()
 
     @collection_paused()
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
-        assert self._offered is not None, "propose() comes first"
         options, offers = self._options, list(map(Offer.decode, proposals))
         plan = self._cache.plan(
-            self._offered.group,
+            self._group,
             offers,
             lambda plans: assign_shares(plans, options),
             (options.split, options.to_lowest_rank),
@@ -172,40 +160,37 @@ class ColumnPlanning(SavePlanning):
 
     @collection_paused()
     def take(self, answer: bytes) -> None:
-        offered, decoded = self._offered, Answer.decode(answer)
-        assert offered is not None, "propose() comes first"
-        share = RankPlan.decode(decoded.data) if decoded.data else offered.share
+        decoded, plan = Answer.decode(answer), self._plan
+        share = RankPlan.decode(decoded.data) if decoded.data else self._agreed.get(plan.digest)
         if share is None or share.digest != decoded.digest:
             raise DataStatesError("the coordinator answers with a share that this rank has not")
-        if self._known is None and offered.key is not None:
-            self._known = self._to_plan.known_by(offered.plan, self._flat())
+        if self._known is None and self._key is not None:
+            self._known = self._to_plan.known_by(plan, self._flat())
             if self._known is not None:
-                self._cache.states.put(offered.key, self._known)
-        offered.agreed.put(offered.plan.digest, share)
+                self._cache.states.put(self._key, self._known)
+        self._agreed.put(plan.digest, share)
         if self._options.cache:
-            self._cache.end(offered.group, offered.agreed)
-        self._taken, self._reported = share, decoded.report
+            self._cache.end(self._group, self._agreed)
+        self._share, self._reported = share, decoded.report
         self._turn = None if decoded.turn is None else Turn(*decoded.turn)
 
     def left_out(self) -> None:
-        if (offered := self._offered) is not None:
-            self._cache.end(offered.group, offered.agreed)
+        self._cache.end(self._group, self._agreed)
 
     @collection_paused()
-    def known_files(self) -> KnownFiles | None:
-        known = self._known
-        if known is None or not self._to_plan.staged.is_plain():
-            return None
-        return known.files(self._share, self._rank)
+    def files(self, rank: int) -> PartFiles:
+        if self._known is not None and self._to_plan.staged.is_plain():
+            return self._known.files(self._share, rank)
+        return PartFiles.of(self._share.write_items(self._plan), rank)
 
     @collection_paused()
-    def compared(self) -> Mapping[int, KnownFiles | Sequence[WriteItem]]:
+    def compared(self) -> Mapping[int, PartFiles]:
         if self._turn is None:
             return {}
         if self._known is not None and self._to_plan.staged.is_plain():
             return self._known.compared(self._share, self._turn, self._rank)
-        parts = in_turn(self._plan, self._share, self._turn)
-        return {number: part.write_items(self._plan) for number, part in parts.items()}
+        parts = in_turn(self._plan, self._share, self._turn).items()
+        return {number: PartFiles.of(part.write_items(self._plan), 0) for number, part in parts}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
@@ -241,16 +226,6 @@ class ColumnPlanning(SavePlanning):
         assert self._state is not None, "the state was released"
         return self._state
 
-    @property
-    def _plan(self) -> LocalPlan:
-        assert self._offered is not None, "propose() comes first"
-        return self._offered.plan
-
-    @property
-    def _share(self) -> RankPlan:
-        assert self._taken is not None, "take() comes first"
-        return self._taken
-
     def _flat(self) -> FlatState:
         """The state as DCP flattens it."""
         if self._flattened is None:
@@ -263,10 +238,10 @@ class ColumnPlanning(SavePlanning):
         return self._flattened
 
     def _object(self, index: MetadataIndex) -> Any:
-        known = self._known
-        if known is not None and index.fqn in known.paths:
-            return known.object(self._to_plan.staged, index.fqn)
-        return self._flat().object(index)
+        path = None if self._known is None else self._known.paths.get(index.fqn)
+        if path is None:
+            return self._flat().object(index)
+        return functools.reduce(operator.getitem, path, self._to_plan.staged.root)
 
     def _words(self) -> dict[int, int | None]:
         """Digests of the objects among the sampled items, by position. If another rank writes one of which this rank

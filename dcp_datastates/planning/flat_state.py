@@ -26,7 +26,7 @@ from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, holds_shards, local_tensor, shard_with
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 
 
 def chunk_of(value: Any, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:

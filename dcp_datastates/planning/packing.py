@@ -50,8 +50,7 @@ class Message:
     def encode(self) -> bytes:
         """Equal messages give equal bytes."""
         magic, fields = _form_of(type(self))
-        pairs = [(getattr(self, name), put) for name, put, _ in fields]
-        return pack(magic, [put(value) if put else value for value, put in pairs])
+        return pack(magic, [put(getattr(self, name)) for name, put, _ in fields])
 
     @classmethod
     def decode(
@@ -64,7 +63,7 @@ class Message:
         magic, fields = _form_of(cls)
         sections = unpack(magic, len(fields), data)
         pairs = zip(sections, fields, strict=True)
-        return cls(*[get(part, known) if get else bytes(part) for part, (_, _, get) in pairs])
+        return cls(*[get(part, known) for part, (_, _, get) in pairs])
 
 
 class Named(Message):
@@ -99,22 +98,20 @@ _Put = Callable[[Any], bytes]
 _Get = Callable[[memoryview, dict[bytes, Any] | None], Any]
 
 
-_Form = tuple[bytes, list[tuple[str, _Put | None, _Get | None]]]
-_forms: dict[type, _Form] = {}
+_forms: dict[type, tuple[bytes, list[tuple[str, _Put, _Get]]]] = {}
 
 
-def _form_of(kind: type) -> _Form:
-    """How messages of this kind begin; and the fields, with how each is encoded and decoded: None for bytes."""
-    found = _forms.get(kind)
-    if found is None:
+def _form_of(kind: type) -> tuple[bytes, list[tuple[str, _Put, _Get]]]:
+    """How messages of this kind begin; and the fields, with what encodes and decodes each."""
+    if kind not in _forms:
         fields = [(name, *_put_and_get(each)) for name, each in typing.get_type_hints(kind).items()]
-        found = _forms[kind] = f"{kind.__name__}:".encode(), fields
-    return found
+        _forms[kind] = f"{kind.__name__}:".encode(), fields
+    return _forms[kind]
 
 
-def _put_and_get(hint: Any) -> tuple[_Put | None, _Get | None]:
+def _put_and_get(hint: Any) -> tuple[_Put, _Get]:
     if hint is bytes:
-        return None, None
+        return bytes, lambda data, _: bytes(data)
     if hint == Ints:
         return pack_ints, lambda data, _: unpack_ints(data)
     if hint == tuple[TensorProperties, ...]:

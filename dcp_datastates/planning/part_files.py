@@ -25,7 +25,7 @@ from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.comparison import Turn, in_turn
 from dcp_datastates.planning.messages import OBJECT, LocalPlan, RankPlan, Report
 from dcp_datastates.planning.samples import Held
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 
 KEPT: Final = 8
 """How many values are kept: a job may save several state dicts in turn, each with plans of its own."""
@@ -59,20 +59,33 @@ class Recent(Generic[_Key, _Value]):
                 del self._values[next(iter(self._values))]
 
 
-Sealed = tuple[list[SealedFile], Report]
-"""The files with all sizes known, and the places of all items in them."""
-
-
 class PartFiles:
-    """The files of the ``items`` that ``rank`` writes. Any thread may use it."""
+    """The files of what a rank writes, or compares. Any thread may use it.
+
+    Args:
+        items: what the layout has of them.
+        rank: the rank that writes them.
+    """
+
+    items: Mapping[int, WriteItem]
+    """Those that the planning resolves, by their numbers."""
 
     def __init__(self, items: Sequence[LayoutItem], rank: int) -> None:
         self.layouts: Final = lay_out(items, rank)
         self._count = len(items)
-        self._sealed: Recent[tuple[tuple[int, ...], ...], Sealed] = Recent()
+        self._sealed: Recent[Hashable, tuple[list[SealedFile], Report]] = Recent()
 
-    def seal(self, object_sizes: tuple[tuple[int, ...], ...]) -> Sealed:
-        """The files whose objects have these sizes in bytes: by file, in the order of the layout."""
+    @staticmethod
+    def of(items: Sequence[WriteItem], rank: int) -> PartFiles:
+        """The files of these items, which the planning resolves."""
+        part = PartFiles(list(map(LayoutItem.of, items)), rank)
+        part.items = dict(enumerate(items))
+        return part
+
+    def seal(self, object_sizes: tuple[tuple[int, ...], ...]) -> tuple[list[SealedFile], Report]:
+        """The files whose objects have these sizes in bytes: by file, in the order of the layout. And the places of all
+        items in them.
+        """
         sealed = self._sealed.get(object_sizes)
         if sealed is None:
             pairs = zip(self.layouts, object_sizes, strict=True)
@@ -82,24 +95,10 @@ class PartFiles:
         return sealed
 
 
-@dataclass(frozen=True, eq=False)
-class _Columns:
-    """The tensors of one file, without empty ones."""
-
-    positions: Ints
-    """In the state."""
-    within: Ints
-    """The chunk's offset in its tensor's memory, in bytes."""
-    offsets: list[int]
-    sizes: list[int]
-
-
 class KnownFiles(PartFiles):
-    """The files of a part whose tensors are known by their positions in the state.
+    """The files of a part whose tensors are known by their positions in the state; only objects are resolved.
 
     Args:
-        items: the part's.
-        rank: the rank that writes them.
         positions: position in the state of each item's tensor; -1 for an object.
         begins: the first row of each item within its tensor.
     """
@@ -108,14 +107,13 @@ class KnownFiles(PartFiles):
         self, items: Sequence[LayoutItem], rank: int, positions: Ints, begins: Sequence[int]
     ) -> None:
         super().__init__(items, rank)
-        self.objects: Final = {
+        self.items = {
             number: WriteItem(MetadataIndex(item.fqn), WriteItemType.BYTE_IO)
             for number, item in enumerate(items)
             if item.dtype is None
         }
-        """The items that are objects, by their numbers."""
-        self._columns = [_columns(layout, positions, begins) for layout in self.layouts]
-        self.in_turns: dict[Turn, dict[int, KnownFiles]] = {}
+        self._columns = [_Columns.of(layout, positions, begins) for layout in self.layouts]
+        self.in_turns: dict[Turn, dict[int, PartFiles]] = {}
         """What the rank compares in each turn, for each set of ranks."""
 
     def add_tensors(
@@ -132,16 +130,29 @@ class KnownFiles(PartFiles):
         )
 
 
-def _columns(layout: FileLayout, positions: Ints, begins: Sequence[int]) -> _Columns:
-    entries = [entry for entry in layout.tensors if entry.nbytes]
-    row_bytes = [entry.nbytes // entry.sizes[0] if entry.sizes else 0 for entry in entries]
-    within = [begins[entry.item] * row for entry, row in zip(entries, row_bytes, strict=True)]
-    return _Columns(
-        positions[np.array([entry.item for entry in entries], np.int64)],
-        np.array(within, np.int64),
-        [entry.offset for entry in entries],
-        [entry.nbytes for entry in entries],
-    )
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """The tensors of one file, without empty ones."""
+
+    positions: Ints
+    """In the state."""
+    within: Ints
+    """The chunk's offset in its tensor's memory, in bytes."""
+    offsets: list[int]
+    sizes: list[int]
+
+    @staticmethod
+    def of(layout: FileLayout, positions: Ints, begins: Sequence[int]) -> _Columns:
+        """Of positions and first rows by item."""
+        entries = [entry for entry in layout.tensors if entry.nbytes]
+        row_bytes = [entry.nbytes // entry.sizes[0] if entry.sizes else 0 for entry in entries]
+        within = [begins[entry.item] * row for entry, row in zip(entries, row_bytes, strict=True)]
+        return _Columns(
+            positions[np.array([entry.item for entry in entries], np.int64)],
+            np.array(within, np.int64),
+            [entry.offset for entry in entries],
+            [entry.nbytes for entry in entries],
+        )
 
 
 def report_of(layouts: Sequence[FileLayout], sealed: Sequence[SealedFile], count: int) -> Report:
@@ -202,13 +213,6 @@ class KnownState:
             keys[name] = path
         return KnownState(plan, positions, keys)
 
-    def object(self, staged: StagedState, name: str) -> Any:
-        """The object with this name in ``staged``."""
-        value: Any = staged.root
-        for key in self.paths[name]:
-            value = value[key]
-        return value
-
     def files(self, share: RankPlan, rank: int) -> KnownFiles:
         """The files of a share of the plan, laid out once."""
         files = self.files_of_shares.get(share.digest)
@@ -218,8 +222,8 @@ class KnownState:
             self.files_of_shares.put(share.digest, files)
         return files
 
-    def compared(self, share: RankPlan, turn: Turn, rank: int) -> dict[int, KnownFiles]:
-        """The streams that the rank with this share compares, for each set of ranks, laid out once."""
+    def compared(self, share: RankPlan, turn: Turn, rank: int) -> dict[int, PartFiles]:
+        """What the rank with this share compares, for each set of ranks, laid out once."""
         known = self.files(share, rank).in_turns
         if turn not in known:
             known[turn] = {

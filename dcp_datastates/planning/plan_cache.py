@@ -40,7 +40,7 @@ from dcp_datastates.planning.messages import (
 )
 from dcp_datastates.planning.part_files import KnownState, Recent
 from dcp_datastates.planning.samples import Samples
-from dcp_datastates.staging.traverse import Fingerprint
+from dcp_datastates.staging.staged_state import Fingerprint
 from dcp_datastates.storage.claims import Claim
 
 Agreed = Recent[bytes, RankPlan]
@@ -85,24 +85,23 @@ class PlanCache:
         :class:`DataStatesError` for an unknown digest.
         """
         heads: dict[bytes, Head] = {}
-        plans = [self._plan(group, rank, offer, heads) for rank, offer in enumerate(offers)]
+        plans = []
+        for rank, offer in enumerate(offers):
+            known = self._plans.setdefault((group, rank), Recent())
+            plan = LocalPlan.decode(offer.data, heads) if offer.data else known.get(offer.digest)
+            if plan is None:
+                raise DataStatesError(
+                    f"rank {rank} offers a plan that the coordinator has not seen: did the ranks use different "
+                    f"planner objects before? The next save will send it"
+                )
+            known.put(offer.digest, plan)
+            plans.append(plan)
         key = (options, *(offer.digest for offer in offers))
         found = self._global_plans.get(key)
         if found is None:
             found = GlobalPlan(plans, *assign(plans))
             self._global_plans.put(key, found)
         return found
-
-    def _plan(self, group: str, rank: int, offer: Offer, heads: dict[bytes, Head]) -> LocalPlan:
-        known = self._plans.setdefault((group, rank), Recent())
-        plan = LocalPlan.decode(offer.data, heads) if offer.data else known.get(offer.digest)
-        if plan is None:
-            raise DataStatesError(
-                f"rank {rank} offers a plan that the coordinator has not seen: did the ranks use different "
-                f"planner objects before? The next save will send it"
-            )
-        known.put(offer.digest, plan)
-        return plan
 
 
 # ---- the global plan -----------------------------------------------------------------------------
@@ -179,25 +178,21 @@ class GlobalPlan:
         :class:`DataStatesError` if they differ, say.
         """
         reports = list(map(RankReport.decode, sent))
-        pairs = enumerate(zip(reports, known, strict=True))
-        places = [self._take(rank, *pair) for rank, pair in pairs]
-        self._samples.check([each.samples for each in reports])
-        compared = None
-        if compare is not None:
-            compared = compare([each.sums for each in reports])
+        places = []
+        for rank, (report, before) in enumerate(zip(reports, known, strict=True)):
+            place = Report.decode(report.data) if report.data else before
+            if place is None or place.digest != report.digest:
+                raise DataStatesError(
+                    f"rank {rank} sent the digest of a report that the coordinator does not have"
+                )
+            self._reports[rank] = place
+            places.append(place)
+        if len(reports) > 1:
+            self._samples.check([each.samples for each in reports])
+        compared = None if compare is None else compare([each.sums for each in reports])
         note = note_of(claim, places, metrics, trace, compared)
         placement = self._placement(places, claim.attempt.name)
         return encode(MetadataTable(self.catalog, placement, note))
-
-    def _take(self, rank: int, sent: RankReport, known: Report | None) -> Report:
-        """The report that ``rank`` sent, now or before."""
-        report = Report.decode(sent.data) if sent.data else known
-        if report is None or report.digest != sent.digest:
-            raise DataStatesError(
-                f"rank {rank} sent the digest of a report that the coordinator does not have"
-            )
-        self._reports[rank] = report
-        return report
 
     @functools.cached_property
     def _slots(self) -> list[Ints]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.planning.messages import Report
-from dcp_datastates.planning.part_files import KnownFiles
+from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.storage.attempt import Attempt
 
 
@@ -38,17 +38,14 @@ class SavePlanning(Protocol):
         is_cached: whether the plan of the state was known before.
         can_compare: whether it knows which tensors are replicas.
         compare_replicas: in how many saves the coordinator has all replicas compared; 0: not at all.
+        items: this rank's part, after :meth:`take`, if the planning resolves all of it.
     """
 
     kind: str
     is_cached: bool = False
     can_compare: bool = False
     compare_replicas: int = 0
-
-    @property
-    def items(self) -> Sequence[WriteItem]:
-        """This rank's part, after :meth:`take`."""
-        ...
+    items: Sequence[WriteItem] = ()
 
     def propose(self, group: str, rank: int) -> bytes:
         """This rank's message to the coordinator of the ranks with the name ``group``."""
@@ -66,11 +63,11 @@ class SavePlanning(Protocol):
         """Note, instead, that a rank has left the save out: the coordinator has taken no rank's message."""
         return
 
-    def known_files(self) -> KnownFiles | None:
-        """The files of the part, if it is known where their tensors are in the staged state."""
-        return None
+    def files(self, rank: int) -> PartFiles:
+        """The files of this rank's part; ``KnownFiles`` if it is known where their tensors are in the staged state."""
+        return PartFiles.of(self.items, rank)
 
-    def compared(self) -> Mapping[int, KnownFiles | Sequence[WriteItem]]:
+    def compared(self) -> Mapping[int, PartFiles]:
         """What this rank compares with others in this save, for each set of ranks: to be summed, and not written."""
         return {}
 

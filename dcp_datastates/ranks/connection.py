@@ -76,18 +76,15 @@ class Client:
                 raise RuntimeError(line.refusal)
         if not wait([asked], ANSWER_SECONDS).done:
             asked.cancel()
-            self._drop(line)
+            with self._lock:
+                if self._line is line:
+                    self._line = None
+                    self._end()
             raise _Overdue(f"the ranks' store has not answered for {ANSWER_SECONDS:g} s")
         try:
             return asked.result()
         finally:
             del asked, line  # an error keeps this frame
-
-    def _drop(self, line: _Line) -> None:
-        with self._lock:
-            if self._line is line:
-                self._line = None
-                self._end()
 
 
 class _Overdue(RuntimeError):

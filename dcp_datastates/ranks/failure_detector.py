@@ -29,6 +29,7 @@ from typing import Final
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.process.futures import Worker
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.incarnation import is_gone
 from dcp_datastates.ranks.rank_set import RankSet
@@ -375,12 +376,11 @@ class FailureDetector:
         self._looked_at = now
         values = self._values() if self._rank_set.incarnation.await_known(0.0) else {}
         with self._lock:
-            for watched in self._watched.values():
+            for rank, watched in self._watched.items():
                 watched.silent += passed
                 watched.still += passed
-            for rank, value in values.items():
-                watched = self._watched[rank]
-                if value == watched.value:
+                value = values.get(rank, b"")
+                if value in (b"", watched.value):
                     continue
                 beat = Beat.decode(value)
                 watched.value, watched.silent = value, 0.0
@@ -396,8 +396,7 @@ class FailureDetector:
             elif not self._store.check(keys):
                 return {}
             self._has_keys = True
-        values = zip(self._watched, self._store.multi_get(keys), strict=True)
-        return {rank: value for rank, value in values if value}
+        return dict(zip(self._watched, self._store.multi_get(keys), strict=True))
 
 
 def _death(rank: int, who: str) -> Loss:
@@ -405,23 +404,41 @@ def _death(rank: int, who: str) -> Loss:
     return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
 
-class LossWatch:
-    """Raises once a rank is lost for good.
+class RankWait:
+    """One wait for other ranks: it ends once a rank is lost for good, and the log says what it waits for. For the
+    waiting thread.
 
     Args:
+        who: the waiter, which begins the line of the log.
         patience: for how many seconds a rank may count as lost without a break, if its process is not known to be gone:
             a silent rank may be back, and this rank may not have seen it yet.
     """
 
-    def __init__(self, detector: FailureDetector, patience: float = RETURN_SECONDS) -> None:
+    def __init__(
+        self, detector: FailureDetector, who: str, patience: float = RETURN_SECONDS
+    ) -> None:
         self._detector = detector
         self._patience = patience
         self._since: float | None = None
+        self._wait = Wait(logger, who)
+        self._next = 1.0
 
-    def look(self) -> None:
-        """Called repeatedly while waiting. Raises :class:`RankLostError`, which names the lost ranks."""
+    def look(self, what: Callable[[float], str] | None = None) -> None:
+        """Call this repeatedly. Raises :class:`RankLostError`, which names the lost ranks. ``what`` says what this
+        waits for, given the seconds so far. It is asked once a second, and may raise, too.
+        """
         losses, now = self._detector.losses(), time.monotonic()
         self._since = (self._since or now) if losses else None
         late = self._since is not None and now - self._since >= self._patience
         if losses and (late or any(loss.certain for loss in losses)):
             raise Loss.error_of(losses)
+        waited = self._wait.seconds
+        if what is not None and waited >= self._next:
+            self._next = waited + 1.0
+            self._wait.look(what(waited))
+
+
+def ranks_have(ranks: Sequence[int]) -> str:
+    """In words, such as "rank 3 has", or "4 ranks (3, 5, 6, …) have"."""
+    named = ", ".join(map(str, ranks[:3])) + (", …" if len(ranks) > 3 else "")
+    return f"rank {named} has" if len(ranks) == 1 else f"{len(ranks)} ranks ({named}) have"

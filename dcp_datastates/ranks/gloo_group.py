@@ -53,12 +53,7 @@ _alive: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in one group of the tree.
-
-    Attributes:
-        name: the group's name within the tree.
-        rank: the rank within the group; the leader is 0.
-    """
+    """A rank's place in one group of the tree, which has this ``name`` in it. The group's leader has the ``rank`` 0."""
 
     name: str
     rank: int

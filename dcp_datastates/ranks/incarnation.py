@@ -56,12 +56,7 @@ class Incarnation:
     """
 
     def __init__(
-        self,
-        client: Client,
-        prefix: str,
-        rank: int,
-        world: int,
-        is_gone: Callable[[], bool],
+        self, client: Client, prefix: str, rank: int, world: int, is_gone: Callable[[], bool]
     ) -> None:
         self._store = Connection(client, lambda: prefix)
         self._prefix = prefix

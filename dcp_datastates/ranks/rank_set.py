@@ -188,13 +188,9 @@ class _Base:
         with self._lock:
             found = self._incarnations.get(ranks.ranks)
             if found is None:
-                found = self._incarnations[ranks.ranks] = Incarnation(
-                    self.client,
-                    f"dcp_datastates/{ranks.digest}",
-                    ranks.rank,
-                    ranks.world,
-                    self.address.is_gone,
-                )
+                prefix, is_gone = f"dcp_datastates/{ranks.digest}", self.address.is_gone
+                found = Incarnation(self.client, prefix, ranks.rank, ranks.world, is_gone)
+                self._incarnations[ranks.ranks] = found
             return found
 
 

@@ -17,8 +17,7 @@ from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
-from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.ranks.failure_detector import FailureDetector, LossWatch
+from dcp_datastates.ranks.failure_detector import RankWait, ranks_have
 from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation, Ticket
 from dcp_datastates.storage.attempt import Attempt
@@ -61,39 +60,33 @@ class Assignment(Message):
     numbers: tuple[int, ...] = ()
     """Of the :attr:`ticket`: the attempt's two, and its own."""
     plan: bytes = b""
-    refused: tuple[tuple[int, str, str], ...] = ()
-    """Why there is no such save: ranks, and the fields of their :class:`Reason`."""
+    refused: str = ""
+    """The :class:`Decision`, encoded, if there is no such save."""
     paths: tuple[str, ...] = ()
     """The paths of all ranks' proposals, if they differ."""
 
     @staticmethod
     def refusing(reasons: Mapping[int, Reason], paths: Sequence[str] = ()) -> Assignment:
         """The answer to each rank, for these ``reasons`` by rank."""
-        refused = tuple([(rank, *astuple(reason)) for rank, reason in reasons.items()])
-        return Assignment(refused=refused, paths=tuple(paths))
+        return Assignment(refused=Decision(Outcome.FAILED, reasons).encode(), paths=tuple(paths))
 
     @property
     def ticket(self) -> Ticket:
         incarnation, sequence, number = self.numbers
         return Ticket(Attempt(incarnation, sequence), number)
 
-    @property
-    def reasons(self) -> dict[int, Reason]:
-        """By rank, why there is no such save."""
-        return {rank: Reason(*reason) for rank, *reason in self.refused}
-
 
 class NotAgreed(Exception):
-    """The ranks do not save, for these ``reasons`` by rank. ``__cause__`` is this rank's own error, if it had one."""
+    """The ranks do not save: so they have decided. ``__cause__`` is this rank's own error, if it had one."""
 
-    def __init__(self, reasons: Mapping[int, Reason], paths: Sequence[str]) -> None:
-        super().__init__(reasons)
-        self.reasons = reasons
+    def __init__(self, decision: Decision, paths: Sequence[str]) -> None:
+        super().__init__(decision)
+        self.decision = decision
         self.paths = paths
 
     def told(self, where: str, world: int) -> BaseException:
         """The error for the user, of the save to ``where``."""
-        return Decision(Outcome.FAILED, self.reasons).error(where, world, self.__cause__)
+        return self.decision.error(where, world, self.__cause__)
 
 
 Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
@@ -136,12 +129,12 @@ def agree(
     met = meet(mine.encode(), answer)
     assignment = Assignment.decode(met.answer)
     if assignment.refused:
-        reasons = assignment.reasons
-        if any(each.kind == CheckpointSkipped.__name__ for each in reasons.values()):
+        decision = Decision.decode(assignment.refused.encode())
+        if any(each.kind == CheckpointSkipped.__name__ for each in decision.reasons.values()):
             if planning is not None:
                 planning.left_out()
             raise CheckpointSkipped(LEFT_OUT)
-        raise NotAgreed(reasons, assignment.paths) from failure
+        raise NotAgreed(decision, assignment.paths) from failure
     assert planning is not None
     return planning, assignment, met.error
 
@@ -236,13 +229,12 @@ class PeerWatch:
         """Whether it has failed a wait for which the step gate held training."""
         self._all_are_here = False
         self._group = group
-        self._losses = None if group.detector is None else LossWatch(group.detector)
         self._timeout = timeout
         self._number = number
         self._own = save is None or save.own
         self._check_open = check_open
         self._save = save
-        self._log = WaitLog(logger, what)
+        self._wait = None if group.detector is None else RankWait(group.detector, what)
 
     def move_on(self) -> None:
         """The save belongs to the ranks' next call."""
@@ -263,51 +255,37 @@ class PeerWatch:
         seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
         """
         self._check_open()
-        if self._losses is not None:
-            self._losses.look()
-        waited = self._log.seconds
-        if waited < 1:
-            return
+        assert self._wait is not None, "a rank alone waits for none"
+        self._wait.look(self._waits_for)
+
+    def _waits_for(self, waited: float) -> str:
         detector = self._group.detector
         assert detector is not None
         absent = detector.absent(self._number, self._own)
-        what = self._waited_for(detector, absent)
+        what = "waiting for the other ranks to plan"
+        said = detector.said_by_coordinator
+        if self._all_are_here:
+            what = _ALL_ARE_HERE
+        elif absent:
+            what = f"{ranks_have(absent)} not called {'' if self._own else 'dcp.'}async_save"
+        elif said:
+            what = f"waiting for rank 0 ({said})"
         self._group.planning = what
         if self._save is not None:
             self._save.doing = what
-        self._log.look(what)
         gate_waits = 0.0 if self._save is None else self._save.reads.gate_waits
         if absent and self._own and gate_waits > self._gate_seconds:
             self.let_training_go = True
             raise RankLostError(f"{what} for {waited:.0f} s, and training waits no longer for it")
-        if not self._own and self._misses_ranks(waited, detector):
+        leads = self._group.rank_set.rank == 0
+        knows = self._all_are_here if leads else said == _ALL_ARE_HERE
+        if not (self._own or knows) and waited > COME_SECONDS + (0 if leads else _BEAT_SECONDS):
             raise RankLostError(
                 f"some ranks have not come from DCP's planning within {waited:.0f} s: DCP's error tells if the "
                 f"finish_plan() of a planner has failed"
             )
-        if waited < self._timeout:
-            return
-        if absent:
+        if waited >= self._timeout and absent:
             raise RankLostError(f"{what} for {waited:.0f} s")
-        if slow := detector.stalled(self._timeout):
+        if waited >= self._timeout and (slow := detector.stalled(self._timeout)):
             raise RankLostError("; ".join(map(str, slow[:3])))
-
-    def _misses_ranks(self, waited: float, detector: FailureDetector) -> bool:
-        if self._group.rank_set.rank == 0:
-            return waited > COME_SECONDS and not self._all_are_here
-        return (
-            waited > COME_SECONDS + _BEAT_SECONDS and detector.said_by_coordinator != _ALL_ARE_HERE
-        )
-
-    def _waited_for(self, detector: FailureDetector, absent: Sequence[int]) -> str:
-        if self._all_are_here:
-            return _ALL_ARE_HERE
-        if absent:
-            named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
-            some = (
-                f"rank {named} has" if len(absent) == 1 else f"{len(absent)} ranks ({named}) have"
-            )
-            return f"{some} not called {'' if self._own else 'dcp.'}async_save"
-        if said := detector.said_by_coordinator:
-            return f"waiting for rank 0 ({said})"
-        return "waiting for the other ranks to plan"
+        return what

@@ -35,7 +35,7 @@ from dcp_datastates.format import save_trace
 from dcp_datastates.format.metadata_table import Compose
 from dcp_datastates.io.engine import orders
 from dcp_datastates.process.futures import SharedFuture, when_done
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.results import SaveRecord, SaveStats
@@ -179,7 +179,7 @@ class SaveOperation:
 
     def wait(self) -> None:
         """Wait until the save is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
-        log = WaitLog(logger, f"the wait for the save to {str(self.path)!r}")
+        log = Wait(logger, f"the wait for the save to {str(self.path)!r}")
         while not self.over:
             self.wait_briefly(_POLL_SECONDS)
             log.look(self.doing)

@@ -7,9 +7,11 @@ leave a save out. The first message of planning tells the other ranks: if any ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from dcp_datastates.io.engine import engine
 from dcp_datastates.process.ending import Phase, at_end, at_exit
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.process.garbage import collection_paused
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation
@@ -34,7 +36,7 @@ from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import (
@@ -91,6 +93,22 @@ def check_path(save: SaveOperation) -> None:
         check = functools.partial(local.check_writable, location)
         save.on_storage("looking at the path", check)
     hit("plan.after")
+
+
+def directories_to_sync(folder: Path, rank: int) -> list[str]:
+    """The directories to sync for files in ``folder``. Raises :class:`ConfigurationError` if this rank has it not."""
+    # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
+    # may use a cached "missing" for half a minute.
+    made = local.make_directories(folder, "share")
+    if not made:
+        return [str(parent) for parent in local.sync_directories(folder)]
+    for path in made:
+        with contextlib.suppress(OSError):
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
@@ -255,7 +273,7 @@ def make_room(limit: int, mode: WhenBehind) -> bool:
     waiting = in_flight()
     if mode != "wait":
         return len([s for s in waiting if not s.left_out and not s.committed.done()]) >= limit
-    log = WaitLog(logger, "async_save")
+    log = Wait(logger, "async_save")
     while len(waiting) >= limit:
         oldest = waiting[0]
         oldest.wait_briefly(_POLL_SECONDS)
@@ -284,7 +302,7 @@ def finish_saves() -> None:
 
 def _finish_in_flight() -> None:
     began = time.monotonic()
-    log = WaitLog(logger, "the end of this process", _FIRST_LINE_SECONDS)
+    log = Wait(logger, "the end of this process", first=_FIRST_LINE_SECONDS)
     while saves := in_flight():
         oldest = saves[0]
         waited = time.monotonic() - began

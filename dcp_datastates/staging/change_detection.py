@@ -8,7 +8,7 @@ The step gate holds optimizers back. This module detects writes that bypass the 
 * Torch increments the counter after the write. So the counters are compared again when no operation that was running at
   the end of the reads can still be running (:mod:`dcp_datastates.io.running_calls`).
 * A write that torch does not know of (through ``.data``, by numpy, another process) shows only in the bytes: the engine
-  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.eager_copies`).
+  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.stage`).
 
 Memory that was moved, resized or freed is always detected: the address and size of each storage are compared before and
 after the reads. (A reference to a storage keeps the object alive, not its memory.) C++ code that moves a storage's
@@ -23,7 +23,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Final
 
 import torch
@@ -33,10 +33,9 @@ from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.io.running_calls import Places, RunningCalls
 from dcp_datastates.io.tensor_memory import inner_tensors, layers, local_tensor
-from dcp_datastates.process.waiting import Stall
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.staging.ownership import STABLE, Ownership
-from dcp_datastates.staging.stage import StagedState
-from dcp_datastates.staging.traverse import DeferredTensors
+from dcp_datastates.staging.staged_state import DeferredTensors, StagedState
 
 _LOOK_SECONDS: Final = 0.001
 """How often a thread that waits for other threads' calls looks at them."""
@@ -143,17 +142,17 @@ class Portion:
             f"a known optimizer's step() writes to them. {_WAYS_OUT}"
         )
 
-    def check_when_quiet(self, idle: Places, stall: Stall) -> None:
+    def check_when_quiet(self, idle: Places, waiting: Wait) -> None:
         """:meth:`check` now, and again once all calls of other threads have returned that run now: torch increments the
         counter of a tensor after it has written to it. Threads that sleep where they were (``idle``) do not count.
 
-        Raises what ``stall`` raises if such a call does not return.
+        Raises what ``waiting`` raises if such a call does not return.
         """
         self.check()
         running = RunningCalls(idle)
         while not (running.ended() or self.settled):
             time.sleep(_LOOK_SECONDS)
-            stall.look(None, "calls of other threads to return, which may write to what was read")
+            waiting.look("calls of other threads to return, which may write to what was read")
         self.check()
 
     def _name_over(self, tensor: torch.Tensor) -> str:
@@ -211,22 +210,11 @@ class Regions:
     """Looks up which deferred memory, if any, a resolved tensor's bytes lie in."""
 
     def __init__(self, deferred: DeferredTensors) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._groups: list[int] = []
-        spans = sorted(
-            (address, address + nbytes, group)  # of deferred tensors, which are contiguous
-            for address, nbytes, group in zip(
-                deferred.addresses, deferred.sizes, deferred.groups, strict=True
-            )
-        )
-        for start, end, group in spans:
-            if self._ends and start < self._ends[-1]:  # views of one storage, hence of one group
-                self._ends[-1] = max(self._ends[-1], end)
-            else:
-                self._starts.append(start)
-                self._ends.append(end)
-                self._groups.append(group)
+        # Deferred tensors are contiguous. Those that overlap are views of one storage, hence of one group.
+        spans = sorted(zip(deferred.addresses, deferred.sizes, deferred.groups, strict=True))
+        self._starts = [start for start, _, _ in spans]
+        self._ends = list(accumulate([start + nbytes for start, nbytes, _ in spans], max))
+        self._groups = [group for _, _, group in spans]
 
     def group_of(self, address: int, nbytes: int) -> int:
         """The group whose gate covers these bytes; ``STABLE`` if none is needed."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -33,12 +34,12 @@ from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
 from dcp_datastates.process.futures import SharedFuture, without_traceback
-from dcp_datastates.process.waiting import Latch, Stall
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.results import SaveStats
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions, raise_change
 from dcp_datastates.staging.ownership import STABLE
-from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.staging.staged_state import StagedState
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ class DeferredReads:
         """How the reads ended: settled (None) or failed. ``setdefault`` is atomic: the first entry counts."""
         self._wanted = False  # whether a thread waits for the reads
         self._gate_since: float | None = None  # when a gate began to wait until the save is planned
-        self._handed_over = Latch()  # set once there is a job or a failure
+        self._handed_over: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Not empty once there is a job or a failure. An event has a lock, which the frame that a signal handler
+        interrupts may hold.
+        """
 
     def capture(self, staged: StagedState, window: Window) -> None:
         """The training thread, in the call: from now on the step gate holds optimizers that own deferred tensors of
@@ -132,7 +136,7 @@ class DeferredReads:
         # A thread that starts a job checks for a failure afterwards, so either this thread or that one stops the job.
         if self._job is not None:
             _stop(self._job)
-        self._handed_over.set()
+        self._handed_over.put(None)
         if (staged := self.kept) is not None:
             with contextlib.suppress(DeviceError):  # one failure is enough
                 staged.await_copies()
@@ -195,14 +199,14 @@ class DeferredReads:
             return
         began = time.perf_counter()
         self.open_window()
-        stall = Stall(logger, f"{what}, which needs what save {self.order} reads,", self._timeout)
+        waiting = Wait(logger, f"{what}, which needs what save {self.order} reads,", self._timeout)
         try:
-            self._await_hand_over(stall)
+            self._await_hand_over(waiting)
             for portion in portions:
                 if optimizer is not None and portion.on_device:
-                    self._let_pass(portion, optimizer, on_host, stall)
+                    self._let_pass(portion, optimizer, on_host, waiting)
                 else:
-                    self._settle(portion, stall)
+                    self._settle(portion, waiting)
         except DataStatesError as error:
             if isinstance(error, SaveStalledError):
                 logger.error("save %d is given up, and training goes on: %s", self.order, error)
@@ -211,33 +215,35 @@ class DeferredReads:
         self._stats.gate_seconds += waited
         self._stats.timeline.gated(waited)
 
-    def _await_hand_over(self, stall: Stall) -> None:
+    def _await_hand_over(self, waiting: Wait) -> None:
         if self._job is None:
             self._gate_since = time.monotonic()
         while self._job is None and not self._end:
-            self._handed_over.wait(_POLL_SECONDS)
+            with contextlib.suppress(queue.Empty):
+                self._handed_over.get(timeout=_POLL_SECONDS)
+                self._handed_over.put(None)  # for other gates
             thread = self._thread
             if thread is threading.current_thread() or (thread and not thread.is_alive()):
                 raise SaveAbandonedError("DCP ended this save before its data were written")
-            stall.look(moved(None), "its plan, which all ranks take part in")
+            waiting.look("its plan, which all ranks take part in", moved(None))
         self._gate_since = None
 
-    def _settle(self, portion: Portion, stall: Stall) -> None:
+    def _settle(self, portion: Portion, waiting: Wait) -> None:
         """Wait for the group's reads, then check that its tensors are unchanged. Raises :class:`SnapshotTornError`."""
         job = self._job
         # After a failure there are no reads to wait for.
         if job is None or self.failure is not None or portion.read:
             return
-        await_reads(job, portion.group, stall)
+        await_reads(job, portion.group, waiting)
         if job.fault is not None:
             raise_change(job, portion, self.staged)
             return  # the writer reports the fault
         portion.check_memory()
-        portion.check_when_quiet(self._idle, stall)
+        portion.check_when_quiet(self._idle, waiting)
         portion.settled = portion.read = True
 
     def _let_pass(
-        self, portion: Portion, optimizer: Optimizer, on_host: bool, stall: Stall
+        self, portion: Portion, optimizer: Optimizer, on_host: bool, waiting: Wait
     ) -> None:
         """Let an optimizer pass the gate of a group on devices: make the calling thread's current streams wait for the
         group's reads, without waiting for their end on the host. The group must be unchanged until the first optimizer
@@ -248,11 +254,11 @@ class DeferredReads:
         job = self._job
         if job is None or self.failure is not None:
             return
-        await_reads(job, portion.group, stall, queued=not on_host)
+        await_reads(job, portion.group, waiting, queued=not on_host)
         if job.fault is not None:
             raise_change(job, portion, self.staged)
             return
-        portion.check_when_quiet(self._idle, stall)
+        portion.check_when_quiet(self._idle, waiting)
         if not on_host:
             self._hold(job, portion.group)
         portion.settled = portion.settled or portion.ownership.may_change(
@@ -317,7 +323,7 @@ class DeferredReads:
         self._job = job
         if self._end:
             _stop(job)
-        self._handed_over.set()
+        self._handed_over.put(None)
         self.raise_failure()
 
     def check_unchanged(self) -> None:
@@ -340,13 +346,13 @@ class DeferredReads:
         job = self._job
         assert job is not None, "hand_over() comes first"
         portions = self._portions
-        stall = Stall(logger, f"save {self.order}", self._timeout, patience=patience)
+        waiting = Wait(logger, f"save {self.order}", self._timeout, patience=patience)
         for portion in portions:
             if not portion.on_device:
-                self._settle(portion, stall)
-        await_reads(job, -1, stall)
+                self._settle(portion, waiting)
+        await_reads(job, -1, waiting)
         for portion in portions:  # only now: gates may pass while devices read
-            self._settle(portion, stall)
+            self._settle(portion, waiting)
         if job.fault is not None:
             return
         if (staged := self.kept) is not None:
@@ -357,7 +363,7 @@ class DeferredReads:
         self.captured.settle(None)
 
 
-def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False) -> None:
+def await_reads(job: SaveJob, group: int, waiting: Wait, *, queued: bool = False) -> None:
     """Wait until the reads of a ``group`` (-1: of all) are done, or only ``queued`` on a device.
 
     Raises :class:`SaveStalledError` when neither the job nor the saves that hold the cache make progress.
@@ -365,4 +371,5 @@ def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False)
     wait = job.wait_queued if queued else job.wait_read
     while not wait(group, _POLL_SECONDS):
         done = f"{job.bytes_read >> 20} MiB are done; the rest may wait for room in the host cache"
-        stall.look(moved(job), f"its reads ({done}, and so for storage)", storage=True)
+        what = f"its reads ({done}, and so for storage)"
+        waiting.look(what, moved(job), storage=True)

@@ -167,7 +167,7 @@ class Ownership:
         self._owners: dict[int, frozenset[int]] = {}
         self._unannounced: set[torch.UntypedStorage] = set()
         self._optimizers = list(optimizers)  # strong references keep their ids unique
-        self.distrusted = any(optimizer in _torn for optimizer in self._optimizers)
+        self.distrusted = not _torn.isdisjoint(self._optimizers)
         """Whether something else than an optimizer's step has written to what one of them owns."""
         self._held: list[tuple[list[torch.UntypedStorage], list[torch.Tensor]]] = []
         """Of each optimizer, the storages and the tensors over them, as of :func:`by_storage`."""
@@ -257,6 +257,6 @@ class Ownership:
         An optimizer that was unknown at the call may change any tensor. And the code around a step may change tensors
         that no optimizer owns.
         """
-        if not any(optimizer is known for known in self._optimizers):
+        if optimizer not in self._optimizers:
             return True
         return group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset())

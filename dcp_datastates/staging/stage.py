@@ -3,28 +3,32 @@
 Each tensor is *deferred* (an optimizer owns it, so the step gate can hold its change back) or *eager* (copied now).
 This runs in the training thread, so it must be fast. It works by columns: a C-level call per tensor and attribute costs
 half of what it costs in a Python loop.
+
+What a call copies at once, by the host or by devices, goes into one buffer:
+
+* **Eager copies**: the tensors that cannot be read later.
+* **Expectations**: what deferred tensors hold at the call, for the engine to compare with the bytes that it copies. By
+  default that is some words from all over each tensor (:class:`ExpectedBytes` says how many): a second line of defence,
+  against writes that move no version counter. An audit expects every byte.
+* **The buffer**: a slab of the host cache, so that ``host_cache_size`` bounds it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, compress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes, Slab
+from dcp_datastates._native import Engine, ExpectedBytes, Slab, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Reads
-from dcp_datastates.errors import DeviceError, UnsupportedTensorError
-from dcp_datastates.format.ragged import Ints
-from dcp_datastates.format.stored_names import WRAPPER
+from dcp_datastates.errors import DeviceError
 from dcp_datastates.format.values import HAS_STRIDES
 from dcp_datastates.io.devices import (
     HOST,
@@ -37,180 +41,23 @@ from dcp_datastates.io.devices import (
 )
 from dcp_datastates.io.tensor_memory import (
     PLAIN_DTYPES,
+    add_region,
     any_hold_shards,
     are_unusual,
     copy_unusual,
     is_unusual,
-    take_shards_of,
-    tensors_over,
 )
-from dcp_datastates.staging.eager_copies import EagerCopies, Expectation, allocate, slots
+from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership
-from dcp_datastates.staging.traverse import (
-    Columns,
-    DeferredTensors,
-    Fingerprint,
-    Traversal,
-    traverse,
-)
+from dcp_datastates.staging.staged_state import Columns, DeferredTensors, StagedState, traverse
+
+logger = logging.getLogger(__name__)
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_INFERENCE: Final = torch.Tensor.is_inference
 _NBYTES: Final = operator.attrgetter("nbytes")
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
-_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-@dataclass
-class StagedState:
-    """A staged state. ``buffer`` holds the eager copies, at ``offsets``."""
-
-    root: dict[Any, Any]
-    traversal: Traversal
-    is_cacheable: bool
-    """Whether plans for this state may be cached: all tensors are plain, in memory that the engine can
-    read.
-    """
-    is_deferred: list[bool]
-    """For each tensor, in the order of the traversal: whether it is deferred."""
-    ownership: Ownership
-    """The optimizers' tensors at the call."""
-    strides: list[tuple[int, ...]]
-    """Of the memory of all tensors at the call, if plans have them: copies may have others."""
-    at_call: Fingerprint | None = None
-    """The fingerprint at the call; None if plans for this state are not cached."""
-    deferred: DeferredTensors = field(default_factory=DeferredTensors)
-    eager: Columns = field(default_factory=Columns)
-    offsets: list[int] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    """Shapes and dtypes of the eager tensors at the call: their own may have changed since."""
-    buffer: torch.Tensor = _NOTHING
-    slab: Slab | None = None
-    """The host cache's memory that ``buffer`` is in."""
-    eager_bytes: int = 0
-    cache_seconds: float = 0.0
-    """How long staging has waited for room in the host cache."""
-    fences: list[DeviceEvent] = field(default_factory=list)
-    """One event per device, behind all work that its streams had received at the call, eager copies included."""
-    call_events: list[Any] = field(default_factory=list)
-    """Events of the call, which work that another thread gives to devices must wait for."""
-    copying: DeviceCopies = field(default_factory=DeviceCopies)
-    """The eager copies that devices are making. Before the host reads ``buffer``, wait for them."""
-    looking: DeviceCopies = field(default_factory=DeviceCopies)
-    """What devices are copying into ``buffer`` for ``expected``. It is there when any deferred read is done: ``fences``
-    come after it.
-    """
-    expected: ExpectedBytes | None = None
-    """What the deferred tensors hold at the call; None if there are none."""
-
-    def await_copies(self) -> None:
-        """Return when no device uses ``buffer`` any more.
-
-        Raises :class:`DeviceError` if a copy has failed.
-        """
-        try:
-            self.copying.wait()
-        finally:
-            self.looking.wait()
-
-    def free(self) -> None:
-        """Give the memory of ``buffer`` back; never, if a device may still write to it. Idempotent."""
-        slab, self.slab = self.slab, None
-        if slab is not None and (self.copying.abandoned or self.looking.abandoned):
-            slab.abandon()
-        elif slab is not None:
-            slab.release()
-
-    def owned(self) -> tuple[bool, ...]:
-        """For each tensor, in the order of the traversal: whether an optimizer owns it."""
-        return self.ownership.owns(self.traversal.columns.locals)
-
-    def fingerprint(self) -> Fingerprint | None:
-        """The state's fingerprint; None if it is not :attr:`is_cacheable`."""
-        columns, structure = self.traversal.columns, self.traversal.structure
-        if not self.is_cacheable:
-            return None
-        kinds = list(chain.from_iterable(types for _, types in structure))
-        all_seen = sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
-        if not all_seen or any(map(_is_peculiar, set(kinds))):
-            return None  # DCP will see tensors that are not in the columns
-        forms = (
-            tuple(map(_SHAPE, columns.locals)),
-            tuple(map(_DTYPE, columns.locals)),
-            tuple(
-                map(_REQUIRES_GRAD, columns.tensors)
-            ),  # the DTensor's: its local tensor's may differ
-            tuple(self.strides),
-        )
-        specs = tuple([each._spec for each in columns.tensors if type(each) is DTensor])
-        return Fingerprint(tuple(structure), forms, specs)
-
-    def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the strides of its tensors as they were at the call.
-
-        Raises :class:`UnsupportedTensorError` if the plan stores the parts of a wrapper as an object.
-        """
-        columns = self.traversal.columns
-        _check_parts_planned(columns, items)
-        if not self.strides or not items:
-            return items
-        position = {columns.name(number): number for number in range(len(columns.keys))}
-        changed = []
-        for item in items:
-            at = position.get(item.index.fqn)
-            data = item.tensor_data
-            if (
-                data is not None
-                and at is not None
-                and data.chunk.sizes == columns.locals[at].shape
-                and data.properties.strides != self.strides[at]  # type: ignore[attr-defined]
-            ):
-                properties = dataclasses.replace(data.properties, strides=self.strides[at])  # type: ignore[call-arg]
-                data = dataclasses.replace(data, properties=properties)
-                item = dataclasses.replace(item, tensor_data=data)
-            changed.append(item)
-        return changed
-
-    def is_plain(self) -> bool:
-        """Whether every tensor's memory holds the bytes as they are to be written."""
-        deferred = self.deferred.columns.locals
-        return all(map(torch.Tensor.is_contiguous, deferred)) and not (
-            any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
-        )
-
-    def bases(self) -> tuple[Ints, Ints, Ints | None]:
-        """Address, group and device (None: all on the host) of all tensors, in the order of the traversal."""
-        addresses = np.empty(len(self.is_deferred), np.int64)
-        groups = np.full(len(self.is_deferred), STABLE, np.int64)
-        is_deferred = np.array(self.is_deferred, bool)
-        addresses[is_deferred] = self.deferred.addresses
-        groups[is_deferred] = self.deferred.groups
-        addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
-        if not self.fences:
-            return addresses, groups, None
-        devices = np.full(len(self.is_deferred), HOST, np.int64)
-        devices[is_deferred] = self.deferred.devices
-        return addresses, groups, devices
-
-    def materialize(self) -> dict[Any, Any]:
-        """Build the state dict as it was at the call: puts tensors over the eager copies in their places. Callable
-        once.
-        """
-        eager = self.eager
-        copies = tensors_over(self.buffer, self.offsets, self.shapes, self.dtypes)
-        for container, key, tensor, copied in zip(
-            eager.containers, eager.keys, eager.tensors, copies, strict=True
-        ):
-            take_shards_of(tensor, copied)
-            if isinstance(tensor, DTensor):
-                copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            container[key] = copied
-        self.eager, self.shapes, self.dtypes = Columns(), [], []
-        return self.root
 
 
 def stage_state(
@@ -287,30 +134,6 @@ def _strides(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
         return list(map(torch.Tensor.stride, tensors))
     except (RuntimeError, NotImplementedError):
         return []  # one has none: planning refuses it
-
-
-def _check_parts_planned(columns: Columns, items: list[WriteItem]) -> None:
-    """A planner that does not flatten plans an object for each nested dict, and so for the parts of a wrapper. No load
-    would put them into the wrapper.
-    """
-    if WRAPPER not in columns.keys or not items:
-        return
-    planned = {item.index.fqn for item in items}
-    for position, (key, prefix) in enumerate(zip(columns.keys, columns.prefixes, strict=True)):
-        if key == WRAPPER and columns.name(position) not in planned:
-            raise UnsupportedTensorError(
-                f"tensor {prefix[:-1]!r} cannot be stored: it wraps other tensors, and the planner does not plan them; "
-                f"pass a planner with flatten_state_dict=True"
-            )
-
-
-def _is_peculiar(kind: type) -> bool:
-    """Whether DCP may plan tensors inside a value of this type that the traversal does not see."""
-    return kind not in _PLAIN and (
-        issubclass(kind, torch.Tensor)
-        or (issubclass(kind, list) and kind is not list)
-        or hasattr(kind, "__create_write_items__")
-    )
 
 
 def _no_address(columns: Columns, devices: list[int]) -> Sequence[bool]:
@@ -400,3 +223,186 @@ def _deferred_on_devices(
             is_deferred, owners, sizes, devices, dense, strict=True
         )
     ]
+
+
+# ---- the buffer ---------------------------------------------------------------------------------
+
+_POLL_SECONDS: Final = 0.1
+
+_SMALL_BYTES: Final = 1 << 20
+"""Eager copies up to this size use ordinary memory: a cache segment for each would waste space."""
+
+_SLOT: Final = 64
+"""Copies are aligned to this many bytes in their buffer."""
+
+DENSE_BYTES: Final = 256 << 20
+"""Tensors on a device that are not contiguous are made dense there up to this size at a time, if each is smaller."""
+
+
+def slots(sizes: Sequence[int], begin: int = 0) -> tuple[list[int], int]:
+    """Where copies of these sizes go in a buffer, from ``begin`` on; and where the last one ends."""
+    ends = list(accumulate((size + -size % _SLOT for size in sizes), initial=begin))
+    return ends[:-1], ends[-1]
+
+
+@dataclass(frozen=True)
+class EagerCopies:
+    """Tensors (local ones), and where each goes in ``buffer``: offsets and sizes in bytes."""
+
+    tensors: Sequence[torch.Tensor]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    devices: Sequence[int]
+    """Each tensor's device number."""
+    buffer: torch.Tensor
+    nbytes: int
+    """How much of the buffer the engine may write to."""
+
+    def make(self, engine: Engine, copying: DeviceCopies) -> None:
+        """Copy the tensors on the host, and enqueue the copies of the others; what is under way is added to
+        ``copying``.
+
+        Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
+        """
+        places = self._places(HOST)
+        content = self._content(places, [self.tensors[place] for place in places], HOST)
+        engine.gather(content, self.buffer.data_ptr(), self.nbytes)
+        for device in set(self.devices) - {HOST}:
+            for batch in self._batches(self._places(device)):
+                # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
+                tensors = [accelerator.dense(self.tensors[place]) for place in batch]
+                content = self._content(batch, tensors, device)
+                copy_on_stream(engine, content, self.buffer, device, copying)
+
+    def _places(self, device: int) -> list[int]:
+        return [
+            place
+            for place, (number, nbytes) in enumerate(zip(self.devices, self.sizes, strict=True))
+            if number == device and nbytes
+        ]
+
+    def _batches(self, places: list[int]) -> Iterator[list[int]]:
+        """The places in batches whose dense copies take bounded memory."""
+        batch: list[int] = []
+        copied = 0
+        for place in places:
+            more = 0 if self.tensors[place].is_contiguous() else self.sizes[place]
+            if more and copied + more > DENSE_BYTES and copied:
+                yield batch
+                batch, copied = [], 0
+            batch.append(place)
+            copied += more
+        if batch:
+            yield batch
+
+    def _content(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Transfer:
+        content = Transfer()
+        offsets = [self.offsets[place] for place in places]
+        sizes = [self.sizes[place] for place in places]
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            devices = None if device == HOST else [device] * len(sizes)
+            content.add_many(offsets, sizes, addresses, [STABLE] * len(sizes), devices)
+        else:
+            for tensor, offset, nbytes in zip(tensors, offsets, sizes, strict=True):
+                add_region(content, offset, tensor, nbytes, STABLE, device)
+        return content
+
+
+def copy_on_stream(
+    engine: Engine, content: Transfer, buffer: torch.Tensor, device: int, copying: DeviceCopies
+) -> None:
+    """Enqueue the copies of ``content`` into ``buffer`` on the current stream of ``device``, in order with the stream's
+    other work: so the training thread need not wait. What is under way is added to ``copying``.
+
+    Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
+    """
+    try:
+        event, fault = engine.copy_to_host(
+            content, buffer.data_ptr(), buffer.nbytes, device, accelerator.stream(device)
+        )
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
+    if event is not None:
+        copying.add(event)
+    if fault is not None:
+        raise DeviceError(fault.message)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What to note of the deferred tensors: some words, or in an ``audit`` every byte."""
+
+    deferred: DeferredTensors
+    audit: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that :meth:`look` needs."""
+        if self.audit:
+            return slots(self.deferred.sizes)[1]
+        devices = self.deferred.devices
+        return (len(devices) - devices.count(HOST)) * ExpectedBytes.MOST_WORD_BYTES
+
+    def look(
+        self, engine: Engine, seed: int, buffer: torch.Tensor, offset: int, copying: DeviceCopies
+    ) -> ExpectedBytes:
+        """Read the host's memory now, and make devices read theirs behind the work that their streams have received,
+        into ``buffer`` from ``offset`` on. What is under way is added to ``copying``.
+
+        Raises :class:`DeviceError`.
+        """
+        expected, columns = ExpectedBytes(), self.deferred
+        if self.audit:
+            offsets, end = slots(columns.sizes, offset)
+            tensors = columns.columns.locals
+            copies = EagerCopies(tensors, offsets, columns.sizes, columns.devices, buffer, end)
+            copies.make(engine, copying)
+            places = [buffer.data_ptr() + at for at in offsets]
+            expected.add_whole(range(len(places)), columns.addresses, columns.sizes, places)
+            return expected
+        kinds = set(columns.devices)
+        for device in sorted(kinds):
+            numbers: Sequence[int] = range(len(columns.devices))
+            addresses, sizes = columns.addresses, columns.sizes
+            if len(kinds) > 1:
+                numbers = [n for n, each in enumerate(columns.devices) if each == device]
+                addresses = [addresses[number] for number in numbers]
+                sizes = [sizes[number] for number in numbers]
+            if device == HOST:
+                expected.add_words(numbers, addresses, sizes, seed)
+                continue
+            base = buffer.data_ptr()
+            words = expected.add_device_words(numbers, addresses, sizes, seed, base, offset, device)
+            offset += len(numbers) * ExpectedBytes.MOST_WORD_BYTES
+            copy_on_stream(engine, words, buffer, device, copying)
+        return expected
+
+
+def allocate(
+    native: Engine, order: int, nbytes: int, is_pinned: bool
+) -> tuple[torch.Tensor, Slab | None, float]:
+    """The buffer of a save, a ``uint8`` tensor of ``nbytes``; its memory of the cache; and for how many seconds it has
+    waited for older saves to leave the cache.
+
+    It is from the cache, which is pinned, unless it is small and not ``is_pinned``, or does not fit.
+    """
+    if nbytes <= _SMALL_BYTES and not is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None, 0.0
+    if nbytes > native.max_slab_bytes:
+        logger.warning(
+            "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
+            "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
+            "save, or raise host_cache_size",
+            nbytes >> 20,
+            native.host_cache_bytes >> 20,
+        )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None, 0.0
+    began = time.monotonic()
+    slab = native.slab(nbytes, order, 0.0)
+    while slab is None:
+        # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before this
+        # call returns.
+        step_gate.open_windows()
+        slab = native.slab(nbytes, order, _POLL_SECONDS)
+    return torch.frombuffer(slab, dtype=torch.uint8), slab, time.monotonic() - began

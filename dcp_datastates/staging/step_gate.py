@@ -168,23 +168,18 @@ def arm_backward() -> bool:
 
 
 def _spread(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    chosen: list[torch.nn.Parameter] = []
+    chosen: dict[int, torch.nn.Parameter] = {}  # by id: tensors compare by their elements
     for group in reversed(optimizer.param_groups):
         parameters = group["params"]
         for position in (len(parameters) - 1, len(parameters) // 2, 0):
             if not 0 <= position < len(parameters):  # a group may be empty
                 continue
             parameter = parameters[position]
-            if (
-                parameter.requires_grad
-                and parameter.is_leaf
-                and not _offloaded(parameter)
-                and not any(parameter is other for other in chosen)
-            ):
-                chosen.append(parameter)
+            if parameter.requires_grad and parameter.is_leaf and not _offloaded(parameter):
+                chosen[id(parameter)] = parameter
             if len(chosen) == _WATCHED_PER_OPTIMIZER:
-                return chosen
-    return chosen
+                return list(chosen.values())
+    return list(chosen.values())
 
 
 def _offloaded(parameter: torch.Tensor) -> bool:

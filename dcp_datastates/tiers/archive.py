@@ -35,7 +35,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import SharedFuture, Worker, when_done
-from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
@@ -309,7 +309,7 @@ def make_room(fast: Location, archives: Sequence[Archive], nbytes: int, seconds:
     Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
     until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
     """
-    log, deadline = WaitLog(logger, f"the save to {fast}", 0.0), time.monotonic() + seconds
+    log, deadline = Wait(logger, f"the save to {fast}", first=0.0), time.monotonic() + seconds
     while _free(fast) < nbytes:
         waiting = [each for each in archives if not each.wait(0.0)]  # before what is archived
         for found in reversed([*newest_first(checkpoints(fast))][1:]):

@@ -28,10 +28,10 @@ from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.ranks.failure_detector import Beat
 from dcp_datastates.ranks.rank_set import of_store
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.staging import eager_copies
-from dcp_datastates.staging import traverse as walk
+from dcp_datastates.staging import stage
+from dcp_datastates.staging import staged_state as walk
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.eager_copies import EagerCopies
+from dcp_datastates.staging.stage import EagerCopies
 
 SECONDS = 30.0
 
@@ -271,7 +271,7 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
             return native.copy_to_host(*args)
 
     make = EagerCopies.make
-    monkeypatch.setattr(eager_copies.accelerator, "dense", dense)
+    monkeypatch.setattr(stage.accelerator, "dense", dense)
     monkeypatch.setattr(EagerCopies, "make", lambda self, _, *args: make(self, Watched(), *args))
     save(tmp_path / "a", {"strided": strided}).result()
     assert alive == [True]

@@ -12,7 +12,7 @@ from support.waiting import await_that
 
 from dcp_datastates import DataStatesWriter
 from dcp_datastates.io import devices, engine
-from dcp_datastates.staging import eager_copies
+from dcp_datastates.staging import stage
 
 
 def test_a_writer_opens_the_devices_that_the_process_uses_and_no_other(
@@ -34,7 +34,7 @@ def test_tensors_that_are_not_contiguous_are_made_dense_some_at_a_time(
     state = {f"strided{index}": cuda.adopt(torch.randn(64, 100)).t() for index in range(10)}
     state["contiguous"] = cuda.adopt(torch.randn(100))
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    monkeypatch.setattr(eager_copies, "DENSE_BYTES", 3 * 64 * 100 * 4)
+    monkeypatch.setattr(stage, "DENSE_BYTES", 3 * 64 * 100 * 4)
     made: list[int] = []  # copies that the driver had been given when each was made dense
     dense = cuda.dense
 

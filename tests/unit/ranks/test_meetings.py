@@ -12,7 +12,7 @@ from support.jobs.threads import Impatient, MemoryStore, rank_set, together
 
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks import failure_detector, meetings
-from dcp_datastates.ranks.failure_detector import Loss, LossWatch
+from dcp_datastates.ranks.failure_detector import Loss, RankWait
 from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 
 
@@ -253,7 +253,7 @@ def test_a_lost_rank_is_named_at_once_if_that_is_certain_and_else_when_it_does_n
     now = 100.0
     monkeypatch.setattr(failure_detector.time, "monotonic", lambda: now)
     detector = _Detector()
-    watch = LossWatch(detector, 12.0)
+    watch = RankWait(detector, "a wait", 12.0)
     watch.look()
     detector.lost = [Loss(1, "is silent")]
     for now in (101.0, 112.9):  # noqa: B007 - the clock reads it
@@ -269,4 +269,4 @@ def test_a_lost_rank_is_named_at_once_if_that_is_certain_and_else_when_it_does_n
         watch.look()
     detector.lost = [Loss(2, "is dead", True)]
     with pytest.raises(RankLostError, match="rank 2 is dead"):
-        LossWatch(detector, 12.0).look()
+        RankWait(detector, "a wait", 12.0).look()

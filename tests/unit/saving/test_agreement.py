@@ -23,7 +23,7 @@ MESSAGES = st.one_of(
         Assignment,
         st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
         st.binary(),
-        st.lists(st.tuples(st.integers(-1, 1000), TEXT, TEXT), max_size=3).map(tuple),
+        TEXT,
         st.lists(TEXT, max_size=3).map(tuple),
     ),
 )

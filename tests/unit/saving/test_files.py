@@ -12,6 +12,7 @@ from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
 from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.io import engine
+from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.write import Content
 from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -24,8 +25,8 @@ class _Planning:
         self.items = items
         self._data = data
 
-    def known_files(self):
-        return None
+    def files(self, rank):
+        return PartFiles.of(self.items, rank)
 
     def compared(self):
         return {}

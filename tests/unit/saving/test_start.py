@@ -15,8 +15,7 @@ import dcp_datastates
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving import start
-from dcp_datastates.saving.start import writable
-from dcp_datastates.saving.write import directories_to_sync
+from dcp_datastates.saving.start import directories_to_sync, writable
 from dcp_datastates.staging import deferred_reads, step_gate
 
 

@@ -16,7 +16,7 @@ from support.tiers import sampled
 import dcp_datastates
 from dcp_datastates._native import SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.saving.output import check_fits
+from dcp_datastates.saving.write import check_fits
 
 MIB = 1 << 20
 
