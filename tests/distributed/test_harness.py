@@ -93,9 +93,12 @@ def _rank_one_sleeps():
 
 
 def test_a_hang_ends_with_the_stacks_of_who_hangs():
-    with pytest.raises(RankFailure, match="_rank_one_sleeps") as caught:
-        run_on_ranks(2, _rank_one_sleeps, timeout=2)
-    assert "rank 1 of 2" in str(caught.value)
+    for seconds in (2, 30):  # a busy machine may need more to come as far
+        with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
+            run_on_ranks(2, _rank_one_sleeps, timeout=seconds)
+        if "_rank_one_sleeps" in str(caught.value):
+            break
+    assert "_rank_one_sleeps" in str(caught.value)
     run_on_ranks(2, _nothing)
 
 
@@ -118,10 +121,10 @@ def test_a_thread_that_starts_while_threads_are_counted_is_not_left_over(monkeyp
 
     monkeypatch.setattr(threading, name, start)
     starter.start()
-    await_that(lambda: new in threading.enumerate(), 10)
+    await_that(lambda: new in threading.enumerate())
     try:
         before = Residue.now()
-        await_that(new.is_alive, 10)
+        await_that(new.is_alive)
         assert Residue.now().beyond(before) == {}
     finally:
         end.set()

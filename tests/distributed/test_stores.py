@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 from support.jobs.groups import own_group
@@ -14,7 +12,6 @@ from support.state.checkpoints import (
     async_save,
     load,
     load_everything,
-    raises,
     save,
     writer,
 )
@@ -24,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_datastates
-from dcp_datastates.errors import DataStatesError, StorageError
 
 WHOLE = torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)
 """16 MiB."""
@@ -70,45 +66,3 @@ def test_four_ranks_save_and_two_load(s3_root):
         found = load_everything(f"{s3_root}/step-{number}")
         assert_same(found, {"w": WHOLE * number, "step": number})
     assert Bucket(endpoint()).uploads(_prefix(s3_root)) == []
-
-
-def _fail_on_one(url: str, root: str) -> None:
-    use(url)
-    rank = dist.get_rank()
-    dcp_datastates.save(_state(), f"{root}/step-1", host_cache_size=CACHE)
-    from dcp_datastates.storage.object_path import locate
-
-    store = locate(root).store
-    before = store.put_stream, store.put
-    if rank == 1:
-
-        def refuse(key, *args, **kwargs):
-            raise StorageError(28, "storing failed: SlowDown", f"{root}/{key}")
-
-        store.put_stream = store.put = refuse
-    began = time.monotonic()
-    with raises(DataStatesError, "rank 1", "SlowDown", ".safetensors"):
-        dcp_datastates.save(_state(2.0), f"{root}/step-1", host_cache_size=CACHE)
-    assert time.monotonic() - began < 30
-    store.put_stream, store.put = before
-    assert_same(load_everything(f"{root}/step-1"), {"w": WHOLE, "step": 1})
-    dcp_datastates.save(_state(3.0), f"{root}/step-1", host_cache_size=CACHE)
-    assert_same(load_everything(f"{root}/step-1"), {"w": WHOLE * 3, "step": 3})
-
-
-def test_one_ranks_store_error_fails_all_ranks_by_name(s3_root):
-    run_on_ranks(2, _fail_on_one, url=endpoint(), root=s3_root)
-    assert Bucket(endpoint()).uploads(_prefix(s3_root)) == []
-
-
-def _no_bucket(url: str) -> None:
-    use(url)
-    for path in ("s3://there-is-none/run/step-1",):
-        with raises(StorageError, "NoSuchBucket", "there-is-none"):
-            dcp_datastates.save(_state(), path, host_cache_size=CACHE)
-        with raises(StorageError, "NoSuchBucket", "there-is-none"):
-            save(_state(), path)
-
-
-def test_a_bucket_that_is_missing_fails_all_ranks_at_planning(s3_root):
-    run_on_ranks(2, _no_bucket, url=endpoint())

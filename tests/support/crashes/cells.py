@@ -31,7 +31,7 @@ OLD, NEW, NEXT = 1, 2, 3
 LIMIT_SECONDS = 30.0
 """How long after the death of a rank the others may take to fail."""
 
-_ALL_RANKS_SECONDS = LIMIT_SECONDS + 20
+_ALL_RANKS_SECONDS = LIMIT_SECONDS + 90
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -54,6 +56,39 @@ def armed_on(rank: int, entries: str, log: Path, *, natively: bool = False) -> I
     missing = {entry.partition("=")[0].partition("@")[0] for entry in entries.split(";")}
     missing -= set(fired(log))
     assert not missing, f"{missing} never fired on rank {rank}, so this shows nothing"
+
+
+class Held:
+    """A failpoint that a thread stops at: whether it is there, and whether it may go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def stop(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(120), "nothing let it go on"
+
+
+@contextlib.contextmanager
+def held(name: str, rank: int | None = None) -> Iterator[Held]:
+    """This process, if it is the ``rank``, stops at Python's failpoint ``name`` the first time, until it may go on, or
+    the block ends.
+    """
+    point, current = Held(), failpoints.current
+
+    def hit(passed: str) -> int:
+        if passed == name and not point.reached.is_set():
+            point.stop()
+        return current().hit(passed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank is None or rank == dist.get_rank():
+            patch.setattr(failpoints, "current", lambda: SimpleNamespace(hit=hit))
+        try:
+            yield point
+        finally:
+            point.go_on.set()
 
 
 def variables(entries: str, log: Path) -> dict[str, str]:
