@@ -17,21 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 @ranks(4)
-def test_every_rank_runs_in_one_group():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size() == 4
-
-
-@ranks(2)
-def test_a_smaller_world_is_a_whole_world():
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    assert dist.get_world_size() == 2
-    assert sharded.full_tensor().tolist() == list(range(6))
-
-
-@ranks(4)
 @pytest.mark.parametrize("repetition", range(2))
 def test_meshes_of_an_earlier_test_leave_nothing_behind(repetition):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

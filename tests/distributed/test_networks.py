@@ -130,7 +130,7 @@ pytestmark = [
 ]
 
 PORT = 29_411
-TOLD_SECONDS = cut_job.COMMIT_TIMEOUT + 25
+TOLD_SECONDS = cut_job.COMMIT_TIMEOUT + 55
 """``commit_timeout``, and what it takes to see that a network does not answer; on a busy machine."""
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.storage import failpoints
+from support.jobs.processes import Ended, run_ranks
 from support.waiting import await_that
 
 _LOG = failpoints.LOG_VARIABLE
@@ -101,6 +103,18 @@ def fired(log: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def run_killing(
+    point: str, victim: int, body: str, world: int, scratch: Path, **arguments: Any
+) -> list[Ended]:
+    """:func:`run_ranks`, of which the ``victim`` is killed at the failpoint ``point``: what became of the others."""
+    log = scratch / f"fired-{body.rpartition(':')[2]}"
+    environments = [variables(f"{point}=kill", log) if n == victim else {} for n in range(world)]
+    ended = run_ranks(body, world, scratch, environments=environments, **arguments)
+    assert point.partition("@")[0] in fired(log), f"{point} was never passed: {ended[victim]}"
+    assert ended[victim].killed
+    return [one for one in ended if one.rank != victim]
+
+
 @contextlib.contextmanager
 def silence(seconds: float) -> Iterator[None]:
     """In this process a rank that is silent for ``seconds``, and not for as long as in earnest, is lost."""
@@ -109,7 +123,7 @@ def silence(seconds: float) -> Iterator[None]:
         yield
 
 
-def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
+def await_fired(log: Path, name: str, seconds: float = 100.0) -> None:
     await_that(lambda: name in fired(log), seconds, f"{name} was never passed")
 
 

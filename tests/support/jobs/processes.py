@@ -101,8 +101,6 @@ def _module(job: Job) -> ModuleType:
     module = sys.modules.get(job.module)
     if module is None:
         spec = importlib.util.spec_from_file_location(job.module, job.file)
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[job.module] = module
         spec.loader.exec_module(module)

@@ -115,11 +115,6 @@ class Report:
     """Whether the error is one of the package's own."""
 
 
-def number_found(path: str, world: int, elements: int) -> int | None:
-    """:func:`number_at`, in a process that knows nothing."""
-    return number_at(path, world, elements)
-
-
 def report_of(future: Future[Any], limit: float) -> Report:
     """What ``future`` comes to within ``limit`` seconds."""
     try:
