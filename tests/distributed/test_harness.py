@@ -61,14 +61,15 @@ def test_what_a_rank_patches_ends_with_the_test(monkeypatch):
     _as_python_made_it(expected=time.tzname)
 
 
-def _rank_zero_dies():
+def _rank_zero_dies(code):
     if dist.get_rank() == 0:
-        os._exit(7)
+        os._exit(code)
 
 
-def test_a_crash_is_reported_and_the_next_test_gets_fresh_ranks():
-    with pytest.raises(RankFailure, match="exit code 7"):
-        run_on_ranks(2, _rank_zero_dies, timeout=60)
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_process_that_ends_is_reported_and_the_next_test_gets_fresh_ranks(code):
+    with pytest.raises(RankFailure, match=f"exit code {code}"):
+        run_on_ranks(2, _rank_zero_dies, timeout=60, code=code)
     run_on_ranks(2, _nothing)
 
 

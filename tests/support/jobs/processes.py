@@ -70,7 +70,7 @@ class Ended:
     ended_at: float = 0.0
     """time.monotonic(), the same clock in all processes."""
     log: str = ""
-    """The end of what it printed, if it failed."""
+    """The end of what it printed, if it failed, or ended with the job."""
     elsewhere: str = ""
     """The errors of the other ranks: this one's may be their consequence."""
 
@@ -218,12 +218,14 @@ class Ranks:
                     continue
                 one = ended[rank] = self._heard(ended[rank], what)
                 if not job.is_last:
+                    if one.exit_code is not None:
+                        one.error = f"its process ended with exit code {one.exit_code}"
                     pending = {each: other for each, other in pending.items() if other != rank}
                     if one.failed or one.skipped:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for one in ended:
             self.broken = self.broken or one.at_work or one.exit_code is not None
-            if one.failed:
+            if one.failed or job.is_last:
                 one.log = self._log(one.rank)
             others = (other for other in ended if other is not one and other.error)
             one.elsewhere = "\n".join(f"rank {other.rank}: {other.error}" for other in others)

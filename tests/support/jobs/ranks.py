@@ -54,8 +54,7 @@ def run_on_ranks(
     if failed:
         raise RankFailure(
             "\n".join(
-                f"--- rank {one.rank} of {world} (exit code {one.exit_code}) ---\n{one.error}\n{one.log}"
-                for one in failed
+                f"--- rank {one.rank} of {world} ---\n{one.error}\n{one.log}" for one in failed
             )
         )
     for one in ended:
