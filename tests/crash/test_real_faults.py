@@ -380,7 +380,7 @@ def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
     rank = dist.get_rank()
     save_over({f"w{rank}": torch.ones(1000)}, shared_dir / "c").result(60)
     dist.barrier()
-    with silence(15), held("publish.decide.before", 0) as publication:
+    with silence(8), held("publish.decide.before", 0) as publication:
         save = save_over({f"w{rank}": torch.zeros(1000)}, shared_dir / "c")
         if rank == 0:
             assert publication.reached.wait(60)

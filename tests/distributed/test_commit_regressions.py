@@ -83,7 +83,7 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
         time.sleep(2)
         return await hear(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, silence(20):
+    with pytest.MonkeyPatch.context() as patch, silence(8):
         patch.setattr(Ballot, "tell", tell_without_the_store)
         patch.setattr(Ballot, "hear", hear_late)
         _save(1, shared_dir / "c")

@@ -35,8 +35,6 @@ COLLECTIVE_TIMEOUT_SECONDS = 150.0
 STACKS_SECONDS = 120.0
 """When a rank prints its stacks: before a collective times out, so that all ranks show where they wait."""
 
-_LOG_TAIL = 8000
-
 
 @dataclass(frozen=True)
 class Job:
@@ -247,11 +245,11 @@ class Ranks:
     def _give_up_on(self, late: list[Ended], seconds: float) -> None:
         """Have them print their stacks, and kill all."""
         for one in late:
-            before = self._log_file(one.rank).stat().st_size
+            before = self._log(one.rank, most=None)
             with contextlib.suppress(OSError, TypeError):
                 os.kill(self._processes[one.rank].pid, signal.SIGUSR1)
             deadline = time.monotonic() + 10
-            while self._log_file(one.rank).stat().st_size == before and time.monotonic() < deadline:
+            while self._log(one.rank, most=None) == before and time.monotonic() < deadline:
                 time.sleep(0.1)
             one.error += (
                 f"still running (limit {seconds:g} s, {GRACE_SECONDS:g} s after another failed)"
@@ -259,12 +257,10 @@ class Ranks:
         time.sleep(0.5)  # the stacks are being written
         self.close(0.0)
 
-    def _log_file(self, rank: int) -> Path:
-        return self._directory / f"rank{rank}.log"
-
-    def _log(self, rank: int) -> str:
-        file = self._log_file(rank)
-        return file.read_text(errors="replace")[-_LOG_TAIL:] if file.exists() else ""
+    def _log(self, rank: int, most: int | None = 8000) -> str:
+        """The end of what it has printed; None: all."""
+        file = self._directory / f"rank{rank}.log"
+        return file.read_text(errors="replace")[-(most or 0) :] if file.exists() else ""
 
     def close(self, seconds: float = 2.0) -> None:
         """End all ranks; those that do not go within ``seconds`` are killed."""
