@@ -22,13 +22,13 @@ def test_what_holds_the_gil_is_ended_and_named_and_the_others_run(tmp_path, pyte
     exits = pytestconfig.getini("faulthandler_exit_on_timeout")
     timeout, longer = map(pytestconfig.getini, ["timeout", "faulthandler_timeout"])
     assert 0 < float(timeout) < float(longer)
-    limits = f"-o timeout=1 -o faulthandler_timeout=2 -o faulthandler_exit_on_timeout={exits}"
+    limits = f"-o timeout=4 -o faulthandler_timeout=5 -o faulthandler_exit_on_timeout={exits}"
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "1", *limits.split(), "test_it.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert "crashed while running 'test_it.py::test_that_holds_the_gil'" in ended.stdout
     assert "1 failed, 1 passed" in ended.stdout

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 from support.crashes.cells import NEVER
-from support.crashes.failing import fired, variables
+from support.crashes.failing import fired, held, variables
 from support.crashes.faults import assert_tidy
 from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
@@ -36,7 +36,6 @@ from support.state.checkpoints import causes
 from support.state.planners import FailingPlanner
 from support.state.saving import number_at, part, report_of, save_over
 
-from dcp_datastates.commit import group
 from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.storage import failpoints
 
@@ -261,18 +260,12 @@ def _save_with(fault: _Fault | None, path: str, number: int, elements: int) -> t
 
 @contextlib.contextmanager
 def _stalling(where: str) -> Iterator[None]:
-    """This rank sleeps there, for longer than the others wait."""
-
-    def hit(name: str) -> None:
-        failpoints.hit(name)
-        if name == where:
-            time.sleep(_STALLED_SECONDS)
-
-    group.hit = hit
-    try:
+    """This rank stops there, for longer than the others wait."""
+    with held(where) as point:
+        going_on = threading.Timer(_STALLED_SECONDS, point.go_on.set)
+        going_on.start()
         yield
-    finally:
-        group.hit = failpoints.hit
+        going_on.join()
 
 
 def _begin(path: str, number: int, elements: int, **options: Any) -> Future[Any]:

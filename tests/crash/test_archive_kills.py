@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.crashes.failing import variables
+from support.crashes.failing import run_killing
 from support.jobs.processes import run_ranks
 from support.state.archiving import number_in
 from support.stores.server import endpoint, use
@@ -39,29 +39,17 @@ def test_a_rank_is_killed_while_it_archives(cell, tmp_path: Path):
         use(url)
         slow = f"s3://test-bucket/{tmp_path.parent.name}/{tmp_path.name}"
     arguments = {"fast": fast, "slow": slow, "url": url}
-
-    def run(world: int, body: str, number: int, failpoints: str = "", victim: int = -1):
-        fired = tmp_path / f"fired{number}"
-        environments = [
-            variables(failpoints, fired) if rank == victim else {} for rank in range(world)
-        ]
-        return run_ranks(
-            _BODY + body, world, tmp_path, environments=environments, number=number, **arguments
-        ), fired
-
-    for rank in run(2, "save_and_archive", 1)[0]:
+    for rank in run_ranks(_BODY + "save_and_archive", 2, tmp_path, number=1, **arguments):
         rank.result()
-    victim = 0 if kind == "coordinator" else 1
-    ended, fired = run(2, "try_to_archive", 2, f"{point}=kill", victim)
-    assert point in fired.read_text()
-    assert ended[victim].killed
-    _, archived = ended[1 - victim].value
+    victim, body = 0 if kind == "coordinator" else 1, _BODY + "try_to_archive"
+    (other,) = run_killing(point, victim, body, 2, tmp_path, number=2, **arguments)
+    _, archived = other.value
     assert "Lost" in archived or not archived, archived
 
     assert number_in([fast, slow], 2) == 2, "it was committed on the fast tier"
     assert number_in([slow], 2) in (1, 2)
     # Another number of ranks goes on.
-    for rank in run(3, "save_and_archive", 3)[0]:
+    for rank in run_ranks(_BODY + "save_and_archive", 3, tmp_path, number=3, **arguments):
         rank.result()
     assert number_in([slow], 3) == 3
     for number in (1, 2, 3):

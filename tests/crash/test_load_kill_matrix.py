@@ -69,12 +69,12 @@ def load_twice(path: str, victim: int, point: str, fault: str, scratch: str) -> 
     save_over(_state(with_objects), path, reads="immediate").result(60)
     _await_beats()
     log, stops = Path(scratch, "fired"), fault == "stop" and rank == others[0]
-    entry = f"{point}={'sleep:6' if fault == 'stop' else fault}"
+    entry = f"{point}={'sleep:12' if fault == 'stop' else fault}"
     strikes = rank == victim and fault != "refused"
     failing = armed(entry, natively=point in ENGINES, log=log) if strikes else nullcontext()
     sharing = False if fault == "refused" else None  # else the others would read for it
     found = _empty(with_objects)
-    with failing, silence(3), ThreadPoolExecutor(1) as thread:
+    with failing, silence(8 if fault == "stop" else 20), ThreadPoolExecutor(1) as thread:
         loading = thread.submit(load, path, found, share_reads=sharing)
         if stops:
             await_fired(log, point)

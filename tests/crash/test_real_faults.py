@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.crashes.cells import POINTS
-from support.crashes.failing import armed_on, await_fired, go_on, silence, stop
+from support.crashes.failing import armed_on, await_fired, go_on, held, silence, stop
 from support.crashes.faults import fault_between_saves
 from support.crashes.mounts import bind_permissions, fill, remount, tmpfs
 from support.jobs.groups import gathered
@@ -31,7 +30,6 @@ from support.tiers import sampled
 from support.waiting import await_that
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage import decisions
 
 IO_ERROR = "Input/output error"
 NATIVE = ("read", "flush", "sync")
@@ -247,29 +245,23 @@ def test_a_file_that_may_not_grow_so_large(victim, shared_dir):
 @ranks(2)
 @pytest.mark.parametrize("plainly", sampled([False, True], keep=[True]))
 def test_a_file_system_that_becomes_read_only_before_the_publication(plainly, shared_dir):
-    with tmpfs(shared_dir / "small", "16m") as small, pytest.MonkeyPatch.context() as patch:
-        here, ready = threading.Event(), threading.Event()
-
-        def hit(name):
-            if name == "publish.decide.before":
-                here.set()
-                assert ready.wait(60)
-
-        def during():
-            if dist.get_rank() == 0:
-                assert here.wait(60)
-                remount(small, "ro")
-                ready.set()
+    with tmpfs(shared_dir / "small", "16m") as small:
+        publication = []
 
         @contextlib.contextmanager
         def read_only():
+            with held("publish.decide.before", 0) as point:
+                publication.append(point)
+                yield
             if dist.get_rank() == 0:
-                patch.setattr(decisions, "hit", hit)
-            yield
-            if dist.get_rank() == 0:
-                patch.undo()
                 remount(small, "rw")
             dist.barrier()
+
+        def during():
+            if dist.get_rank() == 0:
+                assert publication[0].reached.wait(60)
+                remount(small, "ro")
+                publication[0].go_on.set()
 
         _all_failed(
             fault_between_saves(
@@ -332,9 +324,9 @@ def test_a_directory_that_one_rank_may_not_write(victim, tmp_path):
 )
 def test_a_rank_that_stalls_past_the_commit_timeout(point, victim, shared_dir):
     natively = point.startswith(NATIVE)
-    fault = armed_on(victim, f"{point}=sleep:4", shared_dir / "fired", natively=natively)
+    fault = armed_on(victim, f"{point}=sleep:9", shared_dir / "fired", natively=natively)
     everyone = fault_between_saves(
-        shared_dir / "c", fault, f"rank {victim}", "no progress", commit_timeout=1
+        shared_dir / "c", fault, f"rank {victim}", "no progress", commit_timeout=4
     )
     _all_failed(everyone)
     assert all(error.kind == "RankLostError" for told in everyone for error in told)
@@ -360,7 +352,7 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
 
     @contextlib.contextmanager
     def stopped():
-        entries = f"{point}=sleep:3"
+        entries = f"{point}=sleep:10"
         with silence(8), armed_on(victim, entries, log, natively=point.startswith(NATIVE)):
             yield
 
@@ -385,15 +377,16 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
 def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
     """Gloo's broadcast goes by rank 1 to rank 3: rank 1 waits for it, and need not."""
     pids = gathered(os.getpid())
-    rank, log = dist.get_rank(), shared_dir / "fired"
+    rank = dist.get_rank()
     save_over({f"w{rank}": torch.ones(1000)}, shared_dir / "c").result(60)
     dist.barrier()
-    with silence(5), armed_on(0, "publish.decide.before=sleep:3", log):
+    with silence(8), held("publish.decide.before", 0) as publication:
         save = save_over({f"w{rank}": torch.zeros(1000)}, shared_dir / "c")
         if rank == 0:
-            await_fired(log, "publish.decide.before")
+            assert publication.reached.wait(60)
             time.sleep(0.5)  # all have voted by now, and wait for the outcome
             stop(pids[3])
+            publication.go_on.set()
         try:
             save.result(60)
         finally:

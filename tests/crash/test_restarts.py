@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import statistics
 import time
 from collections import defaultdict
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from crash.restarts import FAILPOINTS, Job, Plan
+from support.jobs.scripts import free_port
 from support.state.checkpoints import load_everything
 from support.tiers import sampled, tries
 
@@ -75,13 +75,17 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
 def test_nodes_that_come_and_go_change_the_job_and_its_saves_work(events, tmp_path):
     """Two agents on one machine. A node that comes does not raise the count of restarts, and the store stays."""
     (root := tmp_path / "root").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     node = (
         *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
-        *("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{free_port()}",
+            "--rdzv-id",
+            "job",
+        ),
+        *("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"),
         *("--monitor-interval", "0.2", "--local-addr", "127.0.0.1"),
     )
     with Job(Plan(str(root), wait=True), tmp_path) as job:

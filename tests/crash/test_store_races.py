@@ -97,7 +97,9 @@ def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, pa
     counts: Counter[bool] = Counter()
     part = EndedPart(StorageError(errno.EIO, ""))
     with ThreadPoolExecutor(1 + SETTLERS) as threads:
-        for number in range(races):
+        for number in itertools.count():
+            if number >= races and (len(counts) == 2 or number >= 20 * races):
+                break
             step = path / f"root-{number // 50}" / f"step-{number}"
             claim = Place(step).claim(Neighbours(), overwrite=True)
             file = step / claim.attempt.name / "r00000-0.safetensors"
@@ -113,6 +115,5 @@ def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, pa
             expected = State.COMMITTED if committed else State.WITHDRAWN
             assert decisions.state_of(step, claim.attempt) is expected
             counts[committed] += 1
-    print(f"{races} races: {counts[True]} commits, {counts[False]} withdrawn")
-    assert counts[True]
-    assert counts[False]
+    print(f"{number} races: {counts[True]} commits, {counts[False]} withdrawn")
+    assert counts.keys() == {True, False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ STATE = 96 * MIB
 
 
 @pytest.fixture(autouse=True)
-def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """By default, caches begin at 32 MiB, and may grow to 192 MiB."""
     limit = MemoryLimit(4 * 192 * MIB, "a test")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(memory_limit, "memory_limit", lambda root=None: limit)
     monkeypatch.setattr(memory_limit, "_DEFAULT_BYTES", 32 * MIB)
     monkeypatch.setattr(engine, "_too_small", False)
+    memory_limit.default_host_cache_bytes.cache_clear()
+    yield
+    memory_limit.default_host_cache_bytes.cache_clear()
 
 
 def cache_size() -> int:

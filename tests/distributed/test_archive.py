@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
-from support.state.archiving import archived_loop, begin, number_in
+from support.state.archiving import begin, number_in
 from support.state.checkpoints import CACHE
 from support.state.saving import SMALL, part
 from support.stores.server import BUCKET, Bucket, endpoint, use
@@ -102,16 +102,3 @@ def _one_is_late(fast: str, slow: str) -> None:
 def test_one_rank_that_storage_refuses_is_waited_for(tmp_path):
     run_on_ranks(3, _one_is_late, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
     assert number_in([tmp_path / "slow"], 3) == 2
-
-
-def test_a_loop_goes_on_with_other_ranks_from_either_tier(tmp_path):
-    fast, slow = tmp_path / "fast", tmp_path / "slow"
-    options = {"fast": str(fast), "slow": str(slow), "keep": 1, "archive_keep": 2}
-    run_on_ranks(3, archived_loop, first=0, last=6, resumes=None, **options)
-    assert {path.name for path in slow.iterdir() if path.is_dir()} == {"step-2", "step-4"}
-    run_on_ranks(2, archived_loop, first=6, last=7, resumes=5, **options)
-    for path in fast.iterdir():
-        if path.is_dir():
-            path.rename(tmp_path / path.name)
-    # Of the second loop, the first save was archived.
-    run_on_ranks(2, archived_loop, first=7, last=8, resumes=6, **options)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import assert_same, async_save, load_everything, writer
+from support.state.checkpoints import assert_same, writer
 from support.state.planners import forget_cached_plans
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -36,32 +36,6 @@ class _Copying(DefaultSavePlanner):
 def _state(number):
     rank = dist.get_rank()
     return {f"r{rank}": torch.full((300,), 10.0 * number + rank), "all": torch.full((9,), number)}
-
-
-def _assert_is(path, number):
-    found = load_everything(path)
-    for rank in range(dist.get_world_size()):
-        assert found[f"r{rank}"].eq(10.0 * number + rank).all()
-    assert found["all"].eq(number).all()
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", [DefaultSavePlanner, _Copying])
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_saves_to_changing_paths_hold_their_own_states(how, kind, shared_dir):
-    forget_cached_plans()
-    group, planner = own_group(), kind(enable_plan_caching=True)
-    for number in range(5):
-        path = shared_dir / str(number % 3)
-        if how == "save":
-            dcp.save(
-                _state(number), storage_writer=writer(path), planner=planner, process_group=group
-            )
-        else:
-            async_save(_state(number), path, planner=planner, group=group).result(60)
-        dist.barrier()
-        _assert_is(path, number)
-        dist.barrier()
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.crashes.failing import armed, armed_on, await_fired
+from support.crashes.failing import armed, held
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.state.checkpoints import (
@@ -150,19 +150,21 @@ def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shar
 
 @ranks(2)
 def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_order(shared_dir):
-    """The first save's publication takes two seconds; the second is on disk, whole, long before."""
+    """The first save's publication is held until the second is on disk, whole."""
     path = shared_dir / "c"
     _begin(0, path).upload_completion.result(60)
     dist.barrier()
     order = []
-    with _on(0, "publish.decide.before@1=sleep:3"):
+    with held("publish.decide.before", 0) as publication:
         first = _begin(1, path)
         second = _begin(2, path)
         first.upload_completion.add_done_callback(lambda _: order.append(1))
         second.upload_completion.add_done_callback(lambda _: order.append(2))
         second.staging_completion.result(60)
-        await_that(lambda: _newest_is_written(path) or first.upload_completion.done())
-        assert not first.upload_completion.done(), "the second save waits for the first's commit"
+        await_that(lambda: _newest_is_written(path), otherwise="it waits for the first's commit")
+        assert not first.upload_completion.done()
+        dist.barrier()
+        publication.go_on.set()
         first.upload_completion.result(60)
         second.upload_completion.result(60)
     await_that(lambda: len(order) == 2)
@@ -184,7 +186,7 @@ def test_a_group_that_dcp_does_not_use_is_found_and_explained(shared_dir):
     halves = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
     half = dist.get_rank() // 2
     with raises(ConfigurationError, "2 ranks", "commits with 4", "process_group="):
-        async_save(_state(1), shared_dir / f"c{half}", group=halves[half], reads=0.1).result(20)
+        async_save(_state(1), shared_dir / f"c{half}", group=halves[half], reads=0.1).result(60)
 
 
 @ranks(4)
@@ -277,17 +279,21 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
     path = shared_dir / "c"
     _begin(1, path).upload_completion.result(60)
     dist.barrier()
-    log = shared_dir / "fired"
-    with armed_on(0, "vote.after=sleep:2", log):
+    with held("vote.after", 0) as hesitation:
         response = _begin(2, path)
         if dist.get_rank() == 0:
-            await_fired(log, "vote.after")
-            (first, *_) = sorted(each for each in path.iterdir() if each.is_dir())
+            assert hesitation.reached.wait(60)
+            (first, *_) = attempts(path)
             shutil.copytree(first, path / "1fffffffffffffff-00000001")
+            hesitation.go_on.set()
         with raises(SaveFailedError, "two jobs", "rank 0"):
             response.upload_completion.result(60)
     assert committed(path)
     assert len(_everywhere(path)) == 2
+
+
+_FIRST = ("publish.decide.before", "vote.before")
+"""Where a rank is held so that the other has no save in flight, or is through with all but the outcome."""
 
 
 @ranks(2)
@@ -297,12 +303,12 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
     most = 1 if dist.get_rank() == only else 4
     ours = writer(when_behind="skip", max_in_flight=most, reads="immediate")
     group = own_group()
-    slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
-    with _on(only, slow):
+    with held(_FIRST[only], only) as first:
         async_save(_state(1), None, by=ours, group=group, checkpoint_id=shared_dir / "1")
         outcomes = [ours.committed]
         second = async_save(_state(2), None, by=ours, group=group, checkpoint_id=shared_dir / "2")
         outcomes.append(ours.committed)
+        first.go_on.set()
         with raises(CheckpointSkipped, "skip"):
             second.result(60)
         behind = dist.get_rank() == only
@@ -324,12 +330,12 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
 def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir):
     """On the package's own path: in the first message of planning, and in the same words."""
     options = {"when_behind": "skip", "max_in_flight": 1, "reads": "immediate"}
-    slow = "publish.decide.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
-    with _on(only, slow):
+    with held(_FIRST[only], only) as point:
         first = _begin(1, shared_dir / "1", **options)
         if dist.get_rank() != only:
             first.result(60)
         second = _begin(2, shared_dir / "2", **options)
+        point.go_on.set()
         with raises(CheckpointSkipped, "all ranks skip this one"):
             second.result(60)
         first.result(60)
@@ -341,9 +347,11 @@ def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir)
 
 @ranks(2)
 def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(shared_dir):
-    with _on(0, "publish.decide.before@1=sleep:2"):
+    with held("publish.decide.before", 0) as publication:
         first = _begin(1, shared_dir / "1", max_in_flight=1)
         assert not first.upload_completion.done()
+        dist.barrier()
+        threading.Timer(0.5, publication.go_on.set).start()
         second = _begin(2, shared_dir / "2", max_in_flight=1)
         assert first.upload_completion.done()
         second.upload_completion.result(60)
@@ -365,7 +373,7 @@ def test_saves_go_on_alone_when_the_process_group_is_gone_and_nothing_of_it_is_l
     response.upload_completion.result(60)
     assert load_everything(mine)["n"].item() == rank
     beats = "dcp_datastates-heartbeat"
-    await_that(lambda: beats not in {thread.name for thread in threading.enumerate()}, 20)
+    await_that(lambda: beats not in {thread.name for thread in threading.enumerate()})
     store = dist.FileStore(str(shared_dir / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     _begin(2, shared_dir / "c").upload_completion.result(60)

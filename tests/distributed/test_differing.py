@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from fractions import Fraction
 
@@ -14,7 +13,6 @@ from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, raises, writer
 from support.tiers import sampled
 from support.waiting import lines
-from torch.nn.parallel import DistributedDataParallel
 
 import dcp_datastates as ds
 from dcp_datastates import CheckpointManager, DataStatesSavePlanner
@@ -90,46 +88,6 @@ def test_what_only_the_first_rank_has_is_stored_without_a_word(shared_dir):
     said = said_of(state, by_async_save, shared_dir / "b")
     assert ds.load(shared_dir / "b") == NOTHING, "the first rank's is stored"
     assert rank or all(f"'{name}'" in said for name in NOTHING), "and a value was lost"
-
-
-def normed():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.BatchNorm1d(16)
-    )
-    model = DistributedDataParallel(model)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def train(model, optimizer, seed):
-    drawn = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-    model(torch.randn(5, 8, generator=drawn)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@ranks(3)
-def test_a_resumed_run_with_buffers_under_ddp_is_as_one_that_went_on(shared_dir):
-    model, optimizer = normed()
-    for step in range(3):
-        train(model, optimizer, step)
-    first = [copy.deepcopy(dict(model.module.named_buffers()))]
-    dist.broadcast_object_list(first)
-    assert dist.get_rank() == 0 or not torch.equal(
-        first[0]["1.running_mean"], model.module[1].running_mean
-    )
-    options = {"every": 1, "save_last": False, "host_cache_size": CACHE}
-    with CheckpointManager(shared_dir, **options) as checkpoints:
-        checkpoints.save(0, {"m": model, "o": optimizer}).result(60)
-        stored = ds.load(shared_dir / "step-0")["m"]
-        assert_same({name: stored[name] for name in first[0]}, first[0])
-        again, its_optimizer = normed()
-        assert checkpoints.restore_latest({"m": again, "o": its_optimizer}) == 0
-    for step in range(3, 5):
-        train(model, optimizer, step)
-        train(again, its_optimizer, step)
-    # DDP adds up gradients in another order in its first step
-    torch.testing.assert_close(again.state_dict(), model.state_dict())
 
 
 CLASHES = {

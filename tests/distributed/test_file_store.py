@@ -28,7 +28,7 @@ def await_that(condition, seconds):
 
 job(1)
 if rank == 0:
-    if not await_that(lambda: not os.path.exists("meet"), 10):
+    if not await_that(lambda: not os.path.exists("meet"), 60):
         print("the file is kept when the group is gone", flush=True)
         os.remove("meet")
     open("first-is-over", "w").close()

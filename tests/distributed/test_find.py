@@ -155,25 +155,3 @@ def test_retain_tells_every_rank_the_same(shared_dir):
     assert retain(shared_dir, keep=1) == []
     assert committed(shared_dir / "step-3")
     assert not (shared_dir / "step-1").exists()
-
-
-@ranks(2)
-def test_a_job_on_a_tcp_store_too(shared_dir):
-    """Most jobs meet at one; it has a connection of its own for each clone."""
-    port = shared_dir / "port"
-    if dist.get_rank() == 0:
-        store = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        await_that(port.exists)
-        store = dist.TCPStore("localhost", int(port.read_text()), 2, is_master=False)
-    rank = dist.get_rank()
-    dist.barrier()  # rank 1 may still be connecting, and would find its peer gone
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for call in range(3):
-        assert from_first_rank(lambda: [dist.get_rank(), call], "test", "a test") == [0, call]  # noqa: B023
-    if rank == 1:
-        with pytest.raises(NoAnswerError, match="within 1 s"):
-            from_first_rank(lambda: 1, "nothing", "nothing", timeout=1)

@@ -17,21 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 @ranks(4)
-def test_every_rank_runs_in_one_group():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size() == 4
-
-
-@ranks(2)
-def test_a_smaller_world_is_a_whole_world():
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    assert dist.get_world_size() == 2
-    assert sharded.full_tensor().tolist() == list(range(6))
-
-
-@ranks(4)
 @pytest.mark.parametrize("repetition", range(2))
 def test_meshes_of_an_earlier_test_leave_nothing_behind(repetition):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -76,14 +61,15 @@ def test_what_a_rank_patches_ends_with_the_test(monkeypatch):
     _as_python_made_it(expected=time.tzname)
 
 
-def _rank_zero_dies():
+def _rank_zero_dies(code):
     if dist.get_rank() == 0:
-        os._exit(7)
+        os._exit(code)
 
 
-def test_a_crash_is_reported_and_the_next_test_gets_fresh_ranks():
-    with pytest.raises(RankFailure, match="exit code 7"):
-        run_on_ranks(2, _rank_zero_dies, timeout=60)
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_process_that_ends_is_reported_and_the_next_test_gets_fresh_ranks(code):
+    with pytest.raises(RankFailure, match=f"exit code {code}"):
+        run_on_ranks(2, _rank_zero_dies, timeout=60, code=code)
     run_on_ranks(2, _nothing)
 
 
@@ -93,9 +79,12 @@ def _rank_one_sleeps():
 
 
 def test_a_hang_ends_with_the_stacks_of_who_hangs():
-    with pytest.raises(RankFailure, match="_rank_one_sleeps") as caught:
-        run_on_ranks(2, _rank_one_sleeps, timeout=2)
-    assert "rank 1 of 2" in str(caught.value)
+    for seconds in (2, 30):  # a busy machine may need more to come as far
+        with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
+            run_on_ranks(2, _rank_one_sleeps, timeout=seconds)
+        if "_rank_one_sleeps" in str(caught.value):
+            break
+    assert "_rank_one_sleeps" in str(caught.value)
     run_on_ranks(2, _nothing)
 
 
@@ -118,10 +107,10 @@ def test_a_thread_that_starts_while_threads_are_counted_is_not_left_over(monkeyp
 
     monkeypatch.setattr(threading, name, start)
     starter.start()
-    await_that(lambda: new in threading.enumerate(), 10)
+    await_that(lambda: new in threading.enumerate())
     try:
         before = Residue.now()
-        await_that(new.is_alive, 10)
+        await_that(new.is_alive)
         assert Residue.now().beyond(before) == {}
     finally:
         end.set()

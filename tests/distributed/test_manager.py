@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import time
 
@@ -13,18 +12,17 @@ import torch
 import torch.distributed as dist
 from support.jobs.groups import gathered
 from support.jobs.processes import run_ranks
-from support.jobs.ranks import ranks, run_on_ranks
+from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, raises
+from support.state.loops import manager
 from support.state.roots import committed_names
 from support.waiting import await_that, lines
-from torch.distributed.fsdp import fully_shard
 
-from dcp_datastates import AutoInterval, CheckpointManager, Keep, PerRank, RngState
+from dcp_datastates import AutoInterval, PerRank
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
-    IncompatibleStateError,
     RankLostError,
 )
 from dcp_datastates.io import committed
@@ -33,10 +31,6 @@ from dcp_datastates.manager.frameworks import BackgroundSaves
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.rank_set import rank_set_of
-
-
-def manager(root, every, **options):
-    return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})
 
 
 def agreed(value):
@@ -73,18 +67,6 @@ def test_a_poll_in_an_evaluation_tells_all_ranks_of_a_signal_in_the_same_call(sh
     assert answers == [False, False, False, False, True]
     dist.barrier()
     assert committed_names(shared_dir) == ["step-2"]
-
-
-@ranks(2)
-def test_all_ranks_are_refused_in_the_root_of_a_former_run(shared_dir):
-    with manager(shared_dir, 1) as checkpoints:
-        checkpoints.save(7, {"w": torch.ones(10)})
-    with manager(shared_dir, 1) as checkpoints, raises(ConfigurationError, "has step-7"):
-        checkpoints.save(0, {"w": torch.ones(10)})
-    with manager(shared_dir, 1, keep=1, fresh="replace") as checkpoints:
-        checkpoints.save(0, {"w": torch.ones(10)})
-    dist.barrier()
-    assert committed_names(shared_dir) == ["step-0"]
 
 
 @ranks(2)
@@ -140,147 +122,12 @@ def test_auto_chooses_the_same_interval_on_all_ranks(shared_dir):
     assert agreed((checkpoints.interval, saved))
 
 
-def save_a_sharded_loop(shared_dir):
-    torch.manual_seed(0)
-    loop = sharded()
-    random.seed(dist.get_rank())
-    with manager(shared_dir, 2, keep=Keep(last=1), save_last=False) as checkpoints:
-        assert checkpoints.restore_latest(loop) is None
-        for step in range(1, 4):
-            advance(loop)
-            checkpoints.save(step, loop)
-            if step == 2:
-                weights = loop["model"].weight.full_tensor()
-    if dist.get_rank() == 0:
-        torch.save(weights, shared_dir / "weights")
-    (shared_dir / f"random-{dist.get_rank()}").write_text(str(random.random()))
-
-
-def sharded():
-    torch.manual_seed(0)
-    model = fully_shard(torch.nn.Linear(16, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer, "rng": RngState()}
-
-
-def advance(loop):
-    random.random()
-    loop["model"](torch.ones(2, 16)).square().sum().backward()
-    loop["optimizer"].step()
-    loop["optimizer"].zero_grad()
-
-
-def restore_on_as_many_ranks(shared_dir):
-    loop = sharded()
-    with manager(shared_dir, 2) as checkpoints:
-        assert checkpoints.restore_latest(loop) == 2
-    advance(loop)
-    assert str(random.random()) == (shared_dir / f"random-{dist.get_rank()}").read_text()
-
-
-def restore_on_fewer_ranks(shared_dir):
-    loop = sharded()
-    random.seed(99)
-    before = random.getstate()
-    with lines() as said, manager(shared_dir, 2) as checkpoints:
-        assert checkpoints.restore_latest(loop) == 2
-    assert random.getstate() == before
-    assert any("3 ranks, and there are 2 now" in line for line in said)
-    assert loop["optimizer"].state_dict()["state"][0]["step"] == 2
-    assert torch.equal(loop["model"].weight.full_tensor(), torch.load(shared_dir / "weights"))
-
-
-def test_a_loop_goes_on_at_the_same_and_at_another_number_of_ranks(shared_dir):
-    run_on_ranks(3, save_a_sharded_loop, shared_dir=shared_dir)
-    run_on_ranks(3, restore_on_as_many_ranks, shared_dir=shared_dir)
-    run_on_ranks(2, restore_on_fewer_ranks, shared_dir=shared_dir)
-
-
-class Position:
-    """How many samples of an epoch this rank has taken."""
-
-    def __init__(self, sampler):
-        self.sampler, self.taken = sampler, 0
-
-    def take(self):
-        self.taken += 1
-        return next(self.samples)
-
-    def begin(self):
-        self.samples = iter(self.sampler)
-
-    def state_dict(self):
-        return {"epoch": self.sampler.epoch, "taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.sampler.set_epoch(state["epoch"])
-        self.taken = state["taken"]
-        self.sampler.load_state_dict({"yielded": self.taken})
-
-
-def shared_out(states):
-    taken = sum(state["taken"] for state in states)
-    return {**states[0], "taken": taken // dist.get_world_size()}
-
-
-def position():
-    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-    return Position(samplers.StatefulDistributedSampler(range(60), seed=7))
-
-
-def save_positions(shared_dir):
-    at = position()
-    at.sampler.set_epoch(2)
-    at.begin()
-    taken = [at.take() for _ in range(4)]
-    with manager(shared_dir, 1, save_last=False) as checkpoints:
-        checkpoints.save(1, {"at": PerRank(at, merge=shared_out)}).result(60)
-    torch.save(taken, shared_dir / f"taken-{dist.get_rank()}")
-
-
-def go_on_with_other_positions(shared_dir):
-    world, alone = dist.get_world_size(), position()
-    with manager(shared_dir, 1, save_last=False) as checkpoints:
-        with raises(IncompatibleStateError, f"saved by 3 ranks, and there are {world} now"):
-            checkpoints.restore(1, {"at": PerRank(alone)})
-        assert alone.taken == 0
-        at = position()
-        checkpoints.restore(1, {"at": PerRank(at, merge=shared_out)})
-    assert at.taken == 12 // world
-    at.begin()
-    rest = gathered(list(at.samples))
-    taken = [torch.load(shared_dir / f"taken-{rank}") for rank in range(3)]
-    assert sorted(itertools.chain(*taken, *rest)) == list(range(60)), (
-        "each sample of the epoch once"
-    )
-
-
-def test_a_loop_goes_on_in_the_epoch_at_another_number_of_ranks(shared_dir):
-    run_on_ranks(3, save_positions, shared_dir=shared_dir)
-    for world in (2, 4):
-        run_on_ranks(world, go_on_with_other_positions, shared_dir=shared_dir)
-
-
 class Broken:
     def state_dict(self):
         raise OSError("the loader's cache is gone")
 
     def load_state_dict(self, state):
         raise AssertionError
-
-
-@ranks(2)
-def test_a_part_that_fails_on_one_rank_fails_the_save_on_all(shared_dir):
-    with manager(shared_dir, 1) as checkpoints:
-        state = {"w": torch.ones(10)}
-        if dist.get_rank() == 1:
-            assert checkpoints.save(1, {**state, "loader": PerRank(Broken())}) is None
-        else:
-            assert checkpoints.save(1, state).wait(60)
-        checkpoints.save(2, state).result(60)
-    assert checkpoints.failures == 1
-    dist.barrier()
-    assert committed_names(shared_dir) == ["step-2"]
 
 
 @ranks(2)

@@ -7,16 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.crashes.failing import armed_on
-from support.jobs.groups import own_group
+from support.jobs.groups import gathered, own_group
 from support.jobs.ranks import ranks
-from support.state.checkpoints import CACHE, async_save, save, writer
-from support.tiers import sampled
+from support.state.checkpoints import CACHE, async_save, save
 from support.waiting import await_that
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager
-from dcp_datastates.errors import CheckpointSkipped, DataStatesError
 from dcp_datastates.monitoring import trace_of
 from dcp_datastates.results import LOAD_PHASES, PHASES
 
@@ -31,44 +27,20 @@ def _by_package(path):
 
 
 def _by_dcp(path):
-    save(_state(), path)
-
-
-def _by_dcp_behind_training(path):
     async_save(_state(), path, group=own_group(), process_group=None).result(60)
 
 
-def _by_manager(path):
-    with CheckpointManager(path.parent, every=1, host_cache_size=CACHE) as manager:
-        manager.save(7, _state())
-
-
-APIS = {
-    "async_save": _by_package,
-    "dcp.save": _by_dcp,
-    "dcp.async_save": _by_dcp_behind_training,
-    "manager": _by_manager,
-}
-
-
-def _recorded(call, *arguments):
-    """This rank's records of what ``call`` saves, which is one save."""
+@ranks(3)
+@pytest.mark.parametrize("by", [_by_package, _by_dcp])
+def test_every_rank_is_in_the_trace_and_they_end_together(by, shared_dir):
+    path = shared_dir / "step-7"
     records = []
     stop = dcp_datastates.on_save(records.append)
-    try:
-        call(*arguments)
-        await_that(lambda: records)
-        dist.barrier()
-    finally:
-        stop()
-    return records
-
-
-@ranks(3)
-@pytest.mark.parametrize("name", sampled(APIS, keep=["async_save", "dcp.async_save"]))
-def test_every_rank_is_in_the_trace_and_they_end_together(name, shared_dir):
-    path = shared_dir / "step-7"
-    (record,) = _recorded(APIS[name], path)
+    by(path)
+    await_that(lambda: records)
+    dist.barrier()
+    stop()
+    (record,) = records
     assert list(record.phases) == list(PHASES)
     found = trace_of(path)
     assert [(each.rank, each.world, each.step) for each in found] == [
@@ -88,41 +60,6 @@ def test_every_rank_is_in_the_trace_and_they_end_together(name, shared_dir):
         assert sum(each.phases.values()) == pytest.approx(each.seconds, rel=1e-9)
 
 
-@ranks(3)
-@pytest.mark.parametrize("place", ["stage.after", "vote.before"])
-def test_one_ranks_failure_is_in_every_ranks_record(place, shared_dir, tmp_path):
-    def fail(path):
-        with armed_on(1, f"{place}=error:EIO", shared_dir / "log"), pytest.raises(DataStatesError):
-            _by_package(path)
-
-    (record,) = _recorded(fail, shared_dir / "step-7")
-    assert (record.rank, record.outcome) == (dist.get_rank(), "failed")
-    assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
-
-
-@ranks(2)
-def test_a_save_that_one_rank_leaves_out_has_a_record_on_both(shared_dir):
-    parameter = torch.nn.Parameter(torch.ones(1_000_000))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state = {f"w{dist.get_rank()}": parameter}
-    by = writer(reads=3600, when_behind="skip", max_in_flight=1 + dist.get_rank())
-    records = []
-    stop = dcp_datastates.on_save(records.append)
-    first = dcp_datastates.async_save(state, shared_dir / "a", writer=by)
-    second = dcp_datastates.async_save(state, shared_dir / "b", writer=by)
-    first.result()
-    with pytest.raises(CheckpointSkipped):
-        second.result()
-    await_that(lambda: len(records) == 2)
-    stop()
-    assert {(each.path[-1], each.outcome) for each in records} == {
-        ("a", "committed"),
-        ("b", "skipped"),
-    }
-
-
 @ranks(2)
 def test_a_load_says_on_each_rank_for_how_long_it_waited_for_others(shared_dir):
     class Slow(dict):
@@ -136,14 +73,19 @@ def test_a_load_says_on_each_rank_for_how_long_it_waited_for_others(shared_dir):
             time.sleep(0.5 * (1 - dist.get_rank()))
 
     save({"part": {"w": torch.ones(1000)}}, shared_dir / "step-3")
-    records = []
-    stop = dcp_datastates.on_load(records.append)
-    dcp_datastates.load(shared_dir / "step-3", {"part": Slow(w=torch.zeros(1000))})
-    await_that(lambda: records)
-    stop()
-    (found,) = records
-    assert (found.rank, found.world, found.step) == (dist.get_rank(), 2, 3)
-    assert list(found.phases) == list(LOAD_PHASES)
-    assert sum(found.phases.values()) == pytest.approx(found.seconds)
-    slow = {0: ("wait_fit", "apply"), 1: ("fit",)}[dist.get_rank()]
-    assert {phase for phase, seconds in found.phases.items() if seconds >= 0.4} == set(slow)
+    slow = {0: {"wait_fit", "apply"}, 1: {"fit"}}[dist.get_rank()]
+    for _ in range(10):  # on a busy machine, other phases may take as long now and then
+        records = []
+        stop = dcp_datastates.on_load(records.append)
+        dcp_datastates.load(shared_dir / "step-3", {"part": Slow(w=torch.zeros(1000))})
+        await_that(lambda: records)  # noqa: B023
+        stop()
+        (found,) = records
+        assert (found.rank, found.world, found.step) == (dist.get_rank(), 2, 3)
+        assert list(found.phases) == list(LOAD_PHASES)
+        assert sum(found.phases.values()) == pytest.approx(found.seconds)
+        long = {phase for phase, seconds in found.phases.items() if seconds >= 0.4}
+        assert long >= slow
+        if all(gathered(long == slow)):
+            return
+    raise AssertionError(f"{long}, and not {slow}, took long")

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.crashes.failing import variables
+from support.crashes.failing import run_killing
 from support.crashes.mounts import mount, tmpfs
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
 from support.state.archiving import number_in
 from support.state.checkpoints import CACHE, assert_same, raises
 from support.state.saving import Report, checkpoint, part, save_over, try_to_save
-from support.stores.certificates import Certificate
 from support.stores.nodes import rests_below
 from support.tiers import sampled
 from support.waiting import await_that, lines
@@ -101,26 +100,6 @@ def test_the_newest_checkpoint_outlives_a_node(tmp_path, lost, world):
 def test_a_job_on_one_node_finds_what_two_have_saved(tmp_path):
     run_on_ranks(4, save_on_nodes, root=str(tmp_path), number=1)
     run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=1, saved_by=4, nodes=1)
-
-
-def _save_and_find(root: str, number: int) -> None:
-    save_on_nodes(root, number)
-    find_on_nodes(root, number, saved_by=dist.get_world_size())
-    dist.barrier()
-
-
-def test_nodes_use_tls_if_all_ranks_have_the_certificate(tmp_path):
-    root, file = str(tmp_path), Certificate(tmp_path / "job.pem").path
-    environments = [{"DCP_DATASTATES_SECRET_FILE": str(file)} for _ in range(4)]
-    body = f"{__name__}:_save_and_find"
-    for rank in run_ranks(body, 4, tmp_path, environments=environments, root=root, number=1):
-        rank.result()
-    environments[2:] = {}, {}  # of the second node
-    body = f"{__name__}:try_to_save_on_nodes"
-    for rank in run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2):
-        assert not rank.result().committed
-        assert "uses TLS, and" in rank.result().text
-    assert {name.partition("/")[0] for name in files_on(tmp_path)} == {"step-1"}
 
 
 @pytest.mark.parametrize(
@@ -222,19 +201,11 @@ def test_full_memory_gives_up_what_is_archived(tmp_path):
     ),
 )
 def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
-    root, fired = str(tmp_path), tmp_path / "fired"
+    root, body = str(tmp_path), f"{__name__}:try_to_save_on_nodes"
     run_on_ranks(4, save_on_nodes, root=root, number=1)
-    environments = [
-        variables(f"{point}=kill", fired) if rank == victim else {} for rank in range(4)
-    ]
-    body = f"{__name__}:try_to_save_on_nodes"
-    ended = run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2)
-    assert fired.read_text()
-    assert ended[victim].killed
-    for rank in ended:
-        if rank.rank != victim:
-            assert not rank.result().committed
-            assert rank.result().ours, rank.result().text
+    for rank in run_killing(point, victim, body, 4, tmp_path, root=root, number=2):
+        assert not rank.result().committed
+        assert rank.result().ours, rank.result().text
     run_on_ranks(4, find_on_nodes, root=root, number=1, saved_by=4)
     # Processes that are older than those that were killed would leave a newer attempt alone.
     body = f"{__name__}:go_on_on_nodes"
@@ -280,7 +251,7 @@ def await_copies(root: str, nodes: int = 2) -> None:
         return not differing
 
     try:
-        await_that(are_same, 30)
+        await_that(are_same)
     except AssertionError:
         raise AssertionError(f"objects without a copy, or with another one: {differing}") from None
     dist.barrier()
@@ -359,14 +330,11 @@ def test_a_node_that_comes_back_empty_gets_all_copies_again(tmp_path, lost):
 
 
 def test_a_node_is_lost_with_its_process(tmp_path):
-    root, fired = str(tmp_path), tmp_path / "fired"
+    root, body = str(tmp_path), f"{__name__}:try_to_save_on_nodes"
     run_on_ranks(2, save_on_nodes, root=root, number=1)
     whole = objects_on(tmp_path)
-    environments = [{}, variables("node.publish.before=kill", fired)]
-    body = f"{__name__}:try_to_save_on_nodes"
-    ended = run_ranks(body, 2, tmp_path, environments=environments, root=root, number=2)
-    assert ended[1].killed
-    assert not ended[0].result().committed
+    (rank,) = run_killing("node.publish.before", 1, body, 2, tmp_path, root=root, number=2)
+    assert not rank.result().committed
     shutil.rmtree(tmp_path / "node1")
     run_on_ranks(2, find_on_nodes, root=root, number=1, saved_by=2)
     for rank in run_ranks(f"{__name__}:find_copies_again", 2, tmp_path, root=root):
@@ -421,15 +389,11 @@ def test_a_copy_that_fails_fails_no_save_and_is_made_later(shared_dir):
     ),
 )
 def test_a_process_is_killed_while_it_makes_copies_again(tmp_path, point):
-    root, fired = str(tmp_path), tmp_path / "fired"
+    root = str(tmp_path)
     run_on_ranks(2, save_on_nodes, root=root, number=1)
     whole = objects_on(tmp_path)
     shutil.rmtree(tmp_path / "node1")
-    environments = [variables(f"{point}=kill", fired), {}]
-    body = f"{__name__}:name_the_run"
-    ended = run_ranks(body, 2, tmp_path, environments=environments, root=root)
-    assert fired.read_text()
-    assert ended[0].killed
+    run_killing(point, 0, f"{__name__}:name_the_run", 2, tmp_path, root=root)
     run_on_ranks(2, find_copies_again, root=root)
     assert rests_below(tmp_path) == []
     assert_still_there(tmp_path, whole)
@@ -440,7 +404,7 @@ def name_the_run(root: str) -> None:
     configure(root)
     dcp_datastates.latest(URL)
     if dist.get_rank() == 0:
-        time.sleep(30)
+        time.sleep(60)
     dist.barrier()
 
 

@@ -81,53 +81,38 @@ def test_a_change_on_one_rank_sends_that_ranks_plan_alone(shared_dir):
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", ["plain", "replicated"])
-def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
-    state = {f"w{i}": filled((1000 + i, 700), torch.float32, i) for i in range(5)}
-    state["odd"] = filled((333_333, 3), torch.bfloat16, 9)
-    state["bias"] = filled((77,), torch.float32, 10)
-    if kind == "replicated":
-        mesh = init_device_mesh("cpu", (4,))
+@pytest.mark.parametrize("kind", ["plain", "replicated", "replicas of shards"])
+def test_what_several_ranks_hold_is_written_in_equal_parts_and_loads_at_any_sharding(
+    kind, shared_dir
+):
+    dense = {f"w{i}": filled((1000 + i, 700), torch.float32, i) for i in range(5)}
+    dense["odd"] = filled((333_333, 3), torch.bfloat16, 9)
+    dense["bias"] = filled((77,), torch.float32, 10)
+    flat = init_device_mesh("cpu", (4,))
+    if kind == "plain":
+        state, _optimizer = owned(dense)
+    elif kind == "replicated":
         state = {
-            name: DTensor.from_local(tensor, mesh, [Replicate()]) for name, tensor in state.items()
+            name: DTensor.from_local(each, flat, [Replicate()]) for name, each in dense.items()
         }
     else:
-        state, _optimizer = owned(state)
-    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
-    for _ in range(2):
-        save_by(state, by, planner)
-    sizes = gathered(by.last_save.written_bytes)
-    assert max(sizes) / min(sizes) < 1.02, sizes  # headers and checksums among them
-    assert_same(load(zeros(state), shared_dir / "c"), state)
-    loaded = _everything(shared_dir / "c")
-    for name, tensor in state.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        assert bits(loaded[name]) == bits(local), name
-
-
-@ranks(4)
-def test_replicas_of_shards_are_split_and_load_at_any_sharding(shared_dir):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    dense = {f"w{i}": filled((512, 300), torch.float32, i) for i in range(8)}
-    state = {
-        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])
-        for name, tensor in dense.items()
-    }
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        placements = [Replicate(), Shard(0)]
+        state = {name: distribute_tensor(each, mesh, placements) for name, each in dense.items()}
     planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
     for number in range(3):
         assert save_by(state, by, planner) == (number > 0)
     sizes = gathered(by.last_save.written_bytes)
-    assert max(sizes) / min(sizes) < 1.03, sizes
+    assert max(sizes) / min(sizes) < 1.03, sizes  # headers and checksums among them
+    assert_same(load(zeros(state), shared_dir / "c"), state)
     loaded = _everything(shared_dir / "c")
-    for name, tensor in dense.items():
-        assert bits(loaded[name]) == bits(tensor), name
-    flat = init_device_mesh("cpu", (4,))
     other = {
-        name: distribute_tensor(torch.zeros_like(tensor), flat, [Shard(1)])
-        for name, tensor in dense.items()
+        name: distribute_tensor(torch.zeros_like(each), flat, [Shard(each.ndim - 1)])
+        for name, each in dense.items()
     }
     load(other, shared_dir / "c")
     for name, tensor in dense.items():
+        assert bits(loaded[name]) == bits(tensor), name
         assert bits(other[name].full_tensor()) == bits(tensor), name
 
 
@@ -186,7 +171,7 @@ def test_after_a_failed_save_the_next_is_planned_anew_and_whole(where, victim, s
             raise RuntimeError(f"refused in {where}")
         return plain(*args)
 
-    with silence(5), own_step(where, fail), pytest.raises(DataStatesError, match="refused"):
+    with silence(20), own_step(where, fail), pytest.raises(DataStatesError, match="refused"):
         save_by(state_of(1), by, planner)
     assert_nothing_left(before)
     dist.barrier()
@@ -239,21 +224,6 @@ def test_the_planner_of_async_save_is_kept(shared_dir):
         assert save_by(state_of(number), by, None) == (number > 0)
     with contextlib.closing(saver(shared_dir / "d")) as other:
         assert save_by(state_of(5), other, None), "whatever writer"
-
-
-@ranks(2)
-def test_ranks_that_hold_different_tensors_under_one_name_are_told(shared_dir):
-    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
-    rows = 10 + dist.get_rank()
-    with raises(DataStatesError, "'w'"):
-        save_by({"w": torch.zeros(rows, 4)}, by, planner)
-    assert_same(_saved(by, planner, shared_dir), {"w": torch.ones(3, 4)})
-
-
-def _saved(by, planner, shared_dir):
-    dist.barrier()
-    save_by({"w": torch.ones(3, 4)}, by, planner)
-    return load({"w": torch.zeros(3, 4)}, shared_dir / "c")
 
 
 @ranks(2)

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import ranks
-from support.state.checkpoints import CACHE, assert_same, entries, load, load_everything, zeros
+from support.state.checkpoints import assert_same, entries, load, load_everything, zeros
 from support.state.planners import save_by, saved_alone, saver
 from support.state.states import filled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
+from dcp_datastates import DataStatesReader, DataStatesSavePlanner
 
 
 def _values(shape, seed):
@@ -29,7 +29,7 @@ def _planner_and_writer(path):
 def _save_and_load(tensor, planner, by, shared_dir):
     """Saved as ``w``, on all ranks, it is found again, whole."""
     save_by({"w": tensor}, by, planner)
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
     found = load({"w": torch.zeros_like(whole)}, shared_dir / "c")
     assert torch.equal(found["w"], whole)
     dist.barrier()
@@ -56,6 +56,7 @@ ALIKE = {
     "a replica, or a shard": lambda n: _shared(
         _values(_in_turn(n, (300, 300), (600, 300)), n), _in_turn(n, Replicate(), Shard(0))
     ),
+    "requires_grad": lambda n: _shared(_values((400, 300), n), Shard(0)).requires_grad_(n % 2 == 0),
 }
 """Tensors whose parts on a rank differ in one property alone from one save to the next."""
 
@@ -67,7 +68,9 @@ def test_a_tensor_that_looks_like_that_of_the_save_before(kind, shared_dir):
     for number in range(6):
         tensor = ALIKE[kind](number)
         _save_and_load(tensor, planner, by, shared_dir)
-        assert entries(shared_dir / "c")["w"].properties.dtype == tensor.dtype
+        properties = entries(shared_dir / "c")["w"].properties
+        assert properties.dtype == tensor.dtype
+        assert properties.requires_grad == tensor.requires_grad
         dist.barrier()
 
 
@@ -80,32 +83,6 @@ def test_one_tensor_under_two_names_and_then_two(shared_dir):
         state = two if number % 2 else {"a": shared, "b": shared}
         saved_alone(state, planner, shared_dir / "c", reads="all")
         assert_same(load(zeros(state), shared_dir / "c"), state)
-
-
-@ranks(1)
-def test_a_tensor_that_gets_other_memory_right_after_the_call(shared_dir):
-    planner = DataStatesSavePlanner()
-    for size in (1000, 500, 1000, 500):
-        tensor = filled((size,), torch.float32, size)
-        expected = {"x": tensor.clone()}
-        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, reads="immediate")
-        response = dcp_datastates.async_save({"x": tensor}, writer=by, planner=planner)
-        tensor.data = torch.zeros(1500 - size)
-        response.upload_completion.result(60)
-        assert_same(load(zeros(expected), shared_dir / "c"), expected)
-
-
-@ranks(2)
-def test_metadata_say_whether_a_dtensor_requires_grad_now(shared_dir):
-    mesh = init_device_mesh("cpu", (2,))
-    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", reads="all")
-    for number in range(4):
-        dense = filled((400, 300), torch.float32, number)
-        tensor = distribute_tensor(dense, mesh, [Shard(0)], src_data_rank=None)
-        tensor = tensor.detach().requires_grad_(number % 2 == 0)
-        assert save_by({"w": tensor}, by, planner) == (number > 1)
-        assert entries(shared_dir / "c")["w"].properties.requires_grad == (number % 2 == 0)
-        dist.barrier()
 
 
 @ranks(1)

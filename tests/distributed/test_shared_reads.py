@@ -16,10 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.jobs.groups import gathered
+from support.jobs.groups import gathered, own_group
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import ranks, run_on_ranks
-from support.state.checkpoints import assert_same, causes, load, raises, save, zeros
+from support.state.checkpoints import (
+    assert_same,
+    async_save,
+    causes,
+    load,
+    load_by_both,
+    load_everything,
+    raises,
+    save,
+    zeros,
+)
 from support.state.files import data_files, flip_bit
 from support.state.states import filled
 from support.stores.harm import HarmProxy, flipped_in_each, held_after
@@ -108,18 +118,27 @@ def _random_layout(draw: random.Random) -> tuple[tuple[int, ...], list]:
     return shape, [draw.choice([Replicate(), Shard(0), Shard(1)]) for _ in shape]
 
 
+SHAPES = [(1, 5), (40, 3), (300, 7000), (7, 900_000), (3000, 1000), (0, 4), (3, 0), (5, 33, 7)]
+DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
+
+
 def _any_layout(seed: int, root: Path) -> None:
-    draw = random.Random(seed)
-    full = {}
-    for number in range(draw.randint(1, 8)):
-        rows, columns = draw.choice([(1, 5), (40, 3), (300, 7000), (7, 900_000), (3000, 1000)])
-        dtype = draw.choice([torch.uint8, torch.int64, torch.float32])
-        full[f"t{number}"] = filled((rows, columns), dtype, seed + number)
-    save(laid_out(full, *_random_layout(draw)), root / f"c{seed}")
-    expected = laid_out(full, *_random_layout(draw))
-    target = zeros(expected)
-    load(target, root / f"c{seed}", share_reads=True)
-    assert_same(target, expected)
+    draw, path = random.Random(seed), root / f"c{seed}"
+    full = {
+        f"t{number}": filled(draw.choice(SHAPES), draw.choice(DTYPES), seed + number)
+        for number in range(draw.randint(1, 12))
+    }
+    saved, expected = (laid_out(full, *_random_layout(draw)) for _ in range(2))
+    if seed % 2:
+        async_save(saved, path, group=own_group(), reads="immediate").result(60)
+    else:
+        save(saved, path)
+    for share in (True, None):
+        target = zeros(expected)
+        load_by_both(target, path, share_reads=share)
+        assert_same(target, expected)
+    if dist.get_rank() == 0:
+        assert_same(load_everything(path), full)
 
 
 @pytest.mark.parametrize("count", tries(2, 24))
@@ -228,7 +247,7 @@ def test_a_load_that_fails_before_it_reads_leaves_no_socket(shared_dir):
         with pytest.raises(IncompatibleStateError) as caught:
             dcp_datastates.load(shared_dir / "c", target, share_reads=True)
         kept.append(caught.value)
-    assert _listening() == before
+    await_that(lambda: _listening() == before)
 
 
 class _PlansAnew(DefaultLoadPlanner):
@@ -300,17 +319,6 @@ def test_a_rank_that_is_killed_keeps_no_other_from_reading(tmp_path):
     )
     assert ended[1].killed
     assert all(rank.result() for rank in ended if rank.rank != 1)
-
-
-@ranks(4)
-def test_little_memory_for_what_is_passed_on_is_enough(shared_dir):
-    expected = state("ddp")
-    save(expected, shared_dir / "c")
-    target = zeros(expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_reads, "_MOST_KEPT_BYTES", 8 << 20)
-        load(target, shared_dir / "c", share_reads=True)
-    assert_same(target, expected)
 
 
 @ranks(3)

@@ -69,7 +69,7 @@ def run_python(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Com
         stderr=subprocess.PIPE,
         text=True,
         env=environment_of_python(),
-        timeout=120,
+        timeout=200,
         check=False,
     )
 

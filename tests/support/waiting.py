@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dcp_datastates.io import engine
 
 
-def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: str = "") -> None:
+def await_that(holds: Callable[[], object], seconds: float = 100.0, otherwise: str = "") -> None:
     """Return as soon as ``holds()``. AssertionError, which says ``otherwise``, after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from dcp_datastates import delete, latest, retain
 from dcp_datastates.storage.job_notes import FAILURE_NAME
@@ -31,7 +31,7 @@ OLD, NEW, NEXT = 1, 2, 3
 LIMIT_SECONDS = 30.0
 """How long after the death of a rank the others may take to fail."""
 
-_ALL_RANKS_SECONDS = LIMIT_SECONDS + 20
+_ALL_RANKS_SECONDS = LIMIT_SECONDS + 90
 
 
 @dataclass(frozen=True)
@@ -114,27 +114,18 @@ def never(points: Iterable[Point]) -> Mapping[Kind, tuple[str, ...]]:
 NEVER = never(POINTS)
 
 
-class Place(Protocol):
-    """Where checkpoint 1 is, and a cell saves."""
-
-    path: str
-    environment: Mapping[str, str]
-    """What a process needs to save there."""
-
-    def check_left(self, world: int) -> None:
-        """AssertionError unless only checkpoint 3 is left, which ``world`` ranks have saved."""
-
-
 class Directory:
     """A copy, in the directory ``scratch``, of ``committed``, where checkpoint 1 is."""
 
     environment: Mapping[str, str] = {}
+    """What a process needs to save there."""
 
     def __init__(self, committed: Path, scratch: Path) -> None:
         self.path = str(scratch / "checkpoint")
         shutil.copytree(committed, self.path)
 
     def check_left(self, world: int) -> None:
+        """AssertionError unless only checkpoint 3 is left, which ``world`` ranks have saved."""
         assert_tidy(Path(self.path), world)
 
 
@@ -179,6 +170,10 @@ class Prefix:
     @staticmethod
     def _key(url: str) -> str:
         return url.removeprefix(f"s3://{BUCKET}/")
+
+
+Place = Directory | Prefix
+"""Where checkpoint 1 is, and a cell saves."""
 
 
 def _environment(place: Place, log: Path, failpoints: Iterable[str]) -> dict[str, str]:
@@ -237,7 +232,7 @@ def _assert_told_well(failed: list[Report], cell: Cell, seconds: float | None) -
 
 def _load(place: Place, world: int, scratch: Path) -> int | None:
     (loader,) = run_ranks(
-        "support.state.saving:number_found",
+        "support.state.saving:number_at",
         1,
         scratch,
         environments=[place.environment],

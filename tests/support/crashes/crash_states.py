@@ -278,7 +278,6 @@ class _Model:
         tree: dict[str, bytes | None],
     ) -> None:
         directory = self.inodes[number]
-        assert isinstance(directory, _Directory)
         names = dict(directory.durable)
         for part, change in enumerate(directory.pending):
             if choice[places[number, part]]:
@@ -298,7 +297,6 @@ class _Model:
         contents: dict[tuple[int, ...], bytes],
     ) -> bytes:
         file = self.inodes[number]
-        assert isinstance(file, _File)
         chosen = [choice[places[number, part]] for part in range(len(file.pending))]
         key = (number, *chosen)
         if key not in contents:

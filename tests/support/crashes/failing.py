@@ -6,9 +6,12 @@ import contextlib
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from dcp_datastates.io import engine
 from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.storage import failpoints
+from support.jobs.processes import Ended, run_ranks
 from support.waiting import await_that
 
 _LOG = failpoints.LOG_VARIABLE
@@ -56,6 +60,39 @@ def armed_on(rank: int, entries: str, log: Path, *, natively: bool = False) -> I
     assert not missing, f"{missing} never fired on rank {rank}, so this shows nothing"
 
 
+class Held:
+    """A failpoint that a thread stops at: whether it is there, and whether it may go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def stop(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(120), "nothing let it go on"
+
+
+@contextlib.contextmanager
+def held(name: str, rank: int | None = None) -> Iterator[Held]:
+    """This process, if it is the ``rank``, stops at Python's failpoint ``name`` the first time, until it may go on, or
+    the block ends.
+    """
+    point, current = Held(), failpoints.current
+
+    def hit(passed: str) -> int:
+        if passed == name and not point.reached.is_set():
+            point.stop()
+        return current().hit(passed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank is None or rank == dist.get_rank():
+            patch.setattr(failpoints, "current", lambda: SimpleNamespace(hit=hit))
+        try:
+            yield point
+        finally:
+            point.go_on.set()
+
+
 def variables(entries: str, log: Path) -> dict[str, str]:
     """The environment of a process with the failpoints ``entries``, which notes in ``log`` those that fire."""
     return {failpoints.VARIABLE: entries, _LOG: str(log)}
@@ -66,6 +103,18 @@ def fired(log: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def run_killing(
+    point: str, victim: int, body: str, world: int, scratch: Path, **arguments: Any
+) -> list[Ended]:
+    """:func:`run_ranks`, of which the ``victim`` is killed at the failpoint ``point``: what became of the others."""
+    log = scratch / f"fired-{body.rpartition(':')[2]}"
+    environments = [variables(f"{point}=kill", log) if n == victim else {} for n in range(world)]
+    ended = run_ranks(body, world, scratch, environments=environments, **arguments)
+    assert point.partition("@")[0] in fired(log), f"{point} was never passed: {ended[victim]}"
+    assert ended[victim].killed
+    return [one for one in ended if one.rank != victim]
+
+
 @contextlib.contextmanager
 def silence(seconds: float) -> Iterator[None]:
     """In this process a rank that is silent for ``seconds``, and not for as long as in earnest, is lost."""
@@ -74,7 +123,7 @@ def silence(seconds: float) -> Iterator[None]:
         yield
 
 
-def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
+def await_fired(log: Path, name: str, seconds: float = 100.0) -> None:
     await_that(lambda: name in fired(log), seconds, f"{name} was never passed")
 
 

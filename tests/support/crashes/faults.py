@@ -17,6 +17,7 @@ from support.crashes.residue import Residue, assert_nothing_left, entries
 from support.jobs.groups import gathered, own_group
 from support.state.checkpoints import async_save, attempts, causes
 from support.state.saving import number_at, part, save_over
+from support.waiting import await_that
 
 ELEMENTS = 20_000
 LIMIT_SECONDS = 40.0
@@ -50,11 +51,8 @@ class Told:
 
 def assert_tidy(path: Path, world: int) -> None:
     """One checkpoint is at ``path``, and nothing else."""
-    deadline = time.monotonic() + 10
-    while len(attempts(path)) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (attempt, *more) = attempts(path)
-    assert not more, f"left behind: {entries(path)}"
+    await_that(lambda: len(attempts(path)) == 1, otherwise="an older attempt is left behind")
+    (attempt,) = attempts(path)
     files = [f"{attempt.name}/r{rank:05}-0.safetensors" for rank in range(world)]
     decision = f"{attempt.name}/decision"
     assert entries(path) == sorted([".metadata", attempt.name, decision, *files])

@@ -19,11 +19,11 @@ from dcp_datastates.process.futures import finish_callbacks
 from dcp_datastates.ranks import gloo_group
 from dcp_datastates.ranks.failure_detector import FailureDetector
 
-_SECONDS = 20.0
+_SECONDS = 60.0
 """How long what is being let go may take."""
 
 
-_BEATS_SECONDS = 5.0
+_BEATS_SECONDS = 20.0
 
 _RESTORING = ("ds-restore", "ds-place")
 

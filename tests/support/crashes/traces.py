@@ -9,22 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-OPERATIONS = frozenset(
-    [
-        "mkdir",
-        "create",
-        "write",
-        "truncate",
-        "allocate",
-        "sync_begin",
-        "sync",
-        "rename",
-        "link",
-        "unlink",
-        "rmdir",
-        "told",
-    ]
-)
+OPERATIONS = {
+    *("mkdir", "create", "write", "truncate", "allocate", "sync_begin", "sync"),
+    *("rename", "link", "unlink", "rmdir", "told"),
+}
 
 
 class RecordError(ValueError):

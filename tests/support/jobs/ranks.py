@@ -1,6 +1,6 @@
 """Tests on several ranks: ``@ranks(4)`` runs a test's body on each of four.
 
-The ranks are processes of a pool (``support.jobs.pool``).
+The ranks are processes that outlive single tests (``support.jobs.processes``).
 
 Bodies take only arguments that pickle: parameters, and the fixtures ``shared_dir`` and ``monkeypatch``. What a rank
 patches by its ``monkeypatch`` is undone when its body ends.
@@ -11,15 +11,17 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.jobs.pool import Job, RankPool
+from support.jobs.processes import Job, Ranks
 
 POOL_SIZE = 4
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 200.0
 
 
 class RankFailure(AssertionError):
@@ -47,27 +49,29 @@ def run_on_ranks(
     body = inspect.unwrap(getattr(function, "rank_body", function))  # decorators are from elsewhere
     code = body.__code__
     job = Job(function.__module__, code.co_filename, function.__name__, world, kwargs)
-    outcomes = _pool().run(job, timeout)
-    failed = [outcome for outcome in outcomes if outcome.kind == "failed"]
+    ended = _pool().run(job, timeout)
+    failed = [one for one in ended if one.failed]
     if failed:
         raise RankFailure(
             "\n".join(
-                f"--- rank {outcome.rank} of {world} ---\n{outcome.text}" for outcome in failed
+                f"--- rank {one.rank} of {world} ---\n{one.error}\n{one.log}" for one in failed
             )
         )
-    skipped = [outcome for outcome in outcomes if outcome.kind == "skipped"]
-    if skipped:
-        pytest.skip(skipped[0].text)
+    for one in ended:
+        if one.skipped:
+            pytest.skip(one.skipped)
 
 
-_the_pool: RankPool | None = None
+_the_pool: Ranks | None = None
+_directory: tempfile.TemporaryDirectory[str] | None = None
 
 
-def _pool() -> RankPool:
-    global _the_pool
+def _pool() -> Ranks:
+    global _the_pool, _directory
     if _the_pool is None or _the_pool.broken:
         close_pool()
-        _the_pool = RankPool(POOL_SIZE)
+        _directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        _the_pool = Ranks(POOL_SIZE, Path(_directory.name))
         atexit.register(close_pool)
     return _the_pool
 

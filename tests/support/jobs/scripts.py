@@ -7,10 +7,12 @@ runs in its ``__main__``, by its main thread, and ends as any interpreter ends.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,18 +58,27 @@ Engine.shutdown = lambda engine: shut_down(engine, 1.0)
 """The first lines of a program whose failed saves, and whose end, wait one second for storage that hangs, not ten."""
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing else on this machine comes to use before the caller does: none of those that the
+    system gives to sockets that ask for any, and of each process its own sixteen.
+    """
+    for port in itertools.count(10_000 + 16 * (os.getpid() % 1_250)):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
+
+
 def ranks_of_torchrun(world: int) -> str:
     """The first lines of a program that goes on as ``world`` processes, with the variables that torchrun sets.
 
     The parent prints how they ended.
     """
     return f"""
-import os, socket, sys
+import os, sys
+from support.jobs.scripts import free_port
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{world}")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="{world}")
 children = []
 for rank in range({world}):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -163,7 +174,7 @@ class _Forking:
     def start(self, **request: Any) -> int:
         """The process that runs the program; it leads a group of its own."""
         os.write(self._requests, json.dumps(request).encode() + b"\n")
-        child = self._reply(60)
+        child = self._reply(150)
         assert child is not None, "no process was forked"
         return child
 
@@ -196,7 +207,7 @@ def environment_of_python(**more: str) -> dict[str, str]:
     }
 
 
-def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") -> Ended:
+def run_script(body: str, path: Path, timeout: float = 120, preface: str = "") -> Ended:
     """Run ``preface`` and ``body`` behind a few helpers, as :func:`run_program` does."""
     script = PREAMBLE + preface + textwrap.dedent(body)
     return run_program(script, path.parent, [str(path)], timeout)
@@ -206,7 +217,7 @@ def run_program(
     script: str,
     directory: Path,
     arguments: Sequence[str] = (),
-    timeout: float = 40,
+    timeout: float = 120,
     **environment: str,
 ) -> Ended:
     """Run ``script`` in ``directory``, with more of an environment; it is killed, stacks printed, after ``timeout``

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcp_datastates.ranks.rank_set import RankSet, of_store
 
-SECONDS = 60.0
+SECONDS = 200.0
 
 
 class MemoryStore:

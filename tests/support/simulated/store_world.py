@@ -200,8 +200,6 @@ class World:
 
 
 def key_of(round_: Round) -> Key:
-    assert isinstance(round_.path, ObjectPath)
-    assert round_.attempt is not None
     return round_.path.key, round_.attempt
 
 
@@ -296,7 +294,6 @@ class Job:
             self._work_on(rank, key)
             if self._is_cut_off(rank):
                 break  # it has not voted: the save fails
-            assert given.attempt is not None
             self.votes[rank] = given.attempt
             while key not in self.world.told and not self.ranks[0].gone and self.current is given:
                 if self._is_cut_off(rank):
@@ -315,8 +312,6 @@ class Job:
         return rank in self.cut_off
 
     def _settle(self, round_: Round, rank: int) -> None:
-        assert isinstance(round_.path, ObjectPath)
-        assert round_.attempt is not None
         self.world.counts["settled"] += 1
         try:
             committed = Place(round_.path).settle(round_.attempt)
@@ -329,7 +324,6 @@ class Job:
 
     def _end(self, round_: Round, rank: int, committed: bool) -> None:
         self.world.tell(round_, committed)
-        assert isinstance(round_.path, ObjectPath)
         if not committed:
             mine = round_of(round_.attempt, round_.path)
             Place(round_.path).tidy_after_failure(mine, rank, WORLD)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import dcp_datastates
@@ -80,28 +79,3 @@ def number_in(tiers: Sequence[str | Path], world: int, elements: int = SMALL) ->
     number = found["object"]["number"]
     assert_same(found, checkpoint(number, world, elements))
     return int(number)
-
-
-def archived_loop(
-    fast: str,
-    slow: str,
-    first: int,
-    last: int,
-    resumes: int | None,
-    *,
-    elements: int = 300,
-    **options: Any,
-) -> None:
-    """A training loop that archives every second step: it resumes where it should, and goes on until ``last``."""
-    state = {"w": torch.full((elements,), -1.0), "step": -1}
-    with dcp_datastates.CheckpointManager(
-        fast, every=1, archive=slow, archive_every=2, host_cache_size=CACHE, **options
-    ) as manager:
-        assert manager.restore_latest(state) == resumes
-        if resumes is not None:
-            assert state["step"] == resumes
-            assert bool((state["w"] == resumes).all())
-        for step in range(first, last):
-            state["w"].fill_(step)
-            state["step"] = step
-            manager.save(step, state)

@@ -105,7 +105,6 @@ class _SavePieces(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         tensor, _ = self._pieces[write_item.index.fqn]
-        assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         return Box(tuple(chunk.offsets), tuple(chunk.sizes)).of(tensor)
 
@@ -116,7 +115,6 @@ class _LoadPieces(DefaultLoadPlanner):
         self._pieces = pieces
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
         items: list[Any] = []
         for name, (_, mine) in self._pieces.items():
             stored = self.metadata.state_dict_metadata[name]
@@ -164,12 +162,10 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         save.group = cast("CommitGroup", group)
         save.agree(Ticket(claimed.attempt, 0), claimed)
         begin_write(save, planning)()
-        assert group.round is not None
         rounds.append(group.round)
     for each in rounds:
         assert each.part.wait(60)
         assert each.part.error is None
-    assert rounds[0].compose is not None
     reports = [each.report() for each in rounds]
     Place(path).publish(rounds[0], rounds[0].compose(reports, claimed, None))
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,6 @@ def put_back(path: Path) -> Iterator[Path]:
     for file, data in before.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
-
-
-def reseal(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change a data file and make its checksums fit again: what only its contents can give away."""
-    raw = bytearray(path.read_bytes())
-    file = read_file(path)
-    (table,) = (key for key in file.header if key.startswith("__dcp_datastates__.crc32c."))
-    stop = file.span(table)[0]
-    change(raw)
-    blocks = [bytes(raw[at : min(at + BLOCK, stop)]) for at in range(0, stop, BLOCK)]
-    words = b"".join(crc32c(block).to_bytes(4, "little") for block in blocks)
-    raw[stop:] = words + crc32c(words).to_bytes(4, "little")
-    path.write_bytes(raw)
 
 
 # What makes lengths and indices large, and means something in JSON.

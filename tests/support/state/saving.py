@@ -20,6 +20,7 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import operations
 from support.state.checkpoints import CACHE, assert_same, attempts, causes, load_everything
+from support.waiting import await_that
 
 
 def save_over(
@@ -86,13 +87,11 @@ def number_at(path: Path | str, world: int, elements: int | Callable[[int], int]
 
 
 def commit_checkpoint(path: str, number: int, elements: int) -> None:
-    """Save, load, and leave when what other attempts left is gone, or should be."""
+    """Save, load, and leave when what other attempts left in a directory is gone."""
     save_over(part(number, elements), path, reads="immediate").result(60)
     if dist.get_rank() == 0:
         assert number_at(path, dist.get_world_size(), elements) == number
-        deadline = time.monotonic() + 5
-        while "://" not in path and len(attempts(path)) > 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        await_that(lambda: "://" in path or len(attempts(path)) == 1)
     dist.barrier()
 
 
@@ -114,11 +113,6 @@ class Report:
     text: str = ""
     ours: bool = False
     """Whether the error is one of the package's own."""
-
-
-def number_found(path: str, world: int, elements: int) -> int | None:
-    """:func:`number_at`, in a process that knows nothing."""
-    return number_at(path, world, elements)
 
 
 def report_of(future: Future[Any], limit: float) -> Report:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +15,7 @@ from typing import Any
 
 import boto3
 
+from support.jobs.scripts import free_port
 from support.waiting import await_that
 
 BUCKET = "test-bucket"
@@ -144,9 +143,7 @@ def serve(
 
     To be called in the main thread: the server ends with the thread that started it.
     """
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid()), *command(port)],
         stdin=subprocess.DEVNULL,
