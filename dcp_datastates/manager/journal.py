@@ -247,9 +247,7 @@ class Journal:
         """What was compared so far; None without a resume. Waits for the records of the steps that are done."""
         if self._comparison is None:
             return None
-        done = threading.Event()
-        if self._worker.post(done.set):
-            done.wait(_PATIENCE_SECONDS)
+        self._worker.wait(_PATIENCE_SECONDS)
         return self._comparison.result
 
     def _report(self) -> None:

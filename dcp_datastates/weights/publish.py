@@ -118,16 +118,18 @@ class Weights:
         if self.config_from is not None and not is_directory(locate(self.config_from)):
             raise ConfigurationError(f"config_from={str(self.config_from)!r} is no directory")
 
-    def publisher(self, rank_set: RankSet) -> Publisher:
-        """What publishes the saves of these ranks, all of which call this."""
-        return Publisher(self, rank_set)
+    def publisher(self, rank_set: RankSet, then: Callable[[], object]) -> Publisher:
+        """What publishes the saves of these ranks, all of which call this. ``then`` is called for each that is held no
+        more.
+        """
+        return Publisher(self, rank_set, then)
 
 
 class Publisher:
     """Publishes the saves of one loop. Any thread may call the methods; every rank makes the same calls."""
 
-    def __init__(self, rules: Weights, rank_set: RankSet) -> None:
-        self._rules = rules
+    def __init__(self, rules: Weights, rank_set: RankSet, then: Callable[[], object]) -> None:
+        self._rules, self._then = rules, then
         self._root = locate(rules.root, options=rules.storage_options)
         check_opens(self._root)
         self._work = JointWork(commit_group(rank_set), "weights", _LONGEST_WAIT)
@@ -143,10 +145,10 @@ class Publisher:
         """The checkpoints that are to be published, or are being published."""
         _publishers.add(self)
 
-    def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
-        """A save has begun: publish it once it is committed, if it is its turn; and then call ``then``."""
+    def follow(self, save: SaveOperation) -> None:
+        """A save has begun: publish it once it is committed, if it is its turn."""
         if next(self._count) % self._rules.every == 0:
-            when_done(save.committed, lambda _: self._add(save, then))
+            when_done(save.committed, lambda _: self._add(save))
 
     def check(self) -> None:
         """Before a save: raises what would be wrong with each version, such as a ``part`` that the state lacks."""
@@ -163,32 +165,31 @@ class Publisher:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was committed is published or left out; False after ``seconds``."""
-        done = threading.Event()
-        return not self._worker.post(done.set) or done.wait(seconds)
+        return self._worker.wait(seconds)
 
     def close(self) -> None:
         """Give up what is not published. Idempotent."""
         self._work.closing.set()
         self._worker.close(_CLOSE_SECONDS)
 
-    def _add(self, save: SaveOperation, then: Callable[[], object]) -> None:
+    def _add(self, save: SaveOperation) -> None:
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
             return
         with self._lock:
             self._turns.append(path)
-        if not self._worker.post(lambda: self._turn(path, attempt, then)):
-            self._end(path, then)
+        if not self._worker.post(lambda: self._turn(path, attempt)):
+            self._end(path)
 
-    def _end(self, path: Location, then: Callable[[], object]) -> None:
+    def _end(self, path: Location) -> None:
         with self._lock:
             self._turns.remove(path)
-        then()
+        self._then()
 
     # ---- the thread -----------------------------------------------------------------------------------
 
-    def _turn(self, path: Location, attempt: Attempt, then: Callable[[], object]) -> None:
+    def _turn(self, path: Location, attempt: Attempt) -> None:
         try:
             self._publish(path, attempt)
         except BaseException as error:
@@ -197,7 +198,7 @@ class Publisher:
             if isinstance(error, ConfigurationError | IncompatibleStateError):
                 self._hopeless = error
         finally:
-            self._end(path, then)
+            self._end(path)
 
     def _publish(self, path: Location, attempt: Attempt) -> None:
         began, share = time.monotonic(), self._share
