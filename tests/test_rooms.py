@@ -18,12 +18,12 @@ BELOW = {
     "torchtitan": ("manager",),
     "deepspeed": ("manager",),
     "lightning": ("manager",),
-    "huggingface": ("conversion",),
+    "huggingface": ("manager",),
     "megatron": ("manager",),
     "monitoring": ("loading",),
-    "manager": ("dcp", "checkpoints"),
-    "conversion": ("manager",),
+    "manager": ("dcp", "weights"),
     "weights": ("conversion",),
+    "conversion": ("loading",),
     "dcp": ("loading",),
     "loading": ("sharing", "tiers"),
     "sharing": ("planning", "wire"),
@@ -45,22 +45,22 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_585,
+    "checkpoints": 2_577,
     "cli": 1_011,
     "commit": 1_533,
-    "conversion": 2_053,
+    "conversion": 2_056,
     "dcp": 2_015,
     "deepspeed": 730,
-    "format": 2_936,
+    "format": 3_037,
     "huggingface": 1_121,
     "io": 2_482,
     "lightning": 722,
     "loading": 1_709,
-    "manager": 4_611,
+    "manager": 4_450,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_790,
-    "process": 851,
+    "process": 857,
     "ranks": 2_074,
     "saving": 2_008,
     "sharing": 708,
@@ -68,13 +68,13 @@ BUDGETS = {
     "storage": 3_480,
     "tiers": 2_168,
     "torchtitan": 466,
-    "weights": 958,
+    "weights": 899,
     "wire": 644,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_932}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_930}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

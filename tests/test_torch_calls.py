@@ -27,7 +27,6 @@ WEAK = {
     "format/metadata_table.py": "catalogs",
     "storage/readable.py": "open files",
     "manager/live_optimizer.py": "optimizers",
-    "manager/stale.py": "optimizers",
     "manager/state_samples.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",

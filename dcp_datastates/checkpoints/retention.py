@@ -284,16 +284,8 @@ class Deletions:
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was requested is done (in this thread, if need be), or False after ``seconds``."""
         enter("waiting for deletions")
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                self._run()
-            finally:
-                done.set()
-
-        if self._worker.post(run):
-            return done.wait(seconds)
+        if self._worker.post(self._run):
+            return self._worker.wait(seconds)
         self._run()
         return True
 

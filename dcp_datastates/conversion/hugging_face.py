@@ -37,7 +37,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.safetensors_header import Header, read_header
 from dcp_datastates.format.stored_names import is_under
-from dcp_datastates.manager.structure import packed_optimizer
+from dcp_datastates.format.structure import packed_optimizer
 from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
@@ -55,6 +55,8 @@ _NAME_OF: Final[Mapping[torch.dtype, str]] = {
 _DTYPE_OF: Final = {name: dtype for dtype, name in _NAME_OF.items()}
 
 _INDEX: Final = ".safetensors.index.json"
+_METADATA: Final[Mapping[str, str]] = {"format": "pt"}
+"""Of a file that transformers loads."""
 _ALIGNMENT: Final = 64
 """Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
 
@@ -153,13 +155,7 @@ def weights_in(folder: Location) -> Source | None:
 
 def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
     """The file of each name. ``beside``: the names of the files beside the index."""
-    try:
-        data = read_whole(path)
-        values.check_memory(len(data), data)
-        content = values.load(data)
-    except values.ValueRefused as error:
-        raise CheckpointCorruptError(f"{path} is no index: {error}") from None
-    weights = weight_map(path, content)
+    _, weights = parsed_index(path, read_whole(path))
     if missing := set(weights.values()).difference(beside):
         raise CheckpointNotFoundError(
             f"{path.parent}: {min(missing)!r}, which the index names, is missing"
@@ -167,18 +163,23 @@ def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
     return {name: path.parent / file for name, file in weights.items()}
 
 
-def weight_map(path: Location, content: Any) -> dict[str, str]:
-    """The names of the files by those of the tensors, of the index at ``path`` with this ``content``.
+def parsed_index(path: Location, data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of the index at ``path``, which has this ``data``; and the name of the file of each tensor.
 
-    Raises :class:`CheckpointCorruptError` if that is none, or has another place than beside the index.
+    Raises :class:`CheckpointCorruptError` if it is none, or names a file that is not beside it.
     """
+    try:
+        values.check_memory(len(data), data)
+        content = values.load(data)
+    except values.ValueRefused as error:
+        raise CheckpointCorruptError(f"{path} is no index: {error}") from None
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
         raise CheckpointCorruptError(f"{path} has no weight_map from names to files")
     for file in set(weights.values()):
         if file != Path(file).name or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
-    return weights
+    return content, weights
 
 
 # ---- small files beside the weights --------------------------------------------------------------
@@ -237,12 +238,14 @@ def safetensors_unit(source: Source, names: Iterable[str], path: Path) -> Unit:
     return write
 
 
-def safetensors_header(source: Source, names: Iterable[str]) -> tuple[bytes, list[str]]:
+def safetensors_header(
+    source: Source, names: Iterable[str], metadata: Mapping[str, str] = _METADATA
+) -> tuple[bytes, list[str]]:
     """The beginning of a file with the tensors of these names, and their order in the file. Raises as
     :func:`safetensors_unit`.
     """
     ordered = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name in ordered:
         shaped = source.tensors[name]

@@ -21,11 +21,11 @@ from lightning.fabric.utilities import cloud_io, move_data_to_device
 
 from dcp_datastates.errors import CheckpointNotFoundError, IncompatibleStateError
 from dcp_datastates.format.stored_names import new_name
+from dcp_datastates.format.structure import Structure, taken_apart
 from dcp_datastates.lightning.stored import META, MODEL, OPTIMIZERS, lightning_checkpoint
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import load
 from dcp_datastates.manager.frameworks import files_from, is_ours_here
-from dcp_datastates.manager.structure import Structure, taken_apart
 
 logger = logging.getLogger(__name__)
 

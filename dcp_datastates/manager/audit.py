@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
-from dcp_datastates.manager.state_samples import ON_HOST, Record, Words
+from dcp_datastates.manager.state_samples import ON_HOST, Record, StateSamples, Words
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.object_path import Location
 
@@ -23,7 +23,8 @@ VARIABLE: Final = "DCP_DATASTATES_AUDIT"
 """Has the :class:`Order` for the managers of a job that ``dcp-datastates audit`` starts."""
 LOSS_TOLERANCE: Final = 0.01
 """How much losses may differ, relatively, at another number of ranks."""
-_ROUNDING: Final = 1e-5
+COMPARED: Final = ("world", "step", "loss", "model", "optimizer", "generators", "loader")
+_SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,103 @@ class Order:
         os.replace(f"{path}.new", path)
 
 
-COMPARED: Final = ("world", "step", "loss", "model", "optimizer", "generators", "loader")
-_SHOWN: Final = 3
+@dataclass
+class Comparison:
+    """Compares the steps of one rank after a resume with the ``former`` records, by step. One thread calls the methods.
+
+    ``most``: how many steps to compare; None: all. ``samples``: of the state that was restored.
+    """
+
+    result: Audit
+    former: Mapping[int, Record]
+    most: int | None
+    samples: StateSamples
+    words: list[Words] = field(default_factory=list)
+    """Of the trainable tensors, when the state was restored, and after the first step."""
+    _at_restore: frozenset[str] = frozenset()
+    """What differed before the first step."""
+    _ended: bool = False
+
+    def restored(self, mine: Record) -> None:
+        """The state was restored, and holds ``mine``."""
+        if mine.step in self.former:
+            self._at_restore = _differing(mine, self.former[mine.step])
+
+    def add(self, mine: Record) -> None:
+        """A step is done."""
+        if self._ended:
+            return
+        if (former := self.former.get(mine.step)) is not None:
+            self._compare(mine, former)
+        ends = mine.step >= max(self.former, default=0) or self.result.steps == self.most
+        if self.result.what or ends:
+            self.finish()
+
+    def _compare(self, mine: Record, former: Record) -> None:
+        what, tensors = _differing(mine, former), tuple[str, ...]()
+        if self.result.losses_only:
+            change = abs(mine.loss - former.loss) / (abs(former.loss) or 1.0)
+            if math.isnan(change):
+                return
+            what = frozenset({"loss"} if change > LOSS_TOLERANCE else ())
+        elif what:
+            tensors = _tensors(mine, former, self._lacks("optimizer"))
+        if not what:
+            self.result = replace(self.result, steps=self.result.steps + 1, last=mine.step)
+            return
+        shown = tuple(each for each in COMPARED if each in what)
+        self.result = replace(
+            self.result, step=mine.step, what=shown, tensors=tensors, cause=self._cause(what)
+        )
+
+    def finish(self) -> None:
+        """There is nothing more to compare. Idempotent."""
+        if not self._ended:
+            level = logging.WARNING if self.result.what else once_per_job(logging.INFO)
+            logger.log(level, "%s", self.result)
+        self._ended = True
+
+    def _lacks(self, part: str) -> bool:
+        """Whether ``part`` of the state was not restored, though the parts before it were."""
+        return next((each for each in COMPARED if each in self._at_restore), None) == part
+
+    def _cause(self, what: frozenset[str]) -> str:
+        """What usually causes such a difference."""
+        if self.result.losses_only:
+            return "The number of ranks is another: the batches may be, too"
+        if self._lacks("model"):
+            return "The restore left the model different: exclude=, missing= or cast=, or another model was saved"
+        if self._lacks("optimizer"):
+            return (
+                "The optimizer's state was not restored: the optimizer must be in the state, and not be left out by "
+                "exclude= or missing="
+            )
+        if "generators" in what and not self.samples.has_generators:
+            return "The random generators were not restored: add RngState() to the state"
+        if self.result.steps:
+            return (
+                "The restore was exact. Memory may have changed (a flipped bit), or the program did something else at "
+                "this step: other data, another draw, a kernel that is not deterministic"
+            )
+        if "generators" in what:
+            return "Something draws from the generators after the restore: a loader that begins anew, an evaluation"
+        if len({tuple(words()) for words in self.words}) == 1 < len(self.words):
+            return "A step does not change the model in the state, so another is trained: the state has a copy of it"
+        if what == {"loss"}:
+            return "The state is as before: the loss is another number, such as a mean over former steps"
+        way_out = "add the loader to the state, as PerRank(loader) or a StatefulDataLoader"
+        if self.samples.has_loaders:
+            way_out = "the loader's state does not have all of its place, such as the generator of its sampler"
+        return f"The state is as before, and the data are others: {way_out}"
 
 
-def _differing(mine: Record, former: Record) -> set[str]:
+def _differing(mine: Record, former: Record) -> frozenset[str]:
+    """What differs, of what both records have."""
     found = {each for each in COMPARED if getattr(mine, each) != getattr(former, each)}
-    if math.isnan(mine.loss) or math.isnan(former.loss):
-        found.discard("loss")
-    return found if None not in (mine.loader, former.loader) else found - {"loader"}
+    unknown = {"loss"} if math.isnan(mine.loss) or math.isnan(former.loss) else set()
+    if None in (mine.loader, former.loader):
+        unknown.add("loader")
+    return frozenset(found - unknown)
 
 
 def _tensors(mine: Record, former: Record, of_optimizers: bool) -> tuple[str, ...]:
@@ -113,101 +202,3 @@ def _tensors(mine: Record, former: Record, of_optimizers: bool) -> tuple[str, ..
         words = (each.tensors[part * ON_HOST :] for each in (mine, former))
         found += [name for name, one, other in zip(names, *words, strict=False) if one != other]
     return tuple(found[:_SHOWN])
-
-
-@dataclass
-class Comparison:
-    """Compares the steps of one rank after a resume with the ``former`` records, by step. One thread calls the methods.
-
-    ``most``: how many steps to compare; None: all.
-    """
-
-    result: Audit
-    former: Mapping[int, Record]
-    most: int | None = None
-    has_generators: bool = True
-    has_loaders: bool = True
-    words: list[Words] = field(default_factory=list)
-    """Of the trainable tensors, when the state was restored, and after the first step."""
-    _at_restore: frozenset[str] = frozenset()
-    """What differed before the first step."""
-    _ended: bool = False
-
-    def restored(self, mine: Record) -> None:
-        """The state was restored, and holds ``mine``."""
-        former = self.former.get(mine.step)
-        if former is not None:
-            self._at_restore = frozenset(_differing(mine, former))
-
-    def add(self, mine: Record) -> None:
-        """A step is done."""
-        former = self.former.get(mine.step)
-        if self._ended:
-            return
-        if former is not None:
-            what, change = _differing(mine, former), abs(mine.loss - former.loss)
-            relative = change / (abs(former.loss) or 1.0)
-            if self.result.losses_only:
-                what = {"loss"} if relative > LOSS_TOLERANCE else set()
-            if what:
-                shown = tuple(each for each in COMPARED if each in what)
-                only_optimizer = "optimizer" in self._at_restore and "model" not in self._at_restore
-                tensors = () if self.result.losses_only else _tensors(mine, former, only_optimizer)
-                cause = self._cause(what, relative)
-                self.result = replace(
-                    self.result, step=mine.step, what=shown, tensors=tensors, cause=cause
-                )
-            elif not self.result.losses_only or not math.isnan(change):
-                self.result = replace(self.result, steps=self.result.steps + 1, last=mine.step)
-        is_last = mine.step >= max(self.former, default=0) or self.result.steps == self.most
-        if self.result.what or is_last:
-            self.finish()
-
-    def finish(self) -> None:
-        """There is nothing more to compare. Idempotent."""
-        if not self._ended:
-            level = logging.WARNING if self.result.what else once_per_job(logging.INFO)
-            logger.log(level, "%s", self.result)
-        self._ended = True
-
-    def _cause(self, what: set[str], change: float) -> str:
-        """What usually causes such a difference. ``change``: of the loss, relative."""
-        if self.result.losses_only:
-            return "The number of ranks is another: the batches may be, too"
-        if "model" in self._at_restore:
-            return "The restore left the model different: exclude=, missing= or cast=, or another model was saved"
-        if "optimizer" in self._at_restore:
-            return (
-                "The optimizer's state was not restored: the optimizer must be in the state, and not be left out by "
-                "exclude= or missing="
-            )
-        if "generators" in what and not self.has_generators:
-            return "The random generators were not restored: add RngState() to the state"
-        if self.result.steps and change < _ROUNDING and "generators" not in what:
-            return (
-                "The restore was exact. So small a difference comes from kernels that are not deterministic, or from a "
-                "bit that has flipped"
-            )
-        if self.result.steps:
-            return (
-                "The restore was exact. Memory may have changed (a flipped bit), or the program did something else at "
-                "this step: other data, another draw, a kernel that is not deterministic"
-            )
-        if "generators" in what:
-            return (
-                "Something draws from the generators after the restore, such as a loader that begins anew or an "
-                "evaluation"
-            )
-        if len({tuple(words()) for words in self.words}) == 1 < len(self.words):
-            return "A step does not change the model in the state, so another is trained: the state has a copy of it"
-        if what == {"loss"}:
-            return "The state is as before: the loss is another number, such as a mean over former steps"
-        if self.has_loaders:
-            return (
-                "The state is as before, and the data are others: the loader's state does not have all of its place, "
-                "such as the generator of its sampler"
-            )
-        return (
-            "The state is as before, and the data are others: add the loader to the state, as PerRank(loader) or a "
-            "StatefulDataLoader"
-        )

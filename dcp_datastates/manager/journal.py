@@ -25,8 +25,7 @@ from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.audit import VARIABLE, Audit, Comparison, Order
-from dcp_datastates.manager.stale import Stale
-from dcp_datastates.manager.state_samples import ON_HOST, Record, StateSamples
+from dcp_datastates.manager.state_samples import ON_HOST, Record, Stale, StateSamples
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _FOLDER: Final = ".datastates-journal"
 _NAME: Final = re.compile(r"([0-9a-f]{16})-[0-9]+")
 _MAGIC: Final = b"DSJ1"
-_FIELDS: Final = struct.Struct(f"<4sIQdQQQQi{2 * ON_HOST}s")
+_FIELDS: Final = struct.Struct(f"<4sIQdQQQQ4x{2 * ON_HOST}s")
 _CHECKSUM: Final = struct.Struct("<I")
 _SIZE: Final = _FIELDS.size + _CHECKSUM.size
 _KEPT_RUNS: Final = 3
@@ -54,7 +53,7 @@ _REPLACED: Final = (KeyError, RuntimeError, TypeError, ValueError)
 def pack(record: Record) -> bytes:
     """The bytes of a record."""
     *others, loader, tensors, _ = record
-    data = _FIELDS.pack(_MAGIC, *others, loader or 0, loader is not None, tensors)
+    data = _FIELDS.pack(_MAGIC, *others, loader or 0, tensors)
     return data + _CHECKSUM.pack(crc32c(data))
 
 
@@ -73,14 +72,13 @@ def records_in(path: Path) -> dict[int, Record]:
         data = opened.read(_MOST_BYTES + _SIZE)
     found = {}
     for at in range(0, len(data) - _SIZE + 1, _SIZE):
-        magic, *fields, has_loader, tensors = _FIELDS.unpack_from(data, at)
-        body, end = data[at : at + _FIELDS.size], data[at + _FIELDS.size : at + _SIZE]
-        if magic == _MAGIC and end == _CHECKSUM.pack(crc32c(body)):
-            record = Record(*fields)._replace(tensors=tensors)
-            found[record.step] = record if has_loader else record._replace(loader=None)
-        else:
+        magic, *others, loader, tensors = _FIELDS.unpack_from(data, at)
+        end = at + _FIELDS.size
+        if magic != _MAGIC or _CHECKSUM.unpack_from(data, end) != (crc32c(data[at:end]),):
             logger.warning("%s is no record of a journal, or damaged, from byte %d on", path, at)
             break
+        record = Record(*[*others, loader or None, tensors])
+        found[record.step] = record
     if len(data) % _SIZE:
         logger.warning("%s: the last record is cut, and ignored", path)
     return found
@@ -98,26 +96,27 @@ class Journal:
     def __init__(self, root: Location, rank_set: RankSet, keeps: bool) -> None:
         self._rank_set = rank_set
         self._order = Order.of_process(root)
-        self._is_on = keeps or self._order is not None
+        self._is_on = keeps or self.only_audits
         self._folder = Path(stored(root).folder or "") / _FOLDER
         if self._is_on and not stored(root).is_local:
             raise ConfigurationError(
                 f"journal=True needs a directory as the root: nothing can be appended in the store of {str(root)!r}. "
                 f"Pass a directory as the root, and archive={str(root)!r}; or leave journal=True out"
             )
-        if self._order is not None:
+        if self.only_audits:
             text = "%s is set: this loop is audited, and saves and deletes nothing in %s"
             logger.log(once_per_job(logging.WARNING), text, VARIABLE, root)
         self._samples = StateSamples(rank_set)
         self._stale = Stale(self._samples)
         self._worker = Worker("dcp_datastates-journal")
+        self._room = threading.Semaphore(_MOST_WAITING)
         self._comparison: Comparison | None = None
         self._run: str | None = None
         self._until = 0
         """The last step that the run before has."""
         self._last: int | None = None
         self._file: int | None = None
-        self._posted = self._done = self._audited = 0
+        self._audited = 0
         self._lags = False
 
     @property
@@ -135,18 +134,14 @@ class Journal:
         former = self._begin(step)
         rank, world = self._rank_set.rank, self._rank_set.world
         records = records_in(self._folder / f"{former}-{rank}") if former else {}
-        self._comparison = comparison = Comparison(
-            Audit(
-                rank, world, step, losses_only=any(each.world != world for each in records.values())
-            ),
-            {number: each for number, each in records.items() if number >= step},
-            None if self._order is None else self._order.steps,
-        )
+        resized = any(each.world != world for each in records.values())
+        later = {number: each for number, each in records.items() if number >= step}
+        most = None if self._order is None else self._order.steps
+        audit = Audit(rank, world, step, losses_only=resized)
+        comparison = self._comparison = Comparison(audit, later, most, self._samples)
         sample = self._sample(state, step, math.nan, False)
-        comparison.has_generators = self._samples.has_generators
-        comparison.has_loaders = self._samples.has_loaders
         if sample is not None:
-            comparison.words = [self._samples.trained(state)[1]]
+            comparison.words.append(self._samples.trained(state)[1])
             self._worker.post(lambda: comparison.restored(sample()))
 
     def _begin(self, after: int | None) -> str | None:
@@ -155,11 +150,10 @@ class Journal:
         def choose() -> list[Any]:
             names = [each.name for each in self._folder.glob("*-*")]
             runs = sorted({found[1] for name in names if (found := _NAME.fullmatch(name))})
-            former: tuple[int, str | None, int] = 1 << 64, None, 0
+            former: tuple[float, str | None, int] = math.inf, None, 0
             for run in reversed(runs) if after is not None else ():
-                later = [
-                    each for each in records_in(self._folder / f"{run}-0") if each > (after or 0)
-                ]
+                steps = records_in(self._folder / f"{run}-0")
+                later = [each for each in steps if each > (after or 0)]
                 if later and run != self._run and min(later) < former[0]:
                     former = min(later), run, max(later)
             for run in [] if self.only_audits else runs[: 1 - _KEPT_RUNS]:
@@ -181,25 +175,26 @@ class Journal:
         if self._run is None:
             self._begin(None)
         self._last = step
-        if self._posted - self._done < _MOST_WAITING:
-            sample = self._sample(state, step, _loss_in(metrics), True)
-            if sample is not None:
-                if self._comparison is not None and len(self._comparison.words) == 1:
-                    self._comparison.words.append(self._samples.trained(state)[1])
-                self._posted += 1
-                self._worker.post(lambda: self._take(sample))
+        if self._room.acquire(blocking=False):
+            self._post(step, state, _loss_in(metrics))
         elif not self._lags:
             self._lags = True
             logger.warning(
                 "the journal of rank %d lacks steps: storage is too slow", self._rank_set.rank
             )
         self._audited += 1
-        ends = self._order is not None and (
-            self._audited >= self._order.steps or step >= self._until
-        )
-        if ends:
-            self._report()
-        return ends
+        if self._order is None or (self._audited < self._order.steps and step < self._until):
+            return False
+        self._report()
+        return True
+
+    def _post(self, step: int, state: Mapping[str, Any], loss: float) -> None:
+        sample = self._sample(state, step, loss, True)
+        if sample is None:
+            return
+        if self._comparison is not None and len(self._comparison.words) == 1:
+            self._comparison.words.append(self._samples.trained(state)[1])
+        self._worker.post(lambda: self._take(sample))
 
     def saving(self, step: int, state: Mapping[str, Any]) -> None:
         """The save of a step is about to begin: warn if it has a frozen copy."""
@@ -211,10 +206,10 @@ class Journal:
     def _sample(
         self, state: Mapping[str, Any], step: int, loss: float, loaders: bool
     ) -> Callable[[], Record] | None:
-        with contextlib.suppress(*_REPLACED):
-            return self._samples.at(state, step, loss, loaders)
-        self._samples.forget()
         try:
+            with contextlib.suppress(*_REPLACED):
+                return self._samples.at(state, step, loss, loaders)
+            self._samples.forget()
             return self._samples.at(state, step, loss, loaders)
         except Exception as error:
             self._give_up(error)
@@ -232,7 +227,7 @@ class Journal:
         except OSError as error:
             self._give_up(error)
         finally:
-            self._done += 1
+            self._room.release()
 
     def _append(self, data: bytes) -> None:
         if self._file is None:
@@ -252,9 +247,7 @@ class Journal:
         """What was compared so far; None without a resume. Waits for the records of the steps that are done."""
         if self._comparison is None:
             return None
-        done = threading.Event()
-        if self._worker.post(done.set):
-            done.wait(_PATIENCE_SECONDS)
+        self._worker.wait(_PATIENCE_SECONDS)
         return self._comparison.result
 
     def _report(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
@@ -26,34 +26,11 @@ from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
 from dcp_datastates.tiers.run_identity import another_run, of_another_run
 
+if TYPE_CHECKING:
+    from dcp_datastates.weights.publish import Weights
+
 _SPARE: Final = 1.05
 """Room for a save, in sizes of the one before."""
-
-
-class Publisher(Protocol):
-    """Publishes weights of this run's checkpoints, in the background (:mod:`dcp_datastates.weights`)."""
-
-    def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
-        """A save has begun. Every rank calls this for every save. ``then`` is called once it is held no more."""
-
-    def check(self) -> None:
-        """Before a save: raises what would be wrong with all that is published."""
-
-    def holds(self, name: str) -> bool:
-        """Whether the checkpoint of this name must not be deleted yet. Any thread."""
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until what was committed is published, for at most ``seconds``."""
-
-    def close(self) -> None:
-        """Give up what is not published."""
-
-
-class Publishes(Protocol):
-    """The rules of a :class:`Publisher`."""
-
-    def publisher(self, rank_set: RankSet) -> Publisher:
-        """Every rank calls this."""
 
 
 class Keeping:
@@ -79,7 +56,7 @@ class Keeping:
         archive_keep: int | Keep | None,
         archive_rate: int | str | None,
         *,
-        publish: Publishes | None,
+        publish: Weights | None,
     ) -> None:
         self._steps = steps
         self._saves = saves
@@ -97,7 +74,9 @@ class Keeping:
             tiers = range(1, len(steps.roots))
             self._then = [partial(steps.delete_old, each, rule, self._own[each]) for each in tiers]
         self._rank_set = rank_set
-        self._publisher = None if publish is None else publish.publisher(rank_set)
+        self._publisher = (
+            None if publish is None else publish.publisher(rank_set, self._request_deletions)
+        )
         self._archives: list[Archive] = []
         self._another: int | None = None
         """Which archive is of another run."""
@@ -150,7 +129,7 @@ class Keeping:
         if (
             self._publisher is not None
         ):  # first: it holds what is committed before anything deletes it
-            self._publisher.follow(save, self._request_deletions)
+            self._publisher.follow(save)
         self._count += 1
         turns = self._archives if (self._count - 1) % self._every == 0 else []
         for archive, then in zip(turns, self._then, strict=bool(turns)):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -24,7 +24,7 @@ from dcp_datastates.loading.fit import Answer, LoadOptions
 from dcp_datastates.manager.audit import Audit
 from dcp_datastates.manager.continuing import Continuing, Fresh
 from dcp_datastates.manager.journal import Journal
-from dcp_datastates.manager.keeping import Keeping, Publishes
+from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
@@ -36,6 +36,9 @@ from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.start import archive_roots
 from dcp_datastates.storage.object_path import Location, locate_all
+
+if TYPE_CHECKING:
+    from dcp_datastates.weights.publish import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,7 @@ class CheckpointManager:
         archive_every: int = 1,
         archive_keep: int | Keep | None = None,
         archive_rate: int | str | None = None,
-        publish: Publishes | None = None,
+        publish: Weights | None = None,
         journal: bool = False,
         **options: Unpack[WriterOptions],
     ) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.structure import Structure, put_together, taken_apart
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.manager.live_optimizer import (
@@ -36,7 +37,6 @@ from dcp_datastates.manager.live_optimizer import (
     Places,
     placements_of,
 )
-from dcp_datastates.manager.structure import Structure, put_together, taken_apart
 
 logger = logging.getLogger(__name__)
 

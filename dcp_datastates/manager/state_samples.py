@@ -1,6 +1,7 @@
 """Digests of what a loop's state holds: words of its tensors, its random generators, the places of its loaders.
 
-The words lie where the number of the step says: a run that repeats a step exactly has the same digests.
+The words lie where the number of the step says: a run that repeats a step exactly has the same digests. At each save,
+the words of the trainable tensors are compared with those at the save before (:class:`Stale`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress, count
 from typing import Any, Final, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcp_datastates._native import crc32c, sample_words
+from dcp_datastates.io.gradient_hooks import untraced
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, is_unusual, local_tensor, local_tensors
 from dcp_datastates.manager.models import ModelPart, Trainable
 from dcp_datastates.manager.optimizers import OptimizerPart
@@ -50,7 +53,7 @@ _SLOW: Final = ((0.005, 256), (0.0002, 16), (0.0, 1))
 _VALUES: Final = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor})
 _PYTHON: Final = struct.Struct("625I")
 _LOW_BYTE: Final = (255).__and__
-_IS_CPU, _NBYTES, _TRAINED = map(operator.attrgetter, ("is_cpu", "nbytes", "requires_grad"))
+_IS_CPU, _NBYTES = map(operator.attrgetter, ("is_cpu", "nbytes"))
 
 Words = Callable[[], Sequence[int]]
 """Gives a number for each tensor. Waits if they are on a device: for a thread in the background."""
@@ -76,41 +79,38 @@ class Record(NamedTuple):
     """Of these tensors. They are not stored."""
 
 
-class _Places:
-    """Tensors, each in a dict under a key: a program may put another tensor there."""
+class _Tensors:
+    """Tensors by name, each in a dict under a key: a program may put another tensor there."""
 
     def __init__(self) -> None:
-        self.dicts: list[Any] = []
-        self.keys: list[Any] = []
-        self.names: list[str] = []
-        self.on_host = True
+        self._places: list[tuple[Any, Any, str]] = []
+        self._on_host = True
         self._pointers: dict[tuple[int, int], list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def add(self, inside: Any, key: Any, name: str) -> None:
         local = local_tensor(inside[key])
-        if is_unusual(local):
-            return
-        if _is_whole(local):
-            self.dicts.append(inside)
-            self.keys.append(key)
-            self.names.append(name)
-            self.on_host = self.on_host and _IS_CPU(local)
+        if not is_unusual(local) and _is_whole(local):
+            self._places.append((inside, key, name))
+            self._on_host = self._on_host and _IS_CPU(local)
 
-    def _turn(self, step: int, most: int | None) -> slice:
+    def _turn(self, step: int, most: int | None = None) -> slice:
         """Those that are sampled at this step."""
-        most = most or (ON_HOST if self.on_host else _ON_DEVICE)
-        turns = max(1, -(-len(self.keys) // most))
+        most = most or (ON_HOST if self._on_host else _ON_DEVICE)
+        turns = max(1, -(-len(self._places) // most))
         return slice(step % turns, None, turns)
 
-    def named(self, step: int) -> list[str]:
+    def names(self, step: int) -> list[str]:
         """The names of those whose turn is ``step``, in the order of their words; none if some are on a device."""
-        return self.names[self._turn(step, None)] if self.on_host else []
+        return [name for _, _, name in self._places[self._turn(step)]] if self._on_host else []
 
     def words(self, step: int, trained: bool, most: int | None = None) -> Words:
         """Words of those whose turn is ``step``; with ``trained``, of those that require a gradient."""
         turn = self._turn(step, most)
-        found: list[Any] = list(map(operator.getitem, self.dicts[turn], self.keys[turn]))
-        needed = list(map(_TRAINED, found)) if trained else [True] * len(found)
+        found = [inside[key] for inside, key, _ in self._places[turn]]
+        needed = [not trained or each.requires_grad for each in found]
         tensors = local_tensors(found)  # held until the words are read
         if not set(map(type, tensors)) <= PLAIN_TYPES:
             raise TypeError("a tensor was replaced by one of another kind")
@@ -173,20 +173,15 @@ class StateSamples:
     def forget(self) -> None:
         """Hold nothing of the program's."""
         self._given: list[Any] = []
-        self._known: list[int] = []
-        self._entries: list[int] = []
-        self._optimizers: list[ref[Optimizer]] = []
-        self._models, self._moments = _Places(), _Places()
+        self._seen: list[int] = []
+        self._models, self._moments = _Tensors(), _Tensors()
         self._loaders: list[Any] = []
+        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        """Those of the state, and others that train its models."""
         self.models: list[str] = []
         """The names of the models."""
         self.has_generators = False
         """Whether the state has a :class:`RngState`."""
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those of the state, and others that train its models."""
-        return [found for each in self._optimizers if (found := each()) is not None]
 
     @property
     def has_loaders(self) -> bool:
@@ -202,7 +197,7 @@ class StateSamples:
         self._look(state, step)
         model = self._models.words(step, trained=True)
         moments = self._moments.words(step, trained=False)
-        names = self._models.named(step), self._moments.named(step)
+        names = self._models.names(step), self._moments.names(step)
         generators, loader = _generators(step), self._places(step) if loaders else None
 
         def record() -> Record:
@@ -220,18 +215,18 @@ class StateSamples:
         same places, in each call.
         """
         self._look(state, 1)
-        return len(self._models.keys), self._models.words(0, trained=True, most=_COMPARED)
+        return len(self._models), self._models.words(0, trained=True, most=_COMPARED)
 
     def _places(self, step: int) -> int | None:
+        """A digest of the states of the loaders, if they are asked at this step."""
         if not self._loaders or step % self._loaders_every:
             return None
         began = time.perf_counter()
         word = word_of([each.state_dict() for each in self._loaders])
         took = time.perf_counter() - began
         every = next(each for least, each in _SLOW if took >= least)
-        if (
-            self._has_asked and every > self._loaders_every
-        ):  # the first call may take longer than others
+        # The first call may take longer than others.
+        if self._has_asked and every > self._loaders_every:
             self._loaders_every = every
             text = (
                 "the journal has the state of the data loaders at every %dth step: it takes %.1f ms"
@@ -242,46 +237,42 @@ class StateSamples:
 
     def _look(self, state: Mapping[str, Any], step: int) -> None:
         given = [_unwrapped(each) for each in state.values() if type(each) not in _VALUES]
-        known = list(map(id, known_optimizers()))
-        same = _same(given, self._given) and known == self._known and step % _LOOK_AGAIN
-        if not same or self._now() != self._entries:
+        if step % _LOOK_AGAIN == 0 or self._seen != self._ids(given):
             self.forget()
-            self._given, self._known = given, known
+            self._given = given  # held, so that no other object has the same id
             self._look_through(TrainingState(state, self._rank_set))
-            self._entries = self._now()
+            self._seen = self._ids(given)
 
-    def _now(self) -> list[int]:
-        """What an optimizer's state consists of, whose dicts are held: so no other has the same id."""
-        return [entry for each in self.optimizers for entry in map(id, each.state.values())]
+    def _ids(self, given: list[Any]) -> list[int]:
+        """Of all that the samples depend on. The dicts of the optimizers' states are held, if they have tensors."""
+        states = [entry for each in self.optimizers for entry in each.state.values()]
+        return list(map(id, chain(given, known_optimizers(), states)))
 
     def _look_through(self, found: TrainingState) -> None:
-        seen: dict[int, str] = {}
-        optimizers: list[Optimizer] = []
+        names: dict[int, str] = {}
         for name, part in found.parts.items():
             if isinstance(part, OptimizerPart):
-                optimizers.append(part.optimizer)
+                self.optimizers[part.optimizer] = None
             if not isinstance(part, ModelPart):
                 continue
             self.models.append(name)
-            for prefix, module in (
-                each for whole in part.modules for each in whole.named_modules()
-            ):
+            modules = chain.from_iterable(whole.named_modules() for whole in part.modules)
+            for prefix, module in modules:
                 for key, tensor in module._parameters.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen[id(tensor)] = ".".join(filter(None, (prefix, key)))
-                        self._models.add(module._parameters, key, seen[id(tensor)])
+                    if tensor is not None and id(tensor) not in names:
+                        names[id(tensor)] = ".".join(filter(None, (prefix, key)))
+                        self._models.add(module._parameters, key, names[id(tensor)])
         for each in known_optimizers():
-            if each not in optimizers and not seen.keys().isdisjoint(map(id, _parameters(each))):
-                optimizers.append(each)
-        self._optimizers = list(map(ref, optimizers))
-        for each in optimizers:
+            if not names.keys().isdisjoint(map(id, _parameters(each))):
+                self.optimizers.setdefault(each)
+        for each in self.optimizers:
             for parameter in _parameters(each):
                 entry = each.state.get(parameter)
                 moments = entry if type(entry) is dict else {}
                 for key in sorted(moments):
                     if isinstance(moments[key], torch.Tensor):
-                        name = f"{key} of {seen.get(id(parameter), 'a parameter')}"
-                        self._moments.add(moments, key, name)
+                        of = names.get(id(parameter), "a parameter")
+                        self._moments.add(moments, key, f"{key} of {of}")
         differing = found.per_rank()
         self._loaders = [each for each in differing if not isinstance(each, RngState)]
         self.has_generators = len(self._loaders) < len(differing)
@@ -296,10 +287,6 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, PerRank):
         return value.wrapped
     return value.model if isinstance(value, Trainable) else value
-
-
-def _same(one: Sequence[object], other: Sequence[object]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _generators(step: int) -> Callable[[], int]:
@@ -324,3 +311,55 @@ def digest_of(*data: Any) -> int:
     for each in data:
         digest = crc32c(each, digest)
     return digest
+
+
+# ---- what is saved stays the same while an optimizer steps: a frozen copy of the model ------------------
+
+
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""When each optimizer made its latest step with a learning rate that is not 0, by the ``_clock``."""
+_clock = count(1)
+
+
+@untraced
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    if any(
+        not isinstance(each, (int, float)) or each for each in rates
+    ):  # a tensor's value is not asked for
+        _steps[optimizer] = next(_clock)
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+class Stale:
+    """Compares the trainable tensors at each save with those at the save before it."""
+
+    def __init__(self, samples: StateSamples) -> None:
+        self._samples = samples
+        self.before: tuple[int, int, int, Words] | None = None
+        """Of the save before: its step, its time by the ``_clock``, the number of tensors, and words of them."""
+
+    def saving(
+        self, step: int, state: Mapping[str, Any], post: Callable[[Callable[[], object]], object]
+    ) -> None:
+        """``state`` is about to be saved. ``post`` runs a function in the background: words may be on a device."""
+        tensors, words = self._samples.trained(state)
+        optimizers = list(self._samples.optimizers) or list(_steps)
+        stepped = max((_steps.get(each, 0) for each in optimizers), default=0)
+        before, self.before = self.before, (step, next(_clock), tensors, words)
+        if before is not None and before[1] < stepped and before[2] == tensors:
+            models = ", ".join(map(repr, self._samples.models))
+            post(lambda: _compare(before[3], words, (before[0], step, models)))
+
+
+def _compare(before: Words, now: Words, about: tuple[int, int, str]) -> None:
+    found = now()
+    if any(found) and list(found) == list(before()):
+        text = (
+            "the saves of steps %d and %d have the same values of all trainable tensors of %s, by samples, though an "
+            "optimizer has stepped in between: what is saved is not what is trained. Usually the state has a copy of "
+            "the model (copy.deepcopy); pass the model itself. (Or the learning rate is too small to change anything)"
+        )
+        logger.warning(text, *about)

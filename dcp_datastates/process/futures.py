@@ -78,6 +78,13 @@ class Worker:
                 self._thread = thread
         return True
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all that was posted before is done, for at most ``seconds``; return whether it is. After
+        :meth:`close`, True immediately.
+        """
+        done = threading.Event()
+        return not self.post(done.set) or done.wait(seconds)
+
     def finish(self) -> None:
         """Accept no more work. The thread ends when all posted work is done. Idempotent; does not wait."""
         with self._lock:
@@ -181,8 +188,7 @@ def finish_callbacks(seconds: float) -> bool:
     until = time.monotonic() + seconds
     while _resolving and time.monotonic() < until:
         time.sleep(0.01)
-    done = threading.Event()
-    return not _worker.post(done.set) or done.wait(max(0.0, until - time.monotonic()))
+    return _worker.wait(max(0.0, until - time.monotonic()))
 
 
 def _call(function: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,10 @@ import numpy as np
 import torch
 
 from dcp_datastates.config import check_count, parse_flag
-from dcp_datastates.conversion.hugging_face import safetensors_source
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
 )
@@ -24,6 +25,7 @@ from dcp_datastates.process.forks import public
 from dcp_datastates.storage.object_path import AnyPath, Location, check_opens, locate
 from dcp_datastates.weights import version
 from dcp_datastates.weights.share import apply
+from dcp_datastates.weights.version import Index
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class WeightsVersion:
     path: Location
     step: int | None
     published_at: float
-    _index: Mapping[str, Any] = field(repr=False)
+    _index: Index = field(repr=False)
     _reader: _Reader = field(repr=False)
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors."""
-        return sorted(version.checksums_of(self._index))
+        return sorted(self._index.checksums)
 
     def read(self) -> dict[str, torch.Tensor]:
         """The tensors by their names, each compared with its checksum. Change nothing in them, and ``clone()`` what
@@ -59,7 +61,7 @@ class WeightsVersion:
             ConfigurationError: it is a delta, and zstandard is not installed.
             StorageError: it cannot be read.
         """
-        return self._reader.read(self.number, self._index)
+        return self._reader.read(self._index)
 
     def load_into(
         self, target: torch.nn.Module | Mapping[str, torch.Tensor], *, strict: bool = True
@@ -109,49 +111,42 @@ class _Reader:
         self._tensors: dict[str, torch.Tensor] = {}
         """Once a version was a delta: its tensors, in memory."""
 
-    def read(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def read(self, index: Index) -> dict[str, torch.Tensor]:
         """See :meth:`WeightsVersion.read`."""
-        deltas = []
-        at, found = number, index
-        while at != self._number and (base := version.base_of(found)):
-            if base >= at:
-                raise CheckpointCorruptError(f"version {at} says that it is a delta of {base}")
-            deltas.append((at, found))
-            at, found = base, version.found_index(self._root, base)
-        if at != self._number:
-            tensors = self._whole(at, found)
+        number, deltas = index.number, list[Index]()
+        while index.base and index.number != self._number:
+            deltas.append(index)
+            index = self._index(index.base)
+        if index.number != self._number:
+            whole = index.stored()
+            index.check(whole)
             if not deltas:
-                return tensors
-            self._tensors = {name: each.clone() for name, each in tensors.items()}
+                return whole
+            self._tensors = {name: each.clone() for name, each in whole.items()}
         self._number = 0
-        for each, of_delta in reversed(deltas):
-            self._apply(each, of_delta)
+        for delta in reversed(deltas):
+            self._apply(delta)
         self._number = number
         return dict(self._tensors)
 
-    def _whole(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        tensors = self._stored(number, index)
-        version.check(self._root, number, index, tensors)
-        return tensors
+    def _index(self, number: int) -> Index:
+        if (found := version.index_of(self._root, number)) is None:
+            path = version.version_path(self._root, number)
+            text = f"{path} is not published, or was removed"
+            raise CheckpointNotFoundError(errno.ENOENT, text, str(path))
+        return found
 
-    def _apply(self, number: int, index: Mapping[str, Any]) -> None:
-        path = version.version_path(self._root, number)
-        for name, frame in self._stored(number, index).items():
+    def _apply(self, delta: Index) -> None:
+        for name, frame in delta.stored().items():
             if name not in self._tensors:
                 raise CheckpointCorruptError(
-                    f"{path} has a delta of {name!r}, which its base lacks"
+                    f"{delta.path} has a delta of {name!r}, which its base lacks"
                 )
             try:
                 apply(as_bytes(frame), np.asarray(as_bytes(self._tensors[name])))
             except CheckpointCorruptError as error:
-                raise CheckpointCorruptError(f"{path}: {name!r}: {error}") from None
-        version.check(self._root, number, index, self._tensors)
-
-    def _stored(self, number: int, index: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What lies in the files of a version, mapped."""
-        path = version.version_path(self._root, number)
-        file_of = {name: path / file for name, file in index["weight_map"].items()}
-        return dict(safetensors_source(path, sorted(set(file_of.values())), file_of).tensors)
+                raise CheckpointCorruptError(f"{delta.path}: {name!r}: {error}") from None
+        delta.check(self._tensors)
 
 
 @public("follow()")
@@ -207,8 +202,9 @@ def _follow(
         for number in found:
             if (index := version.index_of(root, number)) is not None:
                 after = number
-                path, about = version.version_path(root, number), version.about(index)
-                yield WeightsVersion(number, path, *about, index, reader)
+                yield WeightsVersion(
+                    number, index.path, index.step, index.published_at, index, reader
+                )
                 since = time.monotonic()
         if timeout is not None and time.monotonic() - since > timeout:
             return

@@ -12,6 +12,7 @@ Threads: ``dcp_datastates-weights`` does all of it, one version after another. I
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ import torch
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.commit.joint_work import JointWork
-from dcp_datastates.config import check_count, parse_size
+from dcp_datastates.config import check_count
 from dcp_datastates.conversion.dcp_checkpoints import DataStatesSource
 from dcp_datastates.conversion.hugging_face import companions_of
 from dcp_datastates.conversion.source import Source, select
@@ -51,6 +52,8 @@ from dcp_datastates.weights.share import DELTA, Share, Written, zstd
 
 logger = logging.getLogger(__name__)
 
+_FILE_BYTES: Final = 5_000_000_000
+"""Of the tensors in one file, at most. Each rank writes one, if there are enough tensors."""
 _PAYS: Final = 0.5
 """A delta of more of a full version's bytes than this saves little."""
 _LONGEST_WAIT: Final = 3600.0
@@ -82,7 +85,6 @@ class Weights:
             Each rank keeps the bytes of its share of the model in memory. Needs ``dcp_datastates[weights]``.
         full_every: With ``delta``, each n-th version is full, so that readers can begin. Older versions stay as long as
             one that is kept needs them.
-        shard_size: The most bytes of tensors in one file. Each rank writes one, if there are enough tensors.
         storage_options: fsspec's, if ``root`` is a URL.
 
     Each rank needs memory for its largest tensor, as it is saved and as it is published.
@@ -101,7 +103,6 @@ class Weights:
     config_from: str | os.PathLike[str] | None = None
     delta: Literal["xor"] | None = None
     full_every: int = 20
-    shard_size: int | str = "5GB"
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,46 +114,41 @@ class Weights:
             zstd()
         if self.keep is not None:
             check_count("keep", self.keep)
-        if not parse_size(self.shard_size, name="shard_size"):
-            raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
         check_rename(self.names)
         if self.config_from is not None and not is_directory(locate(self.config_from)):
             raise ConfigurationError(f"config_from={str(self.config_from)!r} is no directory")
 
-    def publisher(self, rank_set: RankSet) -> Publisher:
-        """What publishes the saves of these ranks, all of which call this."""
-        return Publisher(self, rank_set)
+    def publisher(self, rank_set: RankSet, then: Callable[[], object]) -> Publisher:
+        """What publishes the saves of these ranks, all of which call this. ``then`` is called for each that is held no
+        more.
+        """
+        return Publisher(self, rank_set, then)
 
 
 class Publisher:
     """Publishes the saves of one loop. Any thread may call the methods; every rank makes the same calls."""
 
-    def __init__(self, rules: Weights, rank_set: RankSet) -> None:
-        self._rules = rules
+    def __init__(self, rules: Weights, rank_set: RankSet, then: Callable[[], object]) -> None:
+        self._rules, self._then = rules, then
         self._root = locate(rules.root, options=rules.storage_options)
         check_opens(self._root)
         self._work = JointWork(commit_group(rank_set), "weights", _LONGEST_WAIT)
         self._share = Share(rules.delta is not None, self._work.wait)
         self._full = 0
         """The newest full version, of this job."""
-        self._is_told = False
-        self._small: dict[str, bytes] | None = None
         self._hopeless: BaseException | None = None
         """Why no version can be published."""
         self._worker = Worker("dcp_datastates-weights")
-        self._first: int | None = None
-        """The number of the first save, which is the same on all ranks."""
+        self._count = itertools.count()  # of the saves, which is the same on all ranks
         self._lock = threading.RLock()  # guards what follows
         self._turns: list[Location] = []
         """The checkpoints that are to be published, or are being published."""
         _publishers.add(self)
 
-    def follow(self, save: SaveOperation, then: Callable[[], object]) -> None:
-        """A save has begun: publish it once it is committed, if it is its turn; and then call ``then``."""
-        if self._first is None:
-            self._first = save.number
-        if (save.number - self._first) % self._rules.every == 0:
-            when_done(save.committed, lambda _: self._add(save, then))
+    def follow(self, save: SaveOperation) -> None:
+        """A save has begun: publish it once it is committed, if it is its turn."""
+        if next(self._count) % self._rules.every == 0:
+            when_done(save.committed, lambda _: self._add(save))
 
     def check(self) -> None:
         """Before a save: raises what would be wrong with each version, such as a ``part`` that the state lacks."""
@@ -169,32 +165,31 @@ class Publisher:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was committed is published or left out; False after ``seconds``."""
-        done = threading.Event()
-        return not self._worker.post(done.set) or done.wait(seconds)
+        return self._worker.wait(seconds)
 
     def close(self) -> None:
         """Give up what is not published. Idempotent."""
         self._work.closing.set()
         self._worker.close(_CLOSE_SECONDS)
 
-    def _add(self, save: SaveOperation, then: Callable[[], object]) -> None:
+    def _add(self, save: SaveOperation) -> None:
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
             return
         with self._lock:
             self._turns.append(path)
-        if not self._worker.post(lambda: self._turn(path, attempt, then)):
-            self._end(path, then)
+        if not self._worker.post(lambda: self._turn(path, attempt)):
+            self._end(path)
 
-    def _end(self, path: Location, then: Callable[[], object]) -> None:
+    def _end(self, path: Location) -> None:
         with self._lock:
             self._turns.remove(path)
-        then()
+        self._then()
 
     # ---- the thread -----------------------------------------------------------------------------------
 
-    def _turn(self, path: Location, attempt: Attempt, then: Callable[[], object]) -> None:
+    def _turn(self, path: Location, attempt: Attempt) -> None:
         try:
             self._publish(path, attempt)
         except BaseException as error:
@@ -203,7 +198,7 @@ class Publisher:
             if isinstance(error, ConfigurationError | IncompatibleStateError):
                 self._hopeless = error
         finally:
-            self._end(path, then)
+            self._end(path)
 
     def _publish(self, path: Location, attempt: Attempt) -> None:
         began, share = time.monotonic(), self._share
@@ -216,20 +211,25 @@ class Publisher:
             return
         with self._work.telling(begin + 1):
             source = self._opened(path, attempt)
-            files = _files(source, self._work.world, self._shard_bytes)
+            files = _files(source, self._work.world)
             mine = dict(list(files.items())[self._work.rank :: self._work.world])
             place = stored(version.version_path(self._root, number))
             written = share.write(source, mine, place, base)
 
         def publish(messages: Sequence[bytes]) -> bytes:
             parts = [Written(**json.loads(message)) for message in messages]
-            version.publish(
-                self._root,
-                number,
-                _index(source, parts, number, base, path),
-                self._companions(source) if not base else {},
+            folder = self._rules.config_from
+            small = {} if base or folder is None else companions_of(source, locate(folder))
+            version.publish(self._root, number, _index(source, parts, number, base, path), small)
+            nbytes, kind = sum(part.nbytes for part in parts), "all"
+            if base:
+                kind = f"a delta of version {base}, with {nbytes / (source.nbytes or 1):.0%} of its bytes"
+                if nbytes > _PAYS * source.nbytes:
+                    kind += ": without delta= readers have less to do"
+            logger.info(
+                "published the weights of %s as version %d (%s): %s in %.1f s",
+                *(path, number, kind, size(nbytes), time.monotonic() - began),
             )
-            self._say(path, number, base, sum(part.nbytes for part in parts), source.nbytes, began)
             self._remove_old(number)
             return b""
 
@@ -253,22 +253,6 @@ class Publisher:
         self._full = number
         return f"{number} 0".encode()
 
-    def _say(
-        self, path: Location, number: int, base: int, nbytes: int, whole: int, began: float
-    ) -> None:
-        kind = f"a delta of version {base}" if base else "all"
-        logger.info(
-            "published the weights of %s as version %d (%s): %s in %.1f s",
-            *(path, number, kind, size(nbytes), time.monotonic() - began),
-        )
-        if base and nbytes > _PAYS * whole and not self._is_told:
-            self._is_told = True
-            logger.warning(
-                "a delta of the weights has %.0f %% of the bytes of a full version: without delta= readers have less "
-                "to do",
-                100 * nbytes / whole,
-            )
-
     def _opened(self, path: Location, attempt: Attempt) -> Source:
         source, rules = DataStatesSource(path), self._rules
         if source.attempt != attempt:
@@ -277,17 +261,6 @@ class Publisher:
             )
         return select(source, part=rules.part, rename=rules.names, dtype=rules.dtype)
 
-    @property
-    def _shard_bytes(self) -> int:
-        return parse_size(self._rules.shard_size, name="shard_size")
-
-    def _companions(self, source: Source) -> dict[str, bytes]:
-        """The configuration and tokenizer files."""
-        if self._small is None:
-            folder = self._rules.config_from
-            self._small = {} if folder is None else companions_of(source, locate(folder))
-        return self._small
-
     def _remove_old(self, number: int) -> None:
         """Remove what is older than ``keep`` published versions and the full one that these begin with; and what was
         never published.
@@ -295,30 +268,22 @@ class Publisher:
         try:
             older = [each for each in version.numbers_below(self._root) if each < number]
             published = [each for each in older if version.is_published(self._root, each)]
-            keep = len(older) if self._rules.keep is None else self._rules.keep - 1
-            first = max(0, len(published) - keep)
-            oldest = [*published, number][first]
-            while first > 0 and version.is_delta(self._root, oldest):
+            keep = self._rules.keep
+            first = 0 if keep is None else max(0, len(published) + 1 - keep)
+            while first > 0 and version.is_delta(self._root, [*published, number][first]):
                 first -= 1
-                oldest = published[first]
             version.remove(self._root, (each for each in older if each not in published[first:]))
         except OSError as error:
             logger.warning("old versions stay in %s: %s", self._root, error)
 
 
-def _files(source: Source, world: int, shard_bytes: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file: about as many files as ranks, or more, of about the same size."""
-    nbytes = source.nbytes or 1
-    count = max(world, -(-nbytes // shard_bytes))
-    groups: dict[int, list[str]] = {}
-    at = 0
-    for name, tensor in source.tensors.items():
-        middle = at + tensor.nbytes // 2
-        groups.setdefault(middle * count // nbytes, []).append(name)
-        at += tensor.nbytes
+def _files(source: Source, world: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file: at most as many files as ranks, of about the same size; or more."""
+    largest = max((each.nbytes for each in source.tensors.values()), default=0)
+    groups = source.groups(source.tensors, min(_FILE_BYTES, source.nbytes // world + largest))
     return {
         f"model-{n:05d}-of-{len(groups):05d}.safetensors": names
-        for n, names in enumerate(groups.values(), 1)
+        for n, names in enumerate(groups, 1)
     }
 
 

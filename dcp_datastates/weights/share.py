@@ -8,24 +8,25 @@ have the checksum of the new value by the tensor's name. Shapes and dtypes are t
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from typing_extensions import Buffer
 
-from dcp_datastates._native import crc32c
+from dcp_datastates.conversion.destination import contents
 from dcp_datastates.conversion.hugging_face import safetensors_header
-from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
+from dcp_datastates.conversion.source import Source, as_bytes
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, DataStatesError
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import put_pieces
+from dcp_datastates.weights.version import checksum
 
 DELTA: Final = {
     "delta_encoding": "xor",
@@ -48,8 +49,23 @@ class Written:
     files: dict[str, list[str]] = field(default_factory=dict)
     """The names of the tensors in each file."""
     sums: dict[str, str] = field(default_factory=dict)
-    """The CRC-32C of each tensor of the rank, by name."""
+    """The checksum of each tensor of the rank, by name."""
     nbytes: int = 0
+
+
+class _Noted(Source):
+    """``source``, of whose tensors ``note`` is given the name and the bytes when they are read."""
+
+    def __init__(self, source: Source, note: Callable[[str, memoryview], object]) -> None:
+        super().__init__(source.path, source.format, source.tensors, {}, {})
+        self._source, self._note = source, note
+
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """See :class:`Source`."""
+        found = self._source.read(names)
+        for name, tensor in zip(names, found, strict=True):
+            self._note(name, as_bytes(tensor))
+        return found
 
 
 class Share:
@@ -84,70 +100,45 @@ class Share:
         if not base:
             self._bytes = {}
         written = Written()
+
+        def note(name: str, data: memoryview) -> None:
+            written.sums[name] = checksum(data)
+            if self._is_kept and not base:
+                self._bytes[name] = np.array(data, np.uint8)
+
+        whole = _Noted(source, note)
         for file, names in files.items():
             hit("weights.write.before")
-            pieces, nbytes, inside = (self._changed if base else self._whole)(
-                source, names, written
-            )
-            if inside:
+            part, *metadata = self._changes(whole, names) if base else (whole,)
+            if inside := [name for name in names if name in part.tensors]:
+                header, ordered = safetensors_header(part, inside, *metadata)
+                nbytes = len(header) + sum(part.tensors[name].nbytes for name in inside)
+                data = contents(part, ordered, lambda _: self._check())
+                pieces: chain[Buffer] = chain([header], data)
                 put_pieces(place.store, (place / file).key, nbytes, pieces, _PARTS_IN_FLIGHT)
                 written.files[file] = inside
                 written.nbytes += nbytes
             hit("weights.write.after")
         return written
 
-    def _whole(
-        self, source: Source, names: Sequence[str], written: Written
-    ) -> tuple[Iterator[Buffer], int, list[str]]:
-        """The content of a file, its length, and the names of its tensors."""
-        header, ordered = safetensors_header(source, names)
-
-        def pieces() -> Iterator[Buffer]:
-            yield header
-            for name, data in self._read(source, ordered, written):
-                if self._is_kept:
-                    self._bytes[name] = np.array(data, np.uint8)
-                for begin in range(0, len(data), PIECE_BYTES):
-                    self._check()
-                    yield data[begin : begin + PIECE_BYTES]
-
-        nbytes = len(header) + sum(source.tensors[name].nbytes for name in ordered)
-        return pieces(), nbytes, ordered
-
-    def _changed(
-        self, source: Source, names: Sequence[str], written: Written
-    ) -> tuple[Iterator[Buffer], int, list[str]]:
-        """The same of what has changed since the bytes that are kept, which become those of ``source``."""
-        frames: dict[str, bytes] = {}
+    def _changes(self, source: Source, names: Sequence[str]) -> tuple[Source, dict[str, str]]:
+        """The deltas of those that have changed since the bytes that are kept, which become those of ``source``; and
+        the metadata of their file.
+        """
+        frames: dict[str, torch.Tensor] = {}
         checksums: dict[str, str] = {}
         compress = zstd().ZstdCompressor(level=_LEVEL).compress
-        for name, data in self._read(source, names, written):
+        for name, tensor in source.each(names):
             self._check()
-            new, kept = np.frombuffer(data, np.uint8), self._bytes[name]
+            data, kept = as_bytes(tensor), self._bytes[name]
+            new = np.frombuffer(data, np.uint8)
             np.bitwise_xor(kept, new, out=kept)
             if kept.any():
-                frames[name] = compress(kept)
+                frames[name] = torch.frombuffer(bytearray(compress(kept)), dtype=torch.uint8)
                 checksums[name] = f"{zlib.adler32(data):08x}"
             kept[:] = new
-        entries: dict[str, Any] = {"__metadata__": checksums}
-        end = 0
-        for name, frame in frames.items():
-            begin, end = end, end + len(frame)
-            entries[name] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [begin, end]}
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        return chain([header], frames.values()), len(header) + end, list(frames)
-
-    def _read(
-        self, source: Source, names: Sequence[str], written: Written
-    ) -> Iterator[tuple[str, memoryview]]:
-        """The bytes of these tensors."""
-        for group in source.groups(names, PIECE_BYTES):
-            for name, tensor in zip(group, source.read(group), strict=True):
-                data = as_bytes(tensor)
-                written.sums[name] = f"{crc32c(data):08x}"
-                yield name, data
+            del tensor, data, new
+        return Source(source.path, "deltas", frames, {}, {}), checksums
 
 
 def apply(frame: Buffer, to: Bytes) -> None:

@@ -14,11 +14,11 @@ and the step of its checkpoint.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,15 +26,13 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.checkpoints.inventory import remove_all
-from dcp_datastates.conversion.hugging_face import weight_map
+from dcp_datastates.conversion.hugging_face import parsed_index, safetensors_source
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
-    CheckpointNotFoundError,
     CheckpointSupersededError,
     ConfigurationError,
 )
-from dcp_datastates.format import values
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage import local_store
 from dcp_datastates.storage.failpoints import hit
@@ -48,6 +46,46 @@ _WITHDRAWN: Final = b'{"withdrawn": true}\n'
 """An index without a ``weight_map``, which no library loads."""
 
 
+@dataclass(frozen=True)
+class Index:
+    """What the index of a published version says."""
+
+    number: int
+    path: Location
+    """The version's folder."""
+    base: int
+    """The version of which this one is a delta; 0: it is full."""
+    step: int | None
+    """Of the checkpoint that it was made of."""
+    published_at: float
+    file_of: Mapping[str, str]
+    """The file of each tensor in the folder."""
+    checksums: Mapping[str, str]
+    """Of each tensor's bytes; of a delta, also of those that have not changed."""
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What lies in the files, mapped: tensors, or their deltas."""
+        file_of = {name: self.path / file for name, file in self.file_of.items()}
+        return dict(safetensors_source(self.path, sorted(set(file_of.values())), file_of).tensors)
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`CheckpointCorruptError` unless ``tensors`` are this version's, by their checksums."""
+        if alone := self.checksums.keys() ^ tensors.keys():
+            raise CheckpointCorruptError(
+                f"{self.path}: the index and the files differ in {some_of(sorted(alone))}"
+            )
+        for name, tensor in tensors.items():
+            if checksum(as_bytes(tensor)) != self.checksums[name]:
+                raise CheckpointCorruptError(
+                    f"{self.path}: the bytes of {name!r} do not match their checksum in the index"
+                )
+
+
+def checksum(data: memoryview) -> str:
+    """That of a tensor's bytes, as it stands in an index."""
+    return f"{crc32c(data):08x}"
+
+
 def version_path(root: Location, number: int) -> Location:
     """Where the version of this number lies."""
     return root / f"weight_v{number:06d}"
@@ -58,6 +96,48 @@ def numbers_below(root: Location) -> list[int]:
     place = stored(root)
     found = filter(None, map(_NAME.fullmatch, place.store.list(place.key).folders))
     return sorted(int(match[1]) for match in found)
+
+
+def is_published(root: Location, number: int) -> bool:
+    """Whether a version is published, and not deleted. Raises :class:`StorageError`."""
+    place = stored(version_path(root, number) / HUGGING_FACE_INDEX)
+    try:
+        return bytes(place.store.get_range(place.key, 0, len(_WITHDRAWN))) != _WITHDRAWN
+    except ObjectMissingError:
+        return False
+
+
+def index_of(root: Location, number: int) -> Index | None:
+    """The index of a version; None if it is not published, or was withdrawn or deleted.
+
+    Raises :class:`CheckpointCorruptError` if it is no index, and :class:`StorageError`.
+    """
+    path = version_path(root, number)
+    place = stored(path / HUGGING_FACE_INDEX)
+    try:
+        data = place.store.get(place.key)
+    except ObjectMissingError:
+        return None
+    if data == _WITHDRAWN:
+        return None
+    found, file_of = parsed_index(place.location, data)
+    try:
+        about = found["metadata"]
+        base = int(about["base_version"]) if "delta_encoding" in about else 0
+        if not (0 < base < number or "delta_encoding" not in about):
+            raise ValueError(f"version {number} says that it is a delta of {base}")
+        step = about.get("step", "")
+        step = int(step) if step.isdigit() else None
+        published_at, checksums = float(about.get("published_at", 0)), found.get("checksums", {})
+        return Index(number, path, base, step, published_at, file_of, dict(checksums))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{place} is no index: {error!r}") from None
+
+
+def is_delta(root: Location, number: int) -> bool:
+    """Whether a published version has only what has changed since another. Raises as :func:`index_of`."""
+    index = index_of(root, number)
+    return index is not None and index.base > 0
 
 
 def claim(root: Location) -> int:
@@ -99,97 +179,6 @@ def publish(
             f"{place} was withdrawn: another job publishes below {str(root)!r}, or this one was late"
         )
     hit("weights.publish.after")
-
-
-def is_published(root: Location, number: int) -> bool:
-    """Whether a version is published, and not deleted. Raises :class:`StorageError`."""
-    place = stored(version_path(root, number) / HUGGING_FACE_INDEX)
-    try:
-        return bytes(place.store.get_range(place.key, 0, len(_WITHDRAWN))) != _WITHDRAWN
-    except ObjectMissingError:
-        return False
-
-
-def index_of(root: Location, number: int) -> dict[str, Any] | None:
-    """The index of a version; None if it is not published, or was withdrawn or deleted.
-
-    Raises :class:`CheckpointCorruptError` if it is no index, and :class:`StorageError`.
-    """
-    if not is_published(root, number):
-        return None
-    place = stored(version_path(root, number) / HUGGING_FACE_INDEX)
-    try:
-        data = place.store.get(place.key)
-    except ObjectMissingError:
-        return None
-    if data == _WITHDRAWN:
-        return None
-    try:
-        values.check_memory(len(data), data)
-        found = values.load(data)
-    except values.ValueRefused as error:
-        raise CheckpointCorruptError(f"{place} is no index: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
-        raise CheckpointCorruptError(f"{place} has no metadata")
-    return {**found, "weight_map": weight_map(place.location, found)}
-
-
-def found_index(root: Location, number: int) -> dict[str, Any]:
-    """:func:`index_of` a version that must be there. Raises :class:`CheckpointNotFoundError` if it is not."""
-    if (index := index_of(root, number)) is None:
-        path = version_path(root, number)
-        raise CheckpointNotFoundError(
-            errno.ENOENT, f"{path} is not published, or was removed", str(path)
-        )
-    return index
-
-
-def about(index: Mapping[str, Any]) -> tuple[int | None, float]:
-    """The step of the checkpoint that a version was made of, and when it was published."""
-    metadata = index["metadata"]
-    step = metadata.get("step", "")
-    try:
-        return (int(step) if step.isdigit() else None), float(metadata.get("published_at", 0))
-    except (AttributeError, TypeError, ValueError):
-        raise CheckpointCorruptError(f"the metadata of an index are {metadata!r}") from None
-
-
-def checksums_of(index: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The checksum of each tensor of a version, by its name."""
-    found = index.get("checksums")
-    return found if isinstance(found, dict) else {}
-
-
-def check(
-    root: Location, number: int, index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise :class:`CheckpointCorruptError` unless ``tensors`` are those of a version, by their checksums."""
-    path, sums = version_path(root, number), checksums_of(index)
-    if alone := sums.keys() ^ tensors.keys():
-        raise CheckpointCorruptError(
-            f"{path}: the index and the files differ in {some_of(sorted(alone))}"
-        )
-    for name, tensor in tensors.items():
-        if f"{crc32c(as_bytes(tensor)):08x}" != sums[name]:
-            raise CheckpointCorruptError(
-                f"{path}: the bytes of {name!r} do not match their checksum in the index"
-            )
-
-
-def is_delta(root: Location, number: int) -> bool:
-    """Whether a version has only what has changed since the one before. Raises as :func:`index_of`."""
-    return base_of(index_of(root, number) or {}) > 0
-
-
-def base_of(index: Mapping[str, Any]) -> int:
-    """The version of which that with this index is a delta; 0: it is full. Raises :class:`CheckpointCorruptError`."""
-    metadata = index["metadata"]
-    if "delta_encoding" not in metadata:
-        return 0
-    try:
-        return int(metadata["base_version"])
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointCorruptError(f"the index of a delta names no base: {metadata!r}") from None
 
 
 def remove(root: Location, numbers: Iterable[int]) -> None:

@@ -9,8 +9,8 @@ from support.state.checkpoints import assert_same
 from support.tiers import sampled
 
 import dcp_datastates as ds
+from dcp_datastates.format.structure import packed_optimizer, put_together, taken_apart
 from dcp_datastates.manager.frameworks import state_of
-from dcp_datastates.manager.structure import packed_optimizer, put_together, taken_apart
 
 
 def _value(draws, depth):
