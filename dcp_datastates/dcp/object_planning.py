@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
-from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata import encode
+from dcp_datastates.format.metadata_objects import Place, table_of
 from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.plan_cache import note_of
@@ -109,7 +108,7 @@ def document(
     metrics: Mapping[str, float],
     trace: Trace = None,
 ) -> bytes:
-    """The bytes of ``.metadata`` of a save that DCP's objects describe. Completes ``metadata`` in place.
+    """The bytes of ``.metadata`` of a save that DCP's objects describe.
 
     Args:
         claim: how the attempt was claimed.
@@ -120,15 +119,15 @@ def document(
 
     Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
     """
-    metadata.storage_data = {}
-    for indices, report in reports:
-        paths = [f"{claim.attempt.name}/{name}" for name, _, _ in report.files]
-        places = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
-        for index, number, offset, length in zip(indices, *places, strict=True):
-            info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
-            metadata.storage_data[index] = info
     note = note_of(claim, [report for _, report in reports], metrics, trace)
-    return encode(table_of(metadata, note))
+    number = {path: number for number, path in enumerate(note.files)}
+    found: dict[MetadataIndex, Place] = {}
+    for indices, report in reports:
+        files = [number[f"{claim.attempt.name}/{name}"] for name, _, _ in report.files]
+        columns = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
+        for index, file, offset, length in zip(indices, *columns, strict=True):
+            found[index] = files[file], offset, length
+    return encode(table_of(metadata, found, note))
 
 
 @collection_paused()
