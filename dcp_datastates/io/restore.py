@@ -24,7 +24,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.io import stored_files
+from dcp_datastates.io import committed
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.streams import ReadRange, fetch
@@ -200,7 +200,7 @@ class Restore:
         # Kernels that write to the target tensors may still be running.
         after = fences(self._engine, set(reads.devices))
         if read_range is None and isinstance(place, ObjectPath):
-            read_range = stored_files.range_reader(place / path for path in reads.used_paths)
+            read_range = committed.range_reader(place / path for path in reads.used_paths)
         engine = self._engine
         begin = engine.restore if read_range is None else engine.restore_streamed
         job = begin(plan, memories, after)
@@ -271,7 +271,7 @@ class Restore:
 
 def _sizes(place: Location, files: Collection[str]) -> dict[str, int]:
     found = {}
-    for file, nbytes in stored_files.sizes(place, files).items():
+    for file, nbytes in committed.sizes(place, files).items():
         if isinstance(nbytes, int):
             found[file] = nbytes
             continue
