@@ -45,15 +45,15 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_518,
-    "checkpoints": 2_585,
+    "checkpoints": 2_582,
     "cli": 1_011,
     "commit": 1_533,
     "conversion": 2_053,
-    "dcp": 2_022,
+    "dcp": 1_965,
     "deepspeed": 730,
-    "format": 2_936,
+    "format": 2_875,
     "huggingface": 1_121,
-    "io": 2_482,
+    "io": 2_454,
     "lightning": 722,
     "loading": 1_724,
     "manager": 4_611,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_892}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_867}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
