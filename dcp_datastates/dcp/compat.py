@@ -178,12 +178,7 @@ class PublishedMetadata(Metadata):
         return object.__getattribute__(self, name)
 
     def _load(self) -> None:
-        try:
-            table = open_committed(locate(self.directory)).table
-        except FileNotFoundError:
-            raise DataStatesError(
-                f"nothing is committed at {str(self.directory)!r}: wait for the save's future, or writer.committed"
-            ) from None
+        table = open_committed(locate(self.directory)).table
         attempt = table.note.attempt.name
         if attempt != self.attempt:
             raise DataStatesError(
