@@ -51,9 +51,9 @@ BUDGETS = {
     "conversion": 2_053,
     "dcp": 1_960,
     "deepspeed": 730,
-    "format": 2_875,
+    "format": 2_869,
     "huggingface": 1_121,
-    "io": 2_448,
+    "io": 2_424,
     "lightning": 722,
     "loading": 1_705,
     "manager": 4_611,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_867}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_853}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
