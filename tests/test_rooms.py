@@ -49,9 +49,9 @@ BUDGETS = {
     "cli": 1_011,
     "commit": 1_533,
     "conversion": 2_053,
-    "dcp": 1_960,
+    "dcp": 1_952,
     "deepspeed": 730,
-    "format": 2_869,
+    "format": 2_853,
     "huggingface": 1_121,
     "io": 2_424,
     "lightning": 722,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_853}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_852}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

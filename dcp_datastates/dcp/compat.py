@@ -186,7 +186,7 @@ class PublishedMetadata(Metadata):
                 f"committed, or was replaced"
             )
         found = metadata_of(table)
-        vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
+        vars(self).update(vars(found))
 
     def __reduce__(self) -> Any:
         if vars(self).keys() >= FIELDS:  # already read, and perhaps changed

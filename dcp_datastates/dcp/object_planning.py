@@ -47,8 +47,8 @@ class ObjectPlanning(SavePlanning):
         local_plan: Callable[[bool], SavePlan],
         staged: StagedState | None,
     ) -> None:
-        self._planner: SavePlanner | None = planner
-        self._local_plan: Callable[[bool], SavePlan] | None = local_plan
+        self._planner: Any = planner
+        self._local_plan: Any = local_plan
         self._staged = staged
         self._metadata: Metadata | None = None
 
@@ -62,20 +62,19 @@ class ObjectPlanning(SavePlanning):
         return ObjectPlanning(planner, local_plan, staged)
 
     def propose(self, group: str, rank: int) -> bytes:
-        assert self._local_plan is not None, "released"
         plan = self._local_plan(rank == 0)
         items = plan.items if self._staged is None else self._staged.as_captured(plan.items)
         return _packed(plan if items is plan.items else dataclasses.replace(plan, items=items))
 
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
-        plans, self._metadata = self._held.create_global_plan(list(map(_unpacked, proposals)))
+        plans, self._metadata = self._planner.create_global_plan(list(map(_unpacked, proposals)))
         return list(map(_packed, plans))
 
     def take(self, answer: bytes) -> None:
-        self.items = self._held.finish_plan(_unpacked(answer)).items
+        self.items = self._planner.finish_plan(_unpacked(answer)).items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        found: torch.Tensor | io.BytesIO = self._held.resolve_data(write_item)
+        found: torch.Tensor | io.BytesIO = self._planner.resolve_data(write_item)
         return found
 
     def release(self) -> None:
@@ -94,11 +93,6 @@ class ObjectPlanning(SavePlanning):
             return document(claim, mine, found, written.metrics, trace)
 
         return lambda: report, compose
-
-    @property
-    def _held(self) -> SavePlanner:
-        assert self._planner is not None, "released"
-        return self._planner
 
 
 def document(

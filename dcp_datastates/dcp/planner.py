@@ -75,8 +75,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self.cache = PlanCache()
-        self._for_writer: Mapping[str, Any] | None = None
-        """The state of the present save, if the writer plans it."""
+        self._is_for_writer = False
+        """Whether the writer plans the present save. Then :attr:`state_dict` is as DCP has passed it."""
 
     @property
     def options(self) -> PlanOptions:
@@ -92,11 +92,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(enable_plan_caching={self._caches}, split_replicas={self._split})"
 
-    def take_state(self) -> Mapping[str, Any] | None:
-        """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""
-        state, self._for_writer = self._for_writer, None
-        return state
-
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
     def set_up_planner(
@@ -105,17 +100,16 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._for_writer = None
-        if isinstance(storage_meta, WriterMeta) and options_in_columns(self):
-            self.is_coordinator, self._for_writer = is_coordinator, state_dict
+        self._is_for_writer = isinstance(storage_meta, WriterMeta) and bool(
+            options_in_columns(self)
+        )
+        if self._is_for_writer:
+            self.is_coordinator, self.state_dict, self.mappings = is_coordinator, state_dict, {}
         else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        if self._for_writer is None:
-            stock: SavePlan = super().create_local_plan()
-            return stock
-        self.plan = NO_PLAN
+        self.plan = NO_PLAN if self._is_for_writer else super().create_local_plan()
         return self.plan
 
 
@@ -173,10 +167,10 @@ def plan_in_columns(
 
 
 def planned_state(planner: DefaultSavePlanner) -> tuple[Mapping[str, Any], Paths | None]:
-    """The state that DCP has passed to ``planner`` for the present save. If the planner has flattened it: with the path
-    of each of its names.
+    """The state that DCP has passed to ``planner`` for the present save; this package's planner drops it. If another
+    planner has flattened it: with the path of each of its names.
     """
-    state = planner.take_state() if isinstance(planner, DataStatesSavePlanner) else None
-    if state is not None:
-        return state, None
-    return planner.state_dict, planner.mappings if planner.flatten_state_dict else None
+    state, paths = planner.state_dict, planner.mappings if planner.flatten_state_dict else None
+    if isinstance(planner, DataStatesSavePlanner):
+        planner.state_dict = {}
+    return state, paths or None

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.key_paths import as_dcp_has_them
 from dcp_datastates.format.metadata import DCP_VERSION, refusing
 from dcp_datastates.format.metadata_table import CATALOG, Catalog, MetadataTable, Note, Placement
@@ -33,35 +32,20 @@ from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.format.values import ValueRefused, described, properties_to_json
 from dcp_datastates.process.garbage import collection_paused
 
-_TABLE: Final = "dcp_datastates"
-"""The attribute with the :class:`MetadataTable` of a ``Metadata`` from a file of this package."""
-
 _MANY: Final = 200
 """Chunks of one tensor: to make so many at once may have a garbage collection fall due."""
 
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up. They do not say where bytes
-    are stored: the reader has that in the ``table``.
+    are stored: the reader keeps the ``table``.
     """
-    metadata = Metadata(
+    return Metadata(
         state_dict_metadata=Entries(table.catalog),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=as_dcp_has_them(table.catalog.mappings),
         storage_meta=StorageMeta(save_id=table.note.attempt.name),
         version=DCP_VERSION,
     )
-    vars(metadata)[_TABLE] = table
-    return metadata
-
-
-def opened_from(metadata: Metadata) -> MetadataTable:
-    """What :func:`metadata_of` was called with; raises :class:`DataStatesError` for any other object."""
-    table = vars(metadata).get(_TABLE)
-    if not isinstance(table, MetadataTable):
-        raise DataStatesError(
-            "these metadata do not come from DataStatesReader.read_metadata(), which says what belongs to them"
-        )
-    return table
 
 
 class Entries(MutableMapping[str, STORAGE_TYPES]):

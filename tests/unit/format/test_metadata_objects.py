@@ -19,7 +19,6 @@ from support.state.metadata_examples import (
 from dcp_datastates.format.metadata import decode, encode
 from dcp_datastates.format.metadata_objects import (
     metadata_of,
-    opened_from,
     table_of,
 )
 from dcp_datastates.format.metadata_table import CATALOG, PLACEMENT, MetadataTable
@@ -44,7 +43,6 @@ def test_file_is_accepted_as_one_made_of_objects(case):
         for name in PLACEMENT:
             assert np.array_equal(getattr(each.placement, name), getattr(table.placement, name))
         assert_identical(metadata_of(each), packed.metadata())
-        assert opened_from(metadata_of(each)) is each
 
 
 def test_each_catalog_has_its_own_part_of_the_document_however_often_it_is_written():
