@@ -219,7 +219,7 @@ class DataStatesReader(StorageReader):
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
-        native = engine(self._host_cache_bytes)
+        engine(self._host_cache_bytes)  # it is of this size, if there is none yet
         found: dict[str, bytes] = {}
         safe: set[bytes] = set()  # equal bytes are checked once
 
@@ -233,7 +233,7 @@ class DataStatesReader(StorageReader):
                 found[name] = data
 
         def read(reads: Reads) -> None:
-            stored.read(reads, take, sharing=load.joint.sharing, native=native)
+            stored.read(reads, take, sharing=load.joint.sharing)
 
         wrapped, items = load.of(plan)
         state: dict[str, Any] = getattr(planner, "state_dict", {})

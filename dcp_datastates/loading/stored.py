@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import Engine
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -27,7 +26,7 @@ from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of, volumes
 from dcp_datastates.format.stored_names import Box, is_under, wrappers
 from dcp_datastates.io.committed import explain_missing
-from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.engine import engine
 from dcp_datastates.io.reads import Reads, Sizes, shapes_of
 from dcp_datastates.io.restore import Restore, Sharing
 from dcp_datastates.io.tensor_memory import (
@@ -240,17 +239,14 @@ class Stored(Mapping[str, Described | None]):
         *,
         sharing: Sharing | None = None,
         count: Callable[[int], None] = lambda nbytes: None,
-        native: Engine | None = None,
     ) -> None:
         """:meth:`~dcp_datastates.io.restore.Restore.read`, from the nearest place, once no save in flight reads the
         memory that it overwrites. A data file that is missing is damage, or another save's doing, and the error says
         which.
-
-        ``native``: the engine; None: the process's own, of the usual size.
         """
-        native = native or engine(DEFAULT_HOST_CACHE_BYTES)
+        restore = Restore(self.table, self.places, engine(), count, sharing)
         try:
-            Restore(self.table, self.places, native, count, sharing).read(reads, deliver, _release)
+            restore.read(reads, deliver, _release)
         except CheckpointNotFoundError as error:
             raise explain_missing(self.places[0], self.table.note, error) from error
 
