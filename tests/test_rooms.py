@@ -45,21 +45,21 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_577,
+    "checkpoints": 2_574,
     "cli": 1_011,
     "commit": 1_533,
     "conversion": 2_056,
-    "dcp": 2_015,
+    "dcp": 1_945,
     "deepspeed": 730,
-    "format": 3_037,
+    "format": 2_952,
     "huggingface": 1_121,
-    "io": 2_482,
+    "io": 2_424,
     "lightning": 722,
-    "loading": 1_709,
+    "loading": 1_686,
     "manager": 4_450,
     "megatron": 287,
     "monitoring": 224,
-    "planning": 2_790,
+    "planning": 2_788,
     "process": 857,
     "ranks": 2_074,
     "saving": 2_008,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_930}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_890}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -25,8 +25,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.layout import ChecksumTable, blocks
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.committed import Committed, open_committed, replacement
-from dcp_datastates.io.stored_files import sizes
+from dcp_datastates.io.committed import Committed, open_committed, replacement, sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import attempts, decisions, local, local_store, operations

@@ -22,8 +22,7 @@ from dcp_datastates.checkpoints.overview import (
 )
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
-from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.io.stored_files import sizes
+from dcp_datastates.io.committed import Committed, open_committed, sizes
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts
 from dcp_datastates.storage.object_path import AnyPath, Location, copies_in, locate

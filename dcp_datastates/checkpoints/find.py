@@ -16,8 +16,7 @@ from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_ra
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
 from dcp_datastates.checkpoints.verify import examine
 from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, StorageError
-from dcp_datastates.io.committed import Committed, wrong_size
-from dcp_datastates.io.stored_files import sizes
+from dcp_datastates.io.committed import Committed, sizes, wrong_size
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import AnyPath, Location, locate_all

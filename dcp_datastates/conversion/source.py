@@ -30,7 +30,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import stored_names
 from dcp_datastates.format.key_paths import KeyPath
 from dcp_datastates.format.stored_names import NamePatterns, Rename
-from dcp_datastates.io.stored_files import range_reader
+from dcp_datastates.io.committed import range_reader
 from dcp_datastates.io.tensor_memory import without_bytes
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.storage.local import explained

@@ -1,4 +1,4 @@
-"""Saves that DCP runs: what its calls have said so far, the state that it sees, its process group."""
+"""What DCP sees of a save that it runs: its state, its turn, its process group, its metadata."""
 
 from __future__ import annotations
 
@@ -12,173 +12,41 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.object_planning import ObjectPlanning
-from dcp_datastates.dcp.planner import NO_PLAN, options_in_columns, plan_in_columns, planned_state
-from dcp_datastates.dcp.turn import Turn
-from dcp_datastates.errors import ConfigurationError, DataStatesError, SaveAbandonedError
+from dcp_datastates.dcp.turn import DcpSave
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import moved
-from dcp_datastates.planning.column_planning import StateToPlan
-from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Wait
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.outcome import SaveOrigin
-from dcp_datastates.saving.rank_context import context_of
-from dcp_datastates.saving.start import end_here, stage_in_place
 from dcp_datastates.staging import step_gate
 from dcp_datastates.storage.object_path import Location, locate
 
 logger = logging.getLogger(__name__)
 
 
-class DcpSave:
-    """A save that DCP runs, by the calls that DCP has made for it so far. One thread makes them.
-
-    Args:
-        state: the state that DCP has got from ``stage()``; None if it has the program's own.
-    """
-
-    def __init__(self, turn: Turn, state: dict[Any, Any] | None = None) -> None:
-        self.save = turn.save
-        self.rank = 0
-        """This process's rank for DCP."""
-        self.is_coordinator = False
-        """Whether it is DCP's coordinator."""
-        self._turn = turn
-        self._state = state
-        self._plan: SavePlan | None = None  # this rank's, of its planner
-
-    def keep(self, plan: SavePlan) -> SavePlan:
-        """Keep this rank's ``plan``; return the empty one that DCP is shown."""
-        self._plan = plan
-        forget_cached_plans()
-        return dataclasses.replace(plan, items=[], planner_data={})
-
-    def set_world(self, world: int) -> None:
-        """Note, on DCP's coordinator, with how many ranks DCP saves."""
-        rank_set = self.save.group.rank_set
-        if world == 1 != rank_set.world:  # no_dist=True, or a group of one
-            self.save.save_alone()
-        elif world != rank_set.world:
-            raise ConfigurationError(
-                f"DCP saves with {world} ranks, the writer commits with {rank_set.world} "
-                f"({'all' if rank_set.world > 1 else 'this process alone'}): pass the process_group= that is "
-                f"given to dcp.save or dcp.async_save to DataStatesWriter too"
-            )
-
-    def write(self, planner: SavePlanner) -> None:
-        """Plan the save with this package's pipeline; write this rank's part; return when all its data are read. If it
-        raises, the save has failed.
-        """
-        save = self.save
-        forget_cached_plans()
-        self._turn.have_all_come = True
-        try:
-            try:
-                finish = context_of(save.group).plan(save, self._planning(planner))
-            finally:
-                self._turn.planned()
-            finish()
-        except BaseException as error:
-            save.record_error(error)
-            save.fail_part(error)
-            self._end()
-            raise
-        if not self.is_coordinator:
-            self._end()
-
-    def _planning(self, planner: SavePlanner) -> SavePlanning | None:
-        """How the save is planned; None if it has failed on this rank."""
-        save, plan, self._plan = self.save, self._plan, None
-        try:
-            self._check(planner, plan)
-            if save.error is not None or plan is None:
-                return None
-            if options_in_columns(planner) is None:
-                staged = save.reads.staged if save.asynchronous else None
-                return ObjectPlanning(planner, lambda _: plan, staged)
-            assert isinstance(planner, DefaultSavePlanner)
-            state, paths = planned_state(planner)
-            if not save.asynchronous:
-                stage_in_place(save, state)
-                state_of_call = StateToPlan(save.reads.staged, save.reads.state, paths)
-            else:  # it was staged at the call, as the program has it
-                built = self._state
-                assert built is not None, "DCP has read it"
-                state_of_call = StateToPlan(save.reads.staged, lambda: built)
-            return plan_in_columns(planner, context_of(save.group).planner, state_of_call)
-        except Exception as error:
-            save.record_error(error)  # the ranks agree first: others wait for this one
-            return None
-
-    def finish(self, metadata: Metadata) -> None:
-        """Coordinator: return when the save is committed, or raise why not. The ``metadata`` become the save's."""
-        save = self.save
-        try:
-            attempt = save.ticket().attempt.name
-            save.await_decision()
-            publish(metadata, save.resolved_path(), attempt)
-        finally:
-            self._end()
-
-    def _check(self, planner: SavePlanner, plan: SavePlan | None) -> None:
-        if self.save.has_ended:
-            raise SaveAbandonedError("DCP has come to this save too late: later saves have begun")
-        plans_nothing = plan is not None and plan.planner_data == NO_PLAN.planner_data
-        if plans_nothing and options_in_columns(planner) is None:
-            raise ConfigurationError(
-                f"a {type(planner).__name__} that uses a DataStatesSavePlanner cannot plan for a DataStatesWriter: "
-                f"pass the DataStatesSavePlanner itself, or derive from it"
-            )
-        rank_set = self.save.group.rank_set
-        if rank_set.rank != self.rank:
-            raise ConfigurationError(
-                f"this is rank {self.rank} of the process group that DCP saves with, and rank "
-                f"{rank_set.rank} of the writer's; pass the same process_group= to both"
-            )
-        if self.is_coordinator != (self.rank == 0):
-            raise ConfigurationError(
-                "DCP's coordinator must be the first rank: leave coordinator_rank=0"
-            )
-
-    def _end(self) -> None:
-        """Note that the writer's last call is over. The thread of an asynchronous save ends after it; until then it may
-        be in DCP's collectives. Alone, there are none.
-        """
-        save = self.save
-        if not save.asynchronous or save.group_of_call.rank_set.world == 1:
-            end_here()
-
-
-def forget_cached_plans() -> None:
-    """Make DCP's planners plan their next save anew. With ``enable_plan_caching=True`` they keep plans, of which some
-    are the empty ones that they were shown, and would take these for a later save's, also by another writer.
-    """
-    getattr(SavePlanner, "_cached_save_plan", {}).clear()
-
-
-def begin_async(turn: Turn) -> dict[Any, Any]:
+def _begin_async(running: DcpSave) -> dict[Any, Any]:
     """Make the calling thread the one that runs the save; return its state when it is the save's turn.
 
     An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
     raised here, they would wait.
     """
-    save, reads = turn.save, turn.save.reads
-    turn.come()
+    save, reads = running.save, running.save.reads
+    running.come()
     log = Wait(logger, f"the save to {str(save.path)!r}")
     state: dict[Any, Any] = {}
     try:
         if save.error is None:
             reads.begin()
-        turn.wait(lambda: log.look("its turn; the threads of the saves before it have not ended"))
+        running.wait(
+            lambda: log.look("its turn; the threads of the saves before it have not ended")
+        )
         save.begin()
         if save.error is None:
             state = reads.state()
@@ -186,6 +54,7 @@ def begin_async(turn: Turn) -> dict[Any, Any]:
         save.record_error(error)
     if save.error is not None:
         reads.fail(save.error)  # frees its memory immediately
+    running.state = state
     return state
 
 
@@ -197,18 +66,18 @@ def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location |
     step_gate.open_windows()  # no backward pass can begin while this thread waits
     stats = SaveStats()
     stats.timeline.begin("queue")
-    turn = Turn(SaveOperation(group, config, SaveOrigin.DCP, path, stats, {}))
-    save = turn.save
+    running = DcpSave(SaveOperation(group, config, SaveOrigin.DCP, path, stats, {}))
+    save = running.save
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     wait = Wait(logger, "this save", config.commit_timeout)
     try:
-        turn.wait(lambda: wait.look("the saves before it to be planned", moved(None)))
+        running.wait(lambda: wait.look("the saves before it to be planned", moved(None)))
         save.begin()
     except BaseException as error:
         save.record_error(error)
         save.end()
         raise
-    return DcpSave(turn)
+    return running
 
 
 class ThisThread(threading.local):
@@ -226,15 +95,15 @@ class StagedStateDict(Mapping[Any, Any]):
     raises an error that says why it cannot work, after ending the save.
     """
 
-    def __init__(self, turn: Turn, here: ThisThread) -> None:
-        self._turn, self._here = turn, here
+    def __init__(self, running: DcpSave, here: ThisThread) -> None:
+        self._running, self._here = running, here
         self._staged: dict[Any, Any] | None = None
 
     def _state(self) -> dict[Any, Any]:
         if self._staged is None:
             self._staged = {}
-            self._staged = begin_async(self._turn)
-            self._here.next = DcpSave(self._turn, self._staged)
+            self._staged = _begin_async(self._running)
+            self._here.next = self._running
         return self._staged
 
     def __getitem__(self, key: Any) -> Any:
@@ -252,8 +121,8 @@ class StagedStateDict(Mapping[Any, Any]):
             "use async_checkpointer_type=AsyncCheckpointerType.THREAD (the default); "
             "AsyncCheckpointerType.PROCESS is not supported"
         )
-        self._turn.save.record_error(error)
-        self._turn.save.end()
+        self._running.save.record_error(error)
+        self._running.save.end()
         raise error
 
 
@@ -309,12 +178,7 @@ class PublishedMetadata(Metadata):
         return object.__getattribute__(self, name)
 
     def _load(self) -> None:
-        try:
-            table = open_committed(locate(self.directory)).table
-        except FileNotFoundError:
-            raise DataStatesError(
-                f"nothing is committed at {str(self.directory)!r}: wait for the save's future, or writer.committed"
-            ) from None
+        table = open_committed(locate(self.directory)).table
         attempt = table.note.attempt.name
         if attempt != self.attempt:
             raise DataStatesError(
@@ -322,7 +186,7 @@ class PublishedMetadata(Metadata):
                 f"committed, or was replaced"
             )
         found = metadata_of(table)
-        vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
+        vars(self).update(vars(found))
 
     def __reduce__(self) -> Any:
         if vars(self).keys() >= FIELDS:  # already read, and perhaps changed

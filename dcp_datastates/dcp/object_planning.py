@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcp_datastates.format.key_paths import typed_paths
-from dcp_datastates.format.metadata import TRANSFORM_DESCRIPTORS, encode
-from dcp_datastates.format.metadata_objects import table_of
+from dcp_datastates.format.metadata import encode
+from dcp_datastates.format.metadata_objects import Place, table_of
 from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.planning.messages import Report
 from dcp_datastates.planning.plan_cache import note_of
@@ -47,8 +46,8 @@ class ObjectPlanning(SavePlanning):
         local_plan: Callable[[bool], SavePlan],
         staged: StagedState | None,
     ) -> None:
-        self._planner: SavePlanner | None = planner
-        self._local_plan: Callable[[bool], SavePlan] | None = local_plan
+        self._planner: Any = planner
+        self._local_plan: Any = local_plan
         self._staged = staged
         self._metadata: Metadata | None = None
 
@@ -62,20 +61,19 @@ class ObjectPlanning(SavePlanning):
         return ObjectPlanning(planner, local_plan, staged)
 
     def propose(self, group: str, rank: int) -> bytes:
-        assert self._local_plan is not None, "released"
         plan = self._local_plan(rank == 0)
         items = plan.items if self._staged is None else self._staged.as_captured(plan.items)
         return _packed(plan if items is plan.items else dataclasses.replace(plan, items=items))
 
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
-        plans, self._metadata = self._held.create_global_plan(list(map(_unpacked, proposals)))
+        plans, self._metadata = self._planner.create_global_plan(list(map(_unpacked, proposals)))
         return list(map(_packed, plans))
 
     def take(self, answer: bytes) -> None:
-        self.items = self._held.finish_plan(_unpacked(answer)).items
+        self.items = self._planner.finish_plan(_unpacked(answer)).items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        found: torch.Tensor | io.BytesIO = self._held.resolve_data(write_item)
+        found: torch.Tensor | io.BytesIO = self._planner.resolve_data(write_item)
         return found
 
     def release(self) -> None:
@@ -95,11 +93,6 @@ class ObjectPlanning(SavePlanning):
 
         return lambda: report, compose
 
-    @property
-    def _held(self) -> SavePlanner:
-        assert self._planner is not None, "released"
-        return self._planner
-
 
 def document(
     claim: Claim,
@@ -108,7 +101,7 @@ def document(
     metrics: Mapping[str, float],
     trace: Trace = None,
 ) -> bytes:
-    """The bytes of ``.metadata`` of a save that DCP's objects describe. Completes ``metadata`` in place.
+    """The bytes of ``.metadata`` of a save that DCP's objects describe.
 
     Args:
         claim: how the attempt was claimed.
@@ -119,15 +112,15 @@ def document(
 
     Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
     """
-    metadata.storage_data = {}
-    for indices, report in reports:
-        paths = [f"{claim.attempt.name}/{name}" for name, _, _ in report.files]
-        places = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
-        for index, number, offset, length in zip(indices, *places, strict=True):
-            info = _StorageInfo(paths[number], offset, length, TRANSFORM_DESCRIPTORS)
-            metadata.storage_data[index] = info
     note = note_of(claim, [report for _, report in reports], metrics, trace)
-    return encode(table_of(metadata, note))
+    number = {path: number for number, path in enumerate(note.files)}
+    found: dict[MetadataIndex, Place] = {}
+    for indices, report in reports:
+        files = [number[f"{claim.attempt.name}/{name}"] for name, _, _ in report.files]
+        columns = (report.numbers.tolist(), report.offsets.tolist(), report.lengths.tolist())
+        for index, file, offset, length in zip(indices, *columns, strict=True):
+            found[index] = files[file], offset, length
+    return encode(table_of(metadata, found, note))
 
 
 @collection_paused()

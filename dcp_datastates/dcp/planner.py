@@ -1,34 +1,27 @@
-"""The save planner: it splits replicas by bytes, and caches plans.
+"""The save planner: it has the options of planning in columns.
 
 With this package's writer it makes no plan for DCP: this package's own pipeline plans the save in columns
 (``planning/column_planning.py``) when DCP calls the writer's ``write_data``. So it does for DCP's default planner
-(:func:`options_in_columns`). With any other writer, the planner plans the same chunks in DCP's objects.
+(:func:`options_in_columns`). With any other writer, and if a subclass overrides a hook, it plans as DCP's default
+planner does.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import io
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.column_planning import (
     ColumnPlanning,
     Paths,
     PlanOptions,
     StateToPlan,
-    assign_shares,
-    serialize,
 )
-from dcp_datastates.planning.flat_state import chunk_of, declared
-from dcp_datastates.planning.messages import LocalPlan
 from dcp_datastates.planning.plan_cache import PlanCache
 
 NO_PLAN: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
@@ -42,7 +35,8 @@ class WriterMeta(StorageMeta):
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
-    """A save planner for large jobs. It takes the options of :class:`DefaultSavePlanner`, and works with any writer.
+    """A save planner for large jobs. It takes the options of :class:`DefaultSavePlanner`. With any other writer than
+    this package's, it plans as that planner.
 
     Use one planner for all saves of a job, because each planner has its own plan cache. The cache holds several plans,
     so state dicts may alternate (model, optimizer).
@@ -81,8 +75,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self.cache = PlanCache()
-        self._for_writer: Mapping[str, Any] | None = None
-        """The state of the present save, if the writer plans it."""
+        self._is_for_writer = False
+        """Whether the writer plans the present save. Then :attr:`state_dict` is as DCP has passed it."""
 
     @property
     def options(self) -> PlanOptions:
@@ -98,11 +92,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(enable_plan_caching={self._caches}, split_replicas={self._split})"
 
-    def take_state(self) -> Mapping[str, Any] | None:
-        """The state of the present save, as DCP has passed it, if the writer plans the save. The planner drops it."""
-        state, self._for_writer = self._for_writer, None
-        return state
-
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
     def set_up_planner(
@@ -111,58 +100,17 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._for_writer = None
-        if isinstance(storage_meta, WriterMeta) and options_in_columns(self):
-            self.is_coordinator, self._for_writer = is_coordinator, state_dict
+        self._is_for_writer = isinstance(storage_meta, WriterMeta) and bool(
+            options_in_columns(self)
+        )
+        if self._is_for_writer:
+            self.is_coordinator, self.state_dict, self.mappings = is_coordinator, state_dict, {}
         else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        if self._for_writer is not None:
-            self.plan = NO_PLAN
-            return self.plan
-        plan: SavePlan = super().create_local_plan()
-        items = declared(plan.items, self.state_dict, None)
-        self.plan = dataclasses.replace(plan, items=items)
+        self.plan = NO_PLAN if self._is_for_writer else super().create_local_plan()
         return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        mappings = self.flatten_state_dict
-        locals_ = [
-            LocalPlan.of(plan.items, plan.planner_data if mappings else None) for plan in all_plans
-        ]
-        shares, catalog = assign_shares(locals_, self.options)
-        self.global_plan = [
-            dataclasses.replace(plan, items=share.write_items(local))
-            for plan, share, local in zip(all_plans, shares, locals_, strict=True)
-        ]
-        self.metadata = catalog_metadata(catalog)
-        return self.global_plan, self.metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.plan = new_plan
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The live tensor of ``write_item``, or the slice that it names; the serialized bytes of an object."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            value = self.lookup_object(write_item.index)
-        else:
-            assert write_item.tensor_data is not None
-            name = write_item.index.fqn
-            value = chunk_of(self.state_dict[name], name, write_item.tensor_data.chunk)
-        found: torch.Tensor | io.BytesIO = self.transform_object(write_item, value)
-        return found
-
-    def lookup_object(self, index: Any) -> Any:
-        """The object at ``index`` in the state."""
-        return self.state_dict[index.fqn] if index.offset is None else super().lookup_object(index)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
-        """A hook, as in DCP: serializes objects, and returns tensors unchanged."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(serialize(object))
-        return object
 
 
 def _hooks(kind: type[DefaultSavePlanner]) -> Mapping[str, Any]:
@@ -219,10 +167,10 @@ def plan_in_columns(
 
 
 def planned_state(planner: DefaultSavePlanner) -> tuple[Mapping[str, Any], Paths | None]:
-    """The state that DCP has passed to ``planner`` for the present save. If the planner has flattened it: with the path
-    of each of its names.
+    """The state that DCP has passed to ``planner`` for the present save; this package's planner drops it. If another
+    planner has flattened it: with the path of each of its names.
     """
-    state = planner.take_state() if isinstance(planner, DataStatesSavePlanner) else None
-    if state is not None:
-        return state, None
-    return planner.state_dict, planner.mappings if planner.flatten_state_dict else None
+    state, paths = planner.state_dict, planner.mappings if planner.flatten_state_dict else None
+    if isinstance(planner, DataStatesSavePlanner):
+        planner.state_dict = {}
+    return state, paths or None

@@ -29,7 +29,8 @@ from dcp_datastates.errors import (
     DataStatesError,
     IncompatibleStateError,
 )
-from dcp_datastates.format.metadata_objects import metadata_of, opened_from
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.reads import Reads
@@ -110,7 +111,8 @@ class DataStatesReader(StorageReader):
         self._places = None if path is None else locate_all(path, storage_options)
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
-        self._failure: DataStatesError | None = None
+        self._found: MetadataTable | DataStatesError | None = None
+        """What :meth:`read_metadata` has found."""
         self._present: _Load | None = None
 
     @classmethod
@@ -130,7 +132,7 @@ class DataStatesReader(StorageReader):
     @public("DataStatesReader.reset()")
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
-        self._failure = None
+        self._found = None
         self._forget()
         if checkpoint_id is not None:
             self._places = locate_all(checkpoint_id, self._storage_options)
@@ -142,14 +144,14 @@ class DataStatesReader(StorageReader):
         If this raises, DCP calls it again with ``rank=``, for metadata of that rank alone, which do not exist here. So
         the first error is kept, and :meth:`set_up_storage_reader` raises it, where DCP does not replace it.
         """
-        if "rank" in kwargs and self._failure is not None:
+        if "rank" in kwargs and isinstance(self._found, DataStatesError):
             return Metadata({})
         try:
-            metadata = metadata_of(open_nearest(self._located_places()).table)
+            self._found = open_nearest(self._located_places()).table
         except DataStatesError as error:
-            self._failure = error
+            self._found = error
             raise
-        self._failure = None
+        metadata = metadata_of(self._found)
         assert metadata.storage_meta is not None
         metadata.storage_meta.checkpoint_id = self.checkpoint_id
         metadata.storage_meta.load_id = str(uuid.uuid4())
@@ -159,13 +161,15 @@ class DataStatesReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take over the metadata that DCP's planner uses."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        """Begin the load of what :meth:`read_metadata` has found."""
+        found, self._found = self._found, None
+        if isinstance(found, DataStatesError):
+            raise found
+        if found is None:
+            raise DataStatesError("read_metadata() was not called before this")
         self._forget()
         places = self._located_places()
-        stored = Stored(opened_from(metadata), places)
+        stored = Stored(found, places)
         joint = JointReads(self._share_reads, rank_set_of(None), places[0])
         self._present = _Load(stored, joint)
         loaded_from(places)
@@ -215,7 +219,7 @@ class DataStatesReader(StorageReader):
         # A planner may have lost what the first rank has said.
         share = plan.storage_data if isinstance(plan.storage_data, bytes) else b""
         load.joint.take(share, stored.table)
-        native = engine(self._host_cache_bytes)
+        engine(self._host_cache_bytes)  # it is of this size, if there is none yet
         found: dict[str, bytes] = {}
         safe: set[bytes] = set()  # equal bytes are checked once
 
@@ -229,7 +233,7 @@ class DataStatesReader(StorageReader):
                 found[name] = data
 
         def read(reads: Reads) -> None:
-            stored.read(reads, take, sharing=load.joint.sharing, native=native)
+            stored.read(reads, take, sharing=load.joint.sharing)
 
         wrapped, items = load.of(plan)
         state: dict[str, Any] = getattr(planner, "state_dict", {})

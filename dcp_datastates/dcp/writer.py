@@ -26,14 +26,14 @@ from torch.futures import Future as TorchFuture
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import Reads, WriterConfig
 from dcp_datastates.dcp.compat import (
-    DcpSave,
     StagedStateDict,
     ThisThread,
     begin_synchronous,
+    publish,
     warn_if_shared,
 )
 from dcp_datastates.dcp.planner import WriterMeta
-from dcp_datastates.dcp.turn import Turn
+from dcp_datastates.dcp.turn import DcpSave
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io.devices import open_used
 from dcp_datastates.io.engine import engine
@@ -234,7 +234,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             conclude_call(SaveOrigin.DCP_ASYNC, self.rank_set, self._path, stats, error)
             raise
         self.add(save)
-        return StagedStateDict(Turn(save), self._here)
+        return StagedStateDict(DcpSave(save), self._here)
 
     @public("DataStatesWriter.synchronize_staging()")
     def synchronize_staging(self) -> None:
@@ -327,7 +327,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Coordinator: return when the save is committed, or raise its error. ``metadata`` become those of the save."""
-        self._running().finish(metadata)
+        publish(metadata, *self._running().finish())
 
     # ---- for this package's async_save ---------------------------------------------------------------
 

@@ -229,10 +229,6 @@ def _is_key(part: tuple[Any, ...]) -> bool:
 # ---- nested states -------------------------------------------------------------------------------
 
 
-_MOST_SKIPPED: Final = 1 << 20
-"""Elements of a list that a checkpoint may lack before one that it has."""
-
-
 def nested(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
     """The values, nested by their paths, with the empty dicts that ``paths`` have, too.
 
@@ -293,8 +289,6 @@ def put(root: dict[str, Any], path: KeyPath, value: Any, *, anew: bool = False) 
             return
         key = key_of(part)
         if isinstance(part, int):
-            if not 0 <= part <= len(container) + _MOST_SKIPPED:
-                raise TypeError("no index into a list")
             container.extend([None] * (part + 1 - len(container)))
             present = container[key]
         else:

@@ -10,12 +10,12 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format.ragged import Ints, starts_of, sums
 from dcp_datastates.storage.attempt import Attempt
@@ -74,11 +74,6 @@ class Catalog:
         return {name: number for number, name in enumerate(self.names)}
 
     @functools.cached_property
-    def first_chunks(self) -> list[int]:
-        """For each name, the row of its first chunk in a :class:`Placement`."""
-        return cast("list[int]", starts_of(self.counts).tolist())
-
-    @functools.cached_property
     def object_rows(self) -> dict[int, int]:
         """The rows of objects in a :class:`Placement`, by the indices of their names."""
         objects = np.flatnonzero(self.properties < 0).tolist()
@@ -99,23 +94,6 @@ class Catalog:
         begin = self._first_values[1][number]
         count, ndim = self.counts.item(number), self.ndims.item(number)
         return column[begin : begin + count * ndim].reshape(count, ndim)
-
-    def row(self, index: object) -> int:
-        """The row of the chunk or object with this ``MetadataIndex`` in a :class:`Placement`; KeyError: it has none."""
-        if not isinstance(index, MetadataIndex):
-            raise KeyError(index)
-        number, at = self.number[index.fqn], index.index
-        if (index.offset is None) != (number in self.object_rows):
-            raise KeyError(index)
-        if index.offset is None:
-            return self.object_rows[number]
-        begins, wanted = self.of_chunks(self.offsets, number), list(index.offset)
-        if at is None or not 0 <= at < len(begins) or begins[at].tolist() != wanted:
-            try:
-                at = begins.tolist().index(wanted)
-            except ValueError:
-                raise KeyError(index) from None
-        return self.first_chunks[number] + at
 
     @property
     def have_data(self) -> npt.NDArray[np.bool_]:
@@ -161,7 +139,7 @@ class FileRecord:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The places of the bytes of a :class:`Catalog`: ``Metadata.storage_data`` in columns.
+    """The places of the bytes of a :class:`Catalog`.
 
     It has R rows: all chunks, then all objects, the names with ``properties == -1``, in the order of ``names``.
     """

@@ -18,7 +18,6 @@ Keys of dicts are strings: their hashes differ between processes, so a file cann
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -220,14 +219,13 @@ _FIELDS: Final[Mapping[Any, tuple[str, ...]]] = {
     LoadPlan: ("items", "storage_data", "planner_data"),
 }
 
-HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__
+PROPERTIES: Final = tuple(
+    [name for name in _FIELDS[TensorProperties] if name in TensorProperties.__dataclass_fields__]
+)
+"""The fields of properties that are carried, and that the installed torch has."""
+
+HAS_STRIDES: Final = "strides" in PROPERTIES
 """Whether the installed torch is 2.15 or newer: properties have the strides of a tensor's memory."""
-
-
-@functools.cache
-def carried(kind: type) -> tuple[str, ...]:
-    """The fields of one of DCP's classes that are carried, if the installed torch has them."""
-    return tuple([name for name in _FIELDS[kind] if name in kind.__dataclass_fields__])  # type: ignore[attr-defined]
 
 
 def new_fields() -> dict[str, bool]:
@@ -245,7 +243,7 @@ def new_fields() -> dict[str, bool]:
 
 def properties_to_json(properties: TensorProperties) -> dict[str, Any]:
     """The fields of properties, by name."""
-    return {name: to_json(getattr(properties, name)) for name in carried(TensorProperties)}
+    return {name: to_json(getattr(properties, name)) for name in PROPERTIES}
 
 
 _PROPERTY_TYPES: Final[Mapping[str, type]] = {
@@ -263,7 +261,7 @@ def properties_from_json(found: Any) -> TensorProperties:
     """
     if type(found) is not dict:
         raise ValueRefused(f"TensorProperties is {described(found)}")
-    fields = {name: from_json(found[name]) for name in carried(TensorProperties) if name in found}
+    fields = {name: from_json(found[name]) for name in PROPERTIES if name in found}
     for name, kind in _PROPERTY_TYPES.items():
         if type(fields.get(name)) is not kind:
             raise ValueRefused(f"{name} of a tensor is {described(fields.get(name))}")

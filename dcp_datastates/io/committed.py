@@ -1,16 +1,19 @@
-"""Opens the checkpoint committed at a path; if there is none, the error says what is there instead."""
+"""Opens the checkpoint committed at a path, and its files; if there is none, the error says what is there instead."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import pickle
 import pickletools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
+
+from typing_extensions import Buffer
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -22,6 +25,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import metadata
 from dcp_datastates.format.metadata_table import FileRecord, MetadataTable, Note
+from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.storage import attempts, decisions, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
@@ -126,6 +130,58 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
     if nbytes < record.nbytes:
         return f"cut short: it has {nbytes} of {record.nbytes} bytes"
     return f"too long: it has {nbytes} bytes instead of {record.nbytes}"
+
+
+# ---- its data files ------------------------------------------------------------------------------
+
+
+def sizes(directory: Location, relative_paths: Collection[str]) -> dict[str, int | OSError]:
+    """The sizes of data files by their paths below ``directory``, a checkpoint's; FileNotFoundError for one that is not
+    there; in a file system, the :class:`StorageError` of one that cannot be looked at. In a store, this is one LIST for
+    each 1,000 objects beside them, or one HEAD for a single file, and raises :class:`StorageError`.
+    """
+    place = stored(directory)
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def look(relative_path: str) -> int | OSError:
+        try:
+            return place.store.size((place / relative_path).key)
+        except ObjectMissingError:
+            return missing
+        except StorageError as error:
+            if not place.is_local:
+                raise
+            return error
+
+    if len(relative_paths) > 1 and not place.is_local:
+        found: dict[str, int] = {}
+        for folder in {relative_path.rpartition("/")[0] for relative_path in relative_paths}:
+            prefix = place / folder if folder else place
+            for each in place.store.list(prefix.key).objects:
+                found[f"{folder}/{each.name}" if folder else each.name] = each.nbytes
+        return {
+            relative_path: found.get(relative_path, missing) for relative_path in relative_paths
+        }
+    return dict(zip(relative_paths, presence.look_at_each(look, relative_paths), strict=True))
+
+
+def range_reader(paths: Iterable[Location]) -> ReadRange:
+    """Reads ranges of the files or objects at ``paths``, by the text of these. It raises
+    :class:`CheckpointNotFoundError` for one that is missing, and :class:`StorageError`.
+    """
+    places = {str(path): stored(path) for path in paths}
+
+    def read_range(name: str, begin: int, end: int) -> Buffer:
+        place = places[name]
+        try:
+            return place.store.get_range(place.key, begin, end)
+        except ObjectMissingError:
+            missing = errno.ENOENT
+            raise CheckpointNotFoundError(
+                missing, f"open {name}: {os.strerror(missing)}", name
+            ) from None
+
+    return read_range
 
 
 # ---- where the metadata are ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata_table import MetadataTable
-from dcp_datastates.io import stored_files
+from dcp_datastates.io import committed
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.streams import ReadRange, fetch
@@ -172,7 +172,7 @@ class Restore:
                     )
             return wrong
 
-        self._at_places(self._files.keys() & {*reads.used_paths}, check)
+        self._at_places(reads.used_paths, check)
 
     # ---- reading from one place ------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Restore:
         # Kernels that write to the target tensors may still be running.
         after = fences(self._engine, set(reads.devices))
         if read_range is None and isinstance(place, ObjectPath):
-            read_range = stored_files.range_reader(place / path for path in reads.used_paths)
+            read_range = committed.range_reader(place / path for path in reads.used_paths)
         engine = self._engine
         begin = engine.restore if read_range is None else engine.restore_streamed
         job = begin(plan, memories, after)
@@ -220,20 +220,10 @@ class Restore:
         """What the engine is to read, and where to."""
         plan = RestorePlan()
         for relative_path, content in reads.contents().items():
-            record = self._files.get(relative_path)
-            if record is None:
-                raise CheckpointCorruptError(
-                    f"the metadata do not describe data file {relative_path!r}"
-                )
-            if not content.nbytes:
-                continue
-            path = str(place / relative_path)
-            try:
+            if content.nbytes:
+                record = self._files[relative_path]
+                path = str(place / relative_path)
                 plan.add_file(path, record.nbytes, record.table_offset, content)
-            except ValueError as error:
-                raise CheckpointCorruptError(
-                    f"{path}: the metadata have tensors or objects lie where others do: {error}"
-                ) from error
         return plan
 
     def _error(self, fault: Fault, asked: Reads, place: Location) -> DataStatesError:
@@ -271,7 +261,7 @@ class Restore:
 
 def _sizes(place: Location, files: Collection[str]) -> dict[str, int]:
     found = {}
-    for file, nbytes in stored_files.sizes(place, files).items():
+    for file, nbytes in committed.sizes(place, files).items():
         if isinstance(nbytes, int):
             found[file] = nbytes
             continue

@@ -1,5 +1,5 @@
-"""Tensors as memory: which tensors can be stored, copies of unusual ones, the layout of their bytes, and tensors that
-hold shards of their own, or consist of other tensors.
+"""Tensors as memory: which tensors can be stored, copies of unusual ones, the layout of their bytes, the tensors of a
+state, and tensors that hold shards of their own, or consist of other tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _init_state_dict
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.masked import MaskedTensor
@@ -23,7 +27,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_datastates._native import Transfer
-from dcp_datastates.errors import UnsupportedTensorError
+from dcp_datastates.errors import IncompatibleStateError, UnsupportedTensorError
+from dcp_datastates.format.key_paths import KeyPath, flatten
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
 
 try:
@@ -140,8 +145,8 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_DTYPE, _LAYOUT, _IS_META, _IS_NESTED = map(
-    operator.attrgetter, ("dtype", "layout", "is_meta", "is_nested")
+_DEVICE, _DTYPE, _LAYOUT, _IS_META, _IS_NESTED = map(
+    operator.attrgetter, ("device", "dtype", "layout", "is_meta", "is_nested")
 )
 
 
@@ -254,6 +259,46 @@ def copy_sharded(tensor: ShardedTensor, name: str) -> ShardedTensor:
     )
 
 
+# ---- a state, as DCP's loads see it --------------------------------------------------------------
+
+
+def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """The values in ``state`` by their names, and where they are.
+
+    Tensors on the meta device get memory, in ``state``, too. Raises :class:`IncompatibleStateError` if two values have
+    one name, or a container contains itself.
+    """
+    try:
+        values, paths = flatten(state)
+        tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
+        if any(device.type == "meta" for device in set(map(_DEVICE, tensors))):
+            _init_state_dict(state)
+            values, paths = flatten(state)
+        if any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):
+            values, paths = flatten(_flatten_sharded_tensors(state))
+        return values, paths
+    except ValueError as error:
+        raise IncompatibleStateError(f"two values of the state have one name: {error}") from error
+    except RecursionError as error:
+        raise IncompatibleStateError(
+            "the state cannot be loaded into: a dict or list in it contains itself"
+        ) from error
+
+
+def shards_as_dcp_sees_them(
+    name: str, value: Any
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """Where each shard that this rank has of ``value`` begins, its sizes, in elements, and the shard."""
+    for number, chunk in enumerate(_create_chunk_list(value)):
+        at = MetadataIndex(name, chunk.offsets, number)
+        yield tuple(chunk.offsets), tuple(chunk.sizes), find_state_dict_object({name: value}, at)
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether it is a DTensor of whose mesh this rank is no part: it holds nothing of it."""
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
+
+
 # ---- wrapper subclasses: tensors that consist of other tensors -----------------------------------
 # Such as torchao's 8-bit optimizer states. A wrapper `w` is stored as its parts: a nested dict that has each inner
 # tensor under its attribute's name, and under `__wrapper__` a text (UTF-8, `uint8`) with the class and the context of
@@ -283,7 +328,7 @@ def opened(value: Any) -> Any:
         return value if all(map(operator.is_, elements, value)) else elements
     if not is_wrapper(value):
         return value
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+    if is_elsewhere(value):
         # This rank is not in the mesh: DCP leaves the DTensor out, but would store an empty dict.
         return DTensor(
             torch.empty(0, dtype=value.dtype, device="cpu"), value._spec, requires_grad=False

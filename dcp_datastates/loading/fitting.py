@@ -19,12 +19,11 @@ from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
-from dcp_datastates.io.flattening import flattened
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
-from dcp_datastates.loading.stored import Stored, is_elsewhere, shards_of
+from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.job_log import once_per_job
 

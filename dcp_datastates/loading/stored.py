@@ -16,22 +16,27 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import Engine
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     IncompatibleStateError,
 )
 from dcp_datastates.format.key_paths import KeyPath, empties, path_of
-from dcp_datastates.format.metadata_table import Catalog, MetadataTable
+from dcp_datastates.format.metadata_table import MetadataTable
 from dcp_datastates.format.ragged import Ints, distinct, positions, starts_of, volumes
 from dcp_datastates.format.stored_names import Box, is_under, wrappers
 from dcp_datastates.io.committed import explain_missing
-from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.flattening import shards_as_dcp_sees_them
+from dcp_datastates.io.engine import engine
 from dcp_datastates.io.reads import Reads, Sizes, shapes_of
 from dcp_datastates.io.restore import Restore, Sharing
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES, any_hold_shards, box, holds_shards
+from dcp_datastates.io.tensor_memory import (
+    PLAIN_TYPES,
+    any_hold_shards,
+    box,
+    holds_shards,
+    is_elsewhere,
+    shards_as_dcp_sees_them,
+)
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage.object_path import Location
 
@@ -164,18 +169,15 @@ class Stored(Mapping[str, Described | None]):
         left = needed.copy()
         parts = [self.objects([])]  # no row yet
         targets: list[torch.Tensor] = []
-        for found in overlaps(self._catalog, numbers, shards):
-            count, ndim = found.lengths.shape
-            ragged = found.chunk_sizes.ravel(), found.in_chunk.ravel(), found.lengths.ravel()
-            of = numbers[found.shard]
-            parts.append(self._rows(of, found.chunk, np.full(count, ndim), ragged))
-            nelements = found.lengths.prod(axis=1)
-            np.subtract.at(left, found.shard, nelements)
+        for part, of, begins in self._common(numbers, shards):
+            parts.append(part)
+            nelements = volumes(part.ndims, part.lengths)
+            np.subtract.at(left, of, nelements)
             if shards.memories:
-                memories = [shards.memories[each] for each in found.shard.tolist()]
-                for at in np.flatnonzero(nelements != needed[found.shard]).tolist():
-                    region = found.in_shard[at].tolist(), found.lengths[at].tolist()
-                    memories[at] = cut(memories[at], *region)
+                memories = [shards.memories[each] for each in of.tolist()]
+                lengths = part.lengths.reshape(begins.shape)
+                for at in np.flatnonzero(nelements != needed[of]).tolist():
+                    memories[at] = cut(memories[at], begins[at].tolist(), lengths[at].tolist())
                 targets += memories
         for at in np.flatnonzero(left)[:1].tolist():
             name = names[shards.of[at]]
@@ -187,6 +189,36 @@ class Stored(Mapping[str, Described | None]):
         if shards.memories:
             reads.aim(targets, cast)
         return reads
+
+    def _common(self, numbers: Ints, shards: Shards) -> Iterator[tuple[Reads, Ints, Ints]]:
+        """What reads ``shards``, of the tensors with these ``numbers``, from the stored chunks: in parts, each of one
+        number of dimensions. With each part, for its rows: the place of the shard among all; and, (rows, dimensions),
+        where the row begins in the shard, in elements.
+        """
+        catalog = self._catalog
+        firsts = starts_of(catalog.counts)
+        values = starts_of(catalog.ndims * catalog.counts)
+        ndims = catalog.ndims[numbers]
+        for ndim in distinct(ndims):
+            alike = np.flatnonzero(ndims == ndim)
+            group = starts_of(catalog.counts[numbers[alike]]) // _MOST_PAIRS
+            for each in distinct(group):
+                chosen = alike[group == each]
+                tensors = numbers[chosen]
+                counts = catalog.counts[tensors]
+                pair = np.repeat(np.arange(len(chosen)), counts)
+                place = positions(np.zeros(len(chosen), np.int64), counts)
+                at = (values[tensors][pair] + place * ndim)[:, None] + np.arange(ndim)
+                offsets, sizes = catalog.offsets[at], catalog.sizes[at]
+                begins, lengths = shards.places(chosen, ndim)
+                low = np.maximum(offsets, begins[pair])
+                high = np.minimum(offsets + sizes, (begins + lengths)[pair])
+                hit = np.flatnonzero((low < high).all(axis=1))
+                pair, low, high = pair[hit], low[hit], high[hit]
+                rows = firsts[tensors][pair] + place[hit]
+                ragged = sizes[hit].ravel(), (low - offsets[hit]).ravel(), (high - low).ravel()
+                part = self._rows(tensors[pair], rows, np.full(len(hit), ndim), ragged)
+                yield part, chosen[pair], low - begins[pair]
 
     def _rows(
         self, numbers: Ints, rows: Ints, ndims: Ints, ragged: tuple[Ints, Ints, Ints]
@@ -207,17 +239,14 @@ class Stored(Mapping[str, Described | None]):
         *,
         sharing: Sharing | None = None,
         count: Callable[[int], None] = lambda nbytes: None,
-        native: Engine | None = None,
     ) -> None:
         """:meth:`~dcp_datastates.io.restore.Restore.read`, from the nearest place, once no save in flight reads the
         memory that it overwrites. A data file that is missing is damage, or another save's doing, and the error says
         which.
-
-        ``native``: the engine; None: the process's own, of the usual size.
         """
-        native = native or engine(DEFAULT_HOST_CACHE_BYTES)
+        restore = Restore(self.table, self.places, engine(), count, sharing)
         try:
-            Restore(self.table, self.places, native, count, sharing).read(reads, deliver, _release)
+            restore.read(reads, deliver, _release)
         except CheckpointNotFoundError as error:
             raise explain_missing(self.places[0], self.table.note, error) from error
 
@@ -314,57 +343,6 @@ def _place(name: str, value: DTensor) -> tuple[Sizes, Sizes] | None:
         )
     place = box(value)
     return tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)
-
-
-class Overlaps(NamedTuple):
-    """What shards have in common with stored chunks, in columns, all of one number of dimensions."""
-
-    shard: Ints
-    """Its place among all shards."""
-    chunk: Ints
-    """Its row in the checkpoint's columns."""
-    chunk_sizes: Ints
-    """(overlaps, dimensions), as are the others."""
-    in_chunk: Ints
-    """Where the overlap begins in the chunk, in elements."""
-    in_shard: Ints
-    lengths: Ints
-
-
-def overlaps(catalog: Catalog, numbers: Ints, shards: Shards) -> Iterator[Overlaps]:
-    """What ``shards`` have in common with the stored chunks of their tensors, which have these ``numbers``."""
-    firsts = starts_of(catalog.counts)
-    values = starts_of(catalog.ndims * catalog.counts)
-    ndims = catalog.ndims[numbers]
-    for ndim in distinct(ndims):
-        alike = np.flatnonzero(ndims == ndim)
-        part = starts_of(catalog.counts[numbers[alike]]) // _MOST_PAIRS
-        for each in distinct(part):
-            chosen = alike[part == each]
-            tensors = numbers[chosen]
-            counts = catalog.counts[tensors]
-            pair = np.repeat(np.arange(len(chosen)), counts)
-            place = positions(np.zeros(len(chosen), np.int64), counts)
-            at = (values[tensors][pair] + place * ndim)[:, None] + np.arange(ndim)
-            offsets, sizes = catalog.offsets[at], catalog.sizes[at]
-            begins, lengths = shards.places(chosen, ndim)
-            low = np.maximum(offsets, begins[pair])
-            high = np.minimum(offsets + sizes, (begins + lengths)[pair])
-            hit = np.flatnonzero((low < high).all(axis=1))
-            pair, low, high = pair[hit], low[hit], high[hit]
-            yield Overlaps(
-                chosen[pair],
-                firsts[tensors][pair] + place[hit],
-                sizes[hit],
-                low - offsets[hit],
-                low - begins[pair],
-                high - low,
-            )
-
-
-def is_elsewhere(value: Any) -> bool:
-    """Whether it is a DTensor of whose mesh this rank is no part: it holds nothing of it."""
-    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
 
 
 def cut(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_datastates.format.layout import LayoutItem
 from dcp_datastates.format.ragged import Ints, positions, starts_of, volumes
-from dcp_datastates.format.values import carried
+from dcp_datastates.format.values import PROPERTIES
 from dcp_datastates.planning.packing import Message, Named
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
@@ -52,8 +52,6 @@ _KINDS: Final = {
     WriteItemType.SHARD: SHARD,
 }
 _TYPES: Final = {kind: type_ for type_, kind in _KINDS.items()}
-
-_PROPERTIES: Final = carried(TensorProperties)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +322,7 @@ class RankReport(Message):
 
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
-    return tuple([getattr(properties, name) for name in _PROPERTIES])
+    return tuple([getattr(properties, name) for name in PROPERTIES])
 
 
 def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:

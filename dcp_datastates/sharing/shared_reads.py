@@ -31,8 +31,8 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.io.committed import range_reader
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.io.stored_files import range_reader
 from dcp_datastates.io.streams import ReadRange
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.ranks.rank_set import RankSet

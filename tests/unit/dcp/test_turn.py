@@ -7,7 +7,7 @@ import pytest
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp import turn
-from dcp_datastates.dcp.turn import Turn
+from dcp_datastates.dcp.turn import DcpSave
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.results import SaveStats
 from dcp_datastates.saving.operation import SaveOperation
@@ -52,10 +52,10 @@ def _run(mine, order, go_on=None, end=None):
 
 def test_a_turn_is_kept_for_a_thread_that_has_come_and_takes_its_time(order):
     """Longer than a thread may take to come: copies on a device may take minutes."""
-    blocks = Turn(_save())
+    blocks = DcpSave(_save())
     free = threading.Event()
     first_thread = _run(blocks, order, end=free)
-    first, second = Turn(_save()), Turn(_save())
+    first, second = DcpSave(_save()), DcpSave(_save())
     go_on = threading.Event()
     slow, quick = _run(first, order, go_on), _run(second, order)
     free.set()
@@ -70,9 +70,9 @@ def test_a_turn_is_kept_for_a_thread_that_has_come_and_takes_its_time(order):
 def test_a_thread_that_lives_on_after_the_outcome_lets_the_next_go(order):
     """A callback of DCP's future runs in DCP's thread, when DCP is done with the save: it may wait for the next one."""
     save, end = _save(), threading.Event()
-    first = Turn(save)
+    first = DcpSave(save)
     staying = _run(first, order, end=end)
-    second = Turn(_save())
+    second = DcpSave(_save())
     following = _run(second, order)
     following.join(0.5)
     assert order == [first]
@@ -85,8 +85,8 @@ def test_a_thread_that_lives_on_after_the_outcome_lets_the_next_go(order):
 
 def test_a_turn_that_nobody_comes_for_is_passed_over(order):
     left = _save()
-    Turn(left)
-    second = Turn(_save())
+    DcpSave(left)
+    second = DcpSave(_save())
     _run(second, order).join(30)
     assert order == [second]
     assert left.over
@@ -94,7 +94,7 @@ def test_a_turn_that_nobody_comes_for_is_passed_over(order):
 
 def test_a_save_whose_thread_has_died_is_over_and_says_so(order):
     save = _save()
-    _run(Turn(save), order).join(30)
-    _run(Turn(_save()), order).join(30)
+    _run(DcpSave(save), order).join(30)
+    _run(DcpSave(_save()), order).join(30)
     assert save.over
     assert "DCP ended this save" in str(save.committed.exception(0))

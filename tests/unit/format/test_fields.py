@@ -221,14 +221,6 @@ def test_what_another_torch_has_written_loads(path):
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
 def test_stock_readers_open_what_another_torch_has_written(path):
     ours, stock = DataStatesReader(path).read_metadata(), FileSystemReader(path).read_metadata()
-    places = [
-        {
-            index: (info.relative_path, info.offset, info.length)
-            for index, info in each.storage_data.items()
-        }
-        for each in (ours, stock)
-    ]  # without the sentence for stock readers, which may change
-    assert places[0] == places[1]
     assert ours.planner_data == stock.planner_data
     assert list(ours.state_dict_metadata) == list(stock.state_dict_metadata)
     assert stock.state_dict_metadata["weight"].properties.dtype == torch.float32

@@ -81,12 +81,12 @@ def _decoded(data):
             assert not isinstance(cause, (MemoryError, RecursionError)), cause
             cause = cause.__cause__
         if found is not None:
-            metadata = metadata_of(found)
-            for entry in metadata.state_dict_metadata.values():
+            for entry in metadata_of(found).state_dict_metadata.values():
                 repr(entry)
-            for index, info in metadata.storage_data.items():
-                record = found.note.files[info.relative_path]
-                assert 0 <= info.offset <= info.offset + info.length <= record.table_offset, index
+            at = found.placement
+            for file, begin, length in zip(at.files, at.begins, at.lengths, strict=True):
+                record = found.note.files[at.paths[file]]
+                assert 0 <= begin <= begin + length <= record.table_offset
     return found
 
 

@@ -319,7 +319,7 @@ def _beside_nothing(shape):
 )
 def test_what_could_not_be_read_again_is_not_written(case, words):
     packed, note = packed_example(case)
-    expected = _refusal(table_of, packed.metadata(), note)
+    expected = _refusal(table_of, packed.metadata(), packed.places(), note)
     assert expected is None if words is None else words in (expected or "")
     for _ in range(2):
         assert _refusal(MetadataTable, *packed.columns(), note) == expected

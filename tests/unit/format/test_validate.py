@@ -15,12 +15,12 @@ from support.state.metadata import decision_of, rewritten
 from support.tiers import sampled
 from support.waiting import little_work
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcp_datastates.errors import UnreadableMetadataError
 from dcp_datastates.format.metadata import decode
 from dcp_datastates.format.metadata_check import validate
-from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.metadata_objects import Entries
 from dcp_datastates.format.metadata_table import Catalog
 
 quick = settings(max_examples=250)
@@ -106,7 +106,8 @@ def faults(messages):
 @quick
 @given(catalogs(), st.booleans())
 def test_validation_finds_what_stock_finds(_run, catalog, filled):
-    expected = _validate_global_plan([None] * (2 if filled else 1), catalog_metadata(catalog))
+    stock = Metadata(dict(Entries(catalog)))
+    expected = _validate_global_plan([None] * (2 if filled else 1), stock)
     messages = validate(catalog, filled=filled)
     assert len(messages) == len(faults(messages))
     assert [m.split()[0] for m in messages] == sorted(m.split()[0] for m in messages)

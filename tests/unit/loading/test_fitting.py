@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, load
+from dcp_datastates import load
 from dcp_datastates.dcp.reader import reads_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, IncompatibleStateError
-from dcp_datastates.format.metadata_objects import opened_from
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.fitting import Fitting
@@ -54,10 +55,10 @@ def test_a_load_plans_what_stock_dcp_plans(tmp_path):
         "step": 7,
     }
     save(state, tmp_path / "c")
-    metadata = DataStatesReader(tmp_path / "c").read_metadata()
+    table = open_committed(tmp_path / "c").table
     stock = DefaultLoadPlanner()
-    stock.set_up_planner(dict(state), metadata, True)
-    stored = Stored(opened_from(metadata), [tmp_path / "c"])
+    stock.set_up_planner(dict(state), metadata_of(table), True)
+    stored = Stored(table, [tmp_path / "c"])
     expected = _rows(Reads.joined(reads_of(stock.create_local_plan().items, stored)))
     assert _rows(Reads.joined(Fitting(Fit.of({}), stored).reads(dict(state)))) == expected
 

@@ -18,7 +18,7 @@ from unit.planning.balance import divided, key_of
 
 from dcp_datastates.format import ragged
 from dcp_datastates.format.metadata_check import validate
-from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.metadata_objects import Entries
 from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
 from dcp_datastates.planning.messages import Why
@@ -110,10 +110,10 @@ def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
         again = RankPlan.decode(final.encode())
         assert again.digest == final.digest
         assert with_hints(again.write_items(local)) == with_hints(expected.items)
-    made = catalog_metadata(catalog)
-    assert made.state_dict_metadata == metadata.state_dict_metadata
-    assert list(made.state_dict_metadata) == list(metadata.state_dict_metadata)
-    assert made.planner_data == {key: path for p in plans for key, path in p.head.mappings.items()}
+    made = dict(Entries(catalog))
+    assert made == metadata.state_dict_metadata
+    assert list(made) == list(metadata.state_dict_metadata)
+    assert catalog.mappings == {key: path for p in plans for key, path in p.head.mappings.items()}
 
 
 @st.composite
@@ -152,18 +152,18 @@ def test_replicas_are_written_once(ranks, split, lowest):
     finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
     assert_partition(plans, finals)
     # As stock numbers chunks: in the order of ranks and items, which is what the metadata lists.
-    metadata = catalog_metadata(catalog)
+    made = dict(Entries(catalog))
     shards = [
         [dataclasses.replace(i, type=WriteItemType.SHARD) if i.tensor_data else i for i in items]
         for items in written(plans, finals)
     ]
     _, expected = create_default_global_save_plan([SavePlan(items) for items in shards])
-    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert made == expected.state_dict_metadata
     assert validate(catalog, filled=False) == []
     for items in written(plans, finals):
         for write_item in items:
             if write_item.tensor_data:
-                stored = metadata.state_dict_metadata[write_item.index.fqn]
+                stored = made[write_item.index.fqn]
                 assert stored.chunks[write_item.index.index] == write_item.tensor_data.chunk
     if not split or lowest:
         assert all((final.begins == 0).all() for final in finals)

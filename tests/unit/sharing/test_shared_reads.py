@@ -14,7 +14,7 @@ from support.waiting import await_that
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.stored_files import range_reader
+from dcp_datastates.io.committed import range_reader
 from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.assignment import Offer, Unit, assign, blocks_of, needed_blocks
 from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads, pays

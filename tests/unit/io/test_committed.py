@@ -3,7 +3,7 @@
 import pytest
 
 from dcp_datastates.errors import CheckpointNotFoundError, StorageError
-from dcp_datastates.io.stored_files import range_reader
+from dcp_datastates.io.committed import range_reader
 
 
 def test_a_range_of_a_file_has_its_bytes(tmp_path):
