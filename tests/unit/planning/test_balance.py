@@ -211,21 +211,6 @@ def test_the_order_of_items_does_not_change_what_is_dealt(ranks, random):
     assert bytes_of(shuffled, assign(shuffled)[0]) == loads
 
 
-@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [1, 0, 2, 5, 3, 4]])
-def test_other_numbers_for_the_ranks_only_permute_their_shares(order):
-    """Two shards on three ranks each, and what all six have."""
-    plans = []
-    for rank in range(6):
-        shards = [
-            item(f"s{n}", (4000, 1024), Box((2000 * (rank % 2), 0), (2000, 1024))) for n in range(5)
-        ]
-        common = [replica(f"c{n}", (size, 1024)) for n, size in enumerate([7, 100, 2500, 3000])]
-        plans.append(plan(*shards, *common, thing("o")))
-    permuted = [plans[rank] for rank in order]
-    expected = Counter(bytes_of(plans, assign(plans)[0]))
-    assert Counter(bytes_of(permuted, assign(permuted)[0])) == expected
-
-
 @pytest.mark.parametrize("holders", [2, 3, 8, 64, 1000])
 def test_data_parallel_ranks_write_the_same_number_of_bytes(holders):
     """A model of 8 GiB in 101 tensors, with their optimizer's steps and some objects."""
